@@ -1,0 +1,49 @@
+# make demo: text -> tokens and a dashboard, here and now.   make test: everything that CI checks.
+SHELL := /bin/bash
+PYTHON ?= python3
+# CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
+
+.PHONY: setup demo test lint browser wheel clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml $(ENGINE_SOURCES)
+	@command -v g++ >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends g++)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
+	$(BIN)/pip install -q --no-build-isolation -e ".[train,eval,serve,dev]"
+	@touch $@
+	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
+
+# the remote-code export is also tried on the older major version of Transformers
+$(VENV)/transformers-4.57: | setup
+	$(BIN)/pip install -q --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
+	mv $@.part $@
+
+# the dashboard is tested in a real browser
+browser:
+	@command -v chromium >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends chromium) \
+	  || echo "no chromium: the browser test skips itself"
+
+demo: setup
+	$(BIN)/python -m tools.demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint browser $(VENV)/transformers-4.57
+	$(BIN)/python -m pytest
+
+wheel: setup
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:
+	rm -rf build dist runs/demo

@@ -1,0 +1,190 @@
+"""The architecture as data: every shape, and every rule about how a partial output joins the residual stream.
+
+Field names are those of the Hugging Face config, so that `config.json` and this class are the same dictionary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+MODULES = ("attention", "mlp")
+LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
+ROPE_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+class Join(enum.Enum):
+    """How lane l's partial output p_l joins its residual stream h_l (P is the sum of p over all lanes)."""
+
+    PRESENT = "h_l += P: a blocking all-reduce, every lane sees everything at once"
+    NO_REDUCE = "h_l += sqrt(L) * p_l: the lane keeps to itself"
+    PAST = "h_l += p_l + (P' - p'_l): the other lanes' outputs arrive `broadcast_delay` layers late"
+
+
+@dataclass(frozen=True)
+class LaneformerConfig:
+    """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction."""
+
+    hidden_size: int = 3072
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 15
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 16
+    num_lanes: int = 8
+    broadcast_delay: int = 2
+    sliding_window: int = 2048
+    swa_layers: tuple[int, ...] = tuple(range(10))
+    max_position_embeddings: int = 4096
+    vocab_size: int = 32000
+    lm_head_type: str = "vocab_parallel"
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    replicated_rmsn_scale: bool = True
+    use_early_comm: bool = True
+    use_attention_comm: bool = True
+    use_mlp_comm: bool = True
+    pre_norm_lane_agg: bool = False
+    rebroadcast_early: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "swa_layers", tuple(self.swa_layers))
+        self._check_sizes()
+        self._check_lanes()
+        self._check_choices()
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "num_lanes", "sliding_window", "max_position_embeddings", "vocab_size",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} = {value!r} must be a positive integer")
+        if not isinstance(self.broadcast_delay, int) or self.broadcast_delay < 0:
+            raise ValueError(f"broadcast_delay = {self.broadcast_delay!r} must be an integer >= 0 (counted in layers)")
+        for name in ("rope_theta", "norm_eps", "initializer_range"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be greater than 0")
+
+    def _check_lanes(self) -> None:
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "hidden_size"):
+            value = getattr(self, name)
+            if value % self.num_lanes:
+                below, above = value - value % self.num_lanes, value + -value % self.num_lanes
+                near = f"{below} or {above}" if below else f"{above}"
+                raise ValueError(f"{name} = {value} is not divisible by num_lanes = {self.num_lanes}; use {near}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads = {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs, so it must be even")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads = {self.num_key_value_heads}; every KV head serves equally many query heads"
+            )
+
+    def _check_choices(self) -> None:
+        outside = [i for i in self.swa_layers if i not in range(self.num_hidden_layers)]
+        if outside:
+            raise ValueError(f"swa_layers holds {outside}, but the layers are 0 to {self.num_hidden_layers - 1}")
+        if self.lm_head_type not in LM_HEAD_TYPES:
+            raise ValueError(f"lm_head_type = {self.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
+        if self.pre_norm_lane_agg and self.lm_head_type != "replicate":
+            raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {self.lm_head_type!r}")
+        if self.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings = True is not supported: the head's layout is per lane; use False")
+        if self.rope_scaling is not None:
+            missing = [k for k in ROPE_SCALING_KEYS if k not in self.rope_scaling]
+            if missing:
+                raise ValueError(f"rope_scaling lacks {missing}; it needs {list(ROPE_SCALING_KEYS)} (Llama-3 style)")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads_per_lane(self) -> int:
+        return self.num_key_value_heads // self.num_lanes
+
+    def window(self, layer: int) -> int | None:
+        """Keys a query of this layer may see, itself included; None for all."""
+        return self.sliding_window if layer in self.swa_layers else None
+
+    def join(self, layer: int, module: str) -> Join:
+        """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
+        assert module in MODULES, f"unknown module {module!r}, expected one of {MODULES}"
+        if not (self.use_attention_comm if module == "attention" else self.use_mlp_comm):
+            return Join.NO_REDUCE
+        if self.broadcast_delay == 0:
+            return Join.PRESENT  # PAST with delay 0 is p + (P - p) = P
+        if layer >= self.broadcast_delay:
+            return Join.PAST
+        return Join.PRESENT if self.use_early_comm else Join.NO_REDUCE
+
+    def broadcasts(self, layer: int, module: str) -> bool:
+        """Whether the partial outputs of `layer` are added by the other lanes `broadcast_delay` layers later."""
+        later = layer + self.broadcast_delay
+        if later >= self.num_hidden_layers or self.join(later, module) is not Join.PAST:
+            return False
+        return self.rebroadcast_early or self.join(layer, module) is not Join.PRESENT
+
+    def parameter_count(self) -> dict[str, int]:
+        """Parameters by part: embedding, one layer's matrices, head, norms, total."""
+        d, f, n = self.hidden_size, self.intermediate_size, self.num_hidden_layers
+        kv = self.head_dim * self.num_key_value_heads
+        layer = 2 * d * d + 2 * d * kv + 3 * d * f
+        norms = (2 * n + 1) * d * (1 if self.replicated_rmsn_scale else self.num_lanes)
+        head = self.vocab_size * d
+        total = head + n * layer + head + norms
+        return {"embedding": head, "layer": layer, "lm_head": head, "norms": norms, "total": total}
+
+    @classmethod
+    def from_flavor(cls, name: str, **overrides: Any) -> LaneformerConfig:
+        """A named size: `2b` (the published model), `300m`, `tiny` (laptops and tests)."""
+        if name not in FLAVORS:
+            raise ValueError(f"unknown flavor {name!r}; choose from {sorted(FLAVORS)}")
+        return cls(**{**FLAVORS[name], **overrides})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LaneformerConfig:
+        """From a `config.json` dictionary without its Hugging Face bookkeeping; unknown keys are refused."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                raise ValueError(f"unknown config key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "swa_layers": list(self.swa_layers)}
+
+
+FLAVORS: dict[str, dict[str, Any]] = {
+    "2b": {},
+    "300m": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_lanes": 4,
+        "sliding_window": 64,
+        "swa_layers": (0, 1, 2, 3),
+        "max_position_embeddings": 512,
+        "vocab_size": 4096,
+    },
+}

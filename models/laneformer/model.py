@@ -1,0 +1,307 @@
+"""The Laneformer's mathematics, once: a Transformer whose weights, heads and residual streams belong to lanes.
+
+Every lane keeps a full-width residual stream and owns a slice of every matrix. A module (attention or MLP) yields one
+full-width partial output per lane. With Delayed Tensor Parallelism a lane adds its own partial at once and the other
+lanes' partials `broadcast_delay` layers later, so that their exchange never blocks (see `Join` in config.py).
+
+    B batch   S query positions   T key positions   L lanes   D hidden   F intermediate   V vocabulary
+    H query heads   K KV heads   d head dimension, D / H
+
+The lanes are an axis of ordinary tensors here, so one device computes all of them; the decode engine gives each lane to
+its own thread or group of SMs. The Hugging Face export carries this file as it is: it needs torch and config.py only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import Join, LaneformerConfig
+
+
+class LaneLinear(nn.Module):
+    """One matrix per lane: y[b,s,l,o] = sum_i x[b,s,l,i] W[l,o,i].
+
+    fan "out" (wq, wk, wv, w1, w3, head): the lane owns rows, weight (L, out/L, in), x (B,S,L,in) -> (B,S,L,out/L).
+    fan "in" (wo, w2): the lane owns columns, weight (L, out, in/L), x (B,S,L,in/L) -> a partial sum (B,S,L,out).
+    """
+
+    def __init__(self, num_lanes: int, in_features: int, out_features: int, fan: str):
+        super().__init__()
+        assert fan in ("out", "in"), f"fan is 'out' or 'in', not {fan!r}"
+        shape = (out_features // num_lanes, in_features) if fan == "out" else (out_features, in_features // num_lanes)
+        self.weight = nn.Parameter(torch.empty(num_lanes, *shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bsli,loi->bslo", x, self.weight)
+
+
+class LaneRMSNorm(nn.Module):
+    """RMSNorm of every lane's own stream, (..., L, D) -> (..., L, D); the scale is shared (D,) or per lane (L, D)."""
+
+    def __init__(self, config: LaneformerConfig):
+        super().__init__()
+        d = config.hidden_size
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(d) if config.replicated_rmsn_scale else torch.ones(config.num_lanes, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight
+
+
+class Cache(Protocol):
+    """What attention needs of a KV cache; Hugging Face's Cache fits as well."""
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+class KVCache:
+    """All keys and values so far: per layer (B, K, T, d). The masks, not the cache, hold the window."""
+
+    def __init__(self, num_layers: int):
+        self.entries: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+
+    @property
+    def length(self) -> int:
+        return 0 if self.entries[0] is None else self.entries[0][0].shape[2]
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        held = self.entries[layer_idx]
+        entry = (key, value) if held is None else (torch.cat((held[0], key), 2), torch.cat((held[1], value), 2))
+        self.entries[layer_idx] = entry
+        return entry
+
+
+def rope_frequencies(config: LaneformerConfig, device: torch.device | None = None) -> Tensor:
+    """Radians per position of each rotated pair, (d/2,) float32; Llama-3 scaling when the config asks for it."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequency = 1.0 / (config.rope_theta**exponent)
+    if config.rope_scaling is None:
+        return frequency
+    s = config.rope_scaling
+    turns = s["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    blend = blend.clamp(0.0, 1.0)  # 0: long wavelengths, stretched by the factor; 1: short ones, kept
+    return frequency * (blend + (1 - blend) / s["factor"])
+
+
+def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S)."""
+    positions = positions if positions.dim() == 2 else positions[None]
+    angle = positions[..., None].float() * rope_frequencies(config, positions.device)
+    return angle.cos()[:, :, None], angle.sin()[:, :, None]
+
+
+def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate neighbouring pairs (2j, 2j+1) of x (B, S, heads, d): the complex-number convention, not rotate-half."""
+    cos, sin = rope
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+
+
+def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Which keys a query sees, bool (S, T): none after it; with a window only the last `window`, itself included."""
+    distance = query_positions[:, None] - key_positions[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+class LaneAttention(nn.Module):
+    """Grouped-query attention; head h belongs to lane h // (H/L). Returns a partial output per lane, (B, S, L, D)."""
+
+    def __init__(self, config: LaneformerConfig, layer: int):
+        super().__init__()
+        lanes, d_model = config.num_lanes, config.hidden_size
+        self.layer, self.num_lanes, self.head_dim = layer, lanes, config.head_dim
+        kv_size = config.head_dim * config.num_key_value_heads
+        self.wq = LaneLinear(lanes, d_model, d_model, fan="out")
+        self.wk = LaneLinear(lanes, d_model, kv_size, fan="out")
+        self.wv = LaneLinear(lanes, d_model, kv_size, fan="out")
+        self.wo = LaneLinear(lanes, d_model, d_model, fan="in")
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        query = apply_rope(self._heads(self.wq(x)), rope).transpose(1, 2)
+        key = apply_rope(self._heads(self.wk(x)), rope).transpose(1, 2)
+        value = self._heads(self.wv(x)).transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        causal = mask is None and query.shape[2] > 1
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2).unflatten(-1, (self.num_lanes, -1)))
+
+
+class LaneFeedForward(nn.Module):
+    """SwiGLU, w2(silu(w1 x) * w3 x); a partial output per lane, (B, S, L, D)."""
+
+    def __init__(self, config: LaneformerConfig):
+        super().__init__()
+        lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size
+        self.w1 = LaneLinear(lanes, d_model, d_ff, fan="out")
+        self.w2 = LaneLinear(lanes, d_ff, d_model, fan="in")
+        self.w3 = LaneLinear(lanes, d_model, d_ff, fan="out")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) -> Tensor:
+    """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D).
+
+    `delayed` holds the same module's partials of `broadcast_delay` layers ago; of those a lane adds all but its own,
+    which it added at once. None where they are known to every lane already.
+    """
+    if how is Join.PRESENT:
+        return h + partial.sum(2, keepdim=True)
+    if how is Join.NO_REDUCE:
+        return h + math.sqrt(h.shape[2]) * partial
+    h = h + partial
+    return h if delayed is None else h + (delayed.sum(2, keepdim=True) - delayed)
+
+
+class LaneformerLayer(nn.Module):
+    """Attention, then MLP, each joining the streams as the config says for this layer."""
+
+    def __init__(self, config: LaneformerConfig, layer: int):
+        super().__init__()
+        self.joins = config.join(layer, "attention"), config.join(layer, "mlp")
+        self.broadcasts = config.broadcasts(layer, "attention"), config.broadcasts(layer, "mlp")
+        self.attention_norm = LaneRMSNorm(config)
+        self.attention = LaneAttention(config, layer)
+        self.ffn_norm = LaneRMSNorm(config)
+        self.feed_forward = LaneFeedForward(config)
+
+    def forward(
+        self,
+        h: Tensor,
+        delayed: tuple[Tensor | None, Tensor | None],
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+        """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are to be broadcast, else None."""
+        attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        h = join_lanes(h, attention, self.joins[0], delayed[0])
+        mlp = self.feed_forward(self.ffn_norm(h))
+        h = join_lanes(h, mlp, self.joins[1], delayed[1])
+        return h, (attention if self.broadcasts[0] else None, mlp if self.broadcasts[1] else None)
+
+
+class LMHead(nn.Module):
+    """Streams after the last layer -> logits (B, S, V).
+
+    vocab_parallel: lane l scores its slice of the vocabulary from its own normed stream; weight (L, V/L, D).
+    replicate: one ordinary head on the lanes' mean, weight (V, D); `pre_norm_lane_agg`: on the normed sum instead.
+    lane: every lane scores the whole vocabulary from its slice of the hidden axis, summed; weight (L, V, D/L).
+    """
+
+    def __init__(self, config: LaneformerConfig):
+        super().__init__()
+        lanes, d, v = config.num_lanes, config.hidden_size, config.vocab_size
+        self.kind, self.sum_before_norm = config.lm_head_type, config.pre_norm_lane_agg
+        shapes = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
+        self.weight = nn.Parameter(torch.empty(*shapes[self.kind]))
+
+    def forward(self, h: Tensor, norm: LaneRMSNorm) -> Tensor:
+        if self.kind == "vocab_parallel":
+            return torch.einsum("bsli,loi->bslo", norm(h), self.weight).flatten(2)
+        if self.kind == "lane":
+            own = norm(h).unflatten(-1, (h.shape[2], -1)).diagonal(dim1=2, dim2=3)  # (B, S, D/L, L)
+            return torch.einsum("bsil,loi->bso", own, self.weight)
+        if self.sum_before_norm:
+            return F.linear(norm(h.sum(2, keepdim=True)).mean(2), self.weight)
+        return F.linear(norm(h).mean(2), self.weight)
+
+
+def run_layers(
+    layers: Sequence[LaneformerLayer] | nn.ModuleList,
+    config: LaneformerConfig,
+    embedding: Tensor,
+    rope: tuple[Tensor, Tensor],
+    masks: Sequence[Tensor | None],
+    cache: Cache | None = None,
+) -> Tensor:
+    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds one entry per layer."""
+    h = embedding[:, :, None].expand(-1, -1, config.num_lanes, -1)
+    sent: list[tuple[Tensor | None, Tensor | None]] = []
+    for i, (layer, mask) in enumerate(zip(layers, masks, strict=True)):
+        delayed = sent[i - config.broadcast_delay] if 0 < config.broadcast_delay <= i else (None, None)
+        h, partials = layer(h, delayed, rope, mask, cache)
+        sent.append(partials)
+    return h
+
+
+class Laneformer(nn.Module):
+    """The plain PyTorch model: token ids (B, S) int64 -> logits (B, S, V) in the weights' dtype."""
+
+    def __init__(self, config: LaneformerConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LaneformerLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LaneRMSNorm(config)
+        self.lm_head = LMHead(config)
+
+    def forward(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        start, new = (cache.length if cache else 0), input_ids.shape[1]
+        positions = torch.arange(start + new, device=input_ids.device)
+        rope = rope_table(self.config, positions[start:])
+        masks = self.masks(positions[start:], positions)
+        return self.lm_head(
+            run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks, cache), self.norm
+        )
+
+    def masks(self, query_positions: Tensor, key_positions: Tensor) -> list[Tensor | None]:
+        """One mask a layer; None where plain causality (or a single query that sees everything) says it all."""
+        new, total = len(query_positions), len(key_positions)
+
+        def mask(window: int | None) -> Tensor | None:
+            plain = new in (1, total) and (window is None or total <= window)
+            return None if plain else causal_mask(query_positions, key_positions, window)
+
+        by_window = {window: mask(window) for window in {self.config.window(i) for i in range(len(self.layers))}}
+        return [by_window[self.config.window(i)] for i in range(len(self.layers))]
+
+    def init_weights(self, seed: int = 0) -> None:
+        """Draw every parameter anew (see init_parameter); a function of the seed alone."""
+        for name, parameter in self.named_parameters():
+            init_parameter(self.config, name, parameter, seed)
+
+
+@torch.no_grad()
+def init_parameter(config: LaneformerConfig, name: str, parameter: Tensor, seed: int = 0) -> None:
+    """The initialisation, in one place; `name` as in Laneformer's state dict.
+
+    Matrices and embeddings: normal, std `initializer_range`, cut at three sigma; the matrices that write to the
+    residual stream (wo, w2) are smaller by sqrt(2 N), as in GPT-2; norm scales: one. Each tensor is drawn whole
+    from a generator of its own, keyed by seed and name: any sharding of the parameters holds the same numbers.
+    """
+    if name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+        return
+    writes_residual = name.endswith(("wo.weight", "w2.weight"))
+    shrink = math.sqrt(2 * config.num_hidden_layers) if writes_residual else 1.0
+    fill_from_generator(parameter, config.initializer_range / shrink, f"{seed}/{name}")
+
+
+def fill_from_generator(parameter: Tensor, std: float, key: str) -> None:
+    """Fill a parameter, plain or a DTensor shard of it, from the normal distribution that `key` alone decides."""
+    generator = torch.Generator(parameter.device)
+    generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)
+    full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        # every rank draws the same tensor, so no rank has to send: src_data_rank=None only cuts
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

@@ -1,0 +1,51 @@
+"""What every record of a run needs: the code's version, a file's hash, and lines that survive a crash whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+
+def code_version(folder: Path) -> str:
+    """The git commit of the checkout that holds `folder`, `-dirty` with local changes, "unknown" outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        dirty = "-dirty" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return commit + dirty if commit else "unknown"
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line to a file, on disk when this returns; a half line left by a crash is closed first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b", buffering=0) as file:
+        cut = False
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            cut = file.read(1) != b"\n"
+        file.write(b"\n" * cut + line.encode() + b"\n")
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

@@ -1,0 +1,102 @@
+"""Activation checkpointing, compile per layer, and FSDP2 or HSDP, in TorchTitan's order.
+
+The lane axis decides the sharding. FSDP cuts dimension 0 by default, and dimension 0 of a lane matrix is L = 8: on more
+than eight shards most ranks would own nothing. Each parameter is therefore cut along its first dimension that the shard
+degree divides; with 8 shards (HSDP, one node) that is the lane axis itself, one lane per GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.tools.logging import logger
+
+from ..model import Laneformer
+
+# what selective checkpointing keeps: the lane matrices are batched products (bmm), which a dense model's list lacks
+SAVED_OPS = {
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Prepare the (meta) model for its mesh. Raises ValueError for parallelisms that the Laneformer does not have."""
+    check_parallelism(parallel_dims)
+    compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compile_model,
+            op_sac_save_list=SAVED_OPS,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compile_model:
+        for layer in model.layers:
+            layer.compile(backend=job_config.compile.backend, fullgraph=True)
+        logger.info("Compiling each layer with torch.compile")
+    if parallel_dims.fsdp_enabled:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        apply_fsdp(model, parallel_dims.get_mesh(names), job_config)
+    return model
+
+
+def check_parallelism(parallel_dims: ParallelDims) -> None:
+    for name, degree in (("tensor", parallel_dims.tp), ("pipeline", parallel_dims.pp), ("context", parallel_dims.cp)):
+        if degree > 1:
+            raise ValueError(
+                f"parallelism.{name}_parallel_degree = {degree} is not supported; the 2B model fits one GPU's shard: "
+                "use data_parallel_shard_degree (FSDP) and data_parallel_replicate_degree (HSDP)"
+            )
+    if parallel_dims.dp_replicate_enabled and not parallel_dims.dp_shard_enabled:
+        raise ValueError(
+            f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} with shard degree 1 is plain DDP, which "
+            "torchtitan 0.2.2 trains with gradients twice divided by the ranks; use data_parallel_shard_degree >= 2"
+        )
+
+
+def shard_dimension(shape: torch.Size, degree: int) -> int:
+    """The first dimension that `degree` divides; 0 (cut unevenly) when there is none."""
+    return next((dim for dim, size in enumerate(shape) if size % degree == 0), 0)
+
+
+def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> None:
+    """Shard embedding, every layer, and norm with head as one unit each; gradients are summed, the loss is a mean."""
+    degree = mesh.size() if mesh.ndim == 1 else mesh.size(1)
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        cast_forward_inputs=False,  # the rotary table enters each layer in float32 and has to stay so
+    )
+
+    def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+        fully_shard(
+            modules,  # type: ignore[call-overload]
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda p: Shard(shard_dimension(p.shape, degree)),
+        )
+
+    reshard = job_config.parallelism.fsdp_reshard_after_forward != "never"
+    shard(model.tok_embeddings, reshard)
+    for layer in model.layers:
+        shard(layer, reshard)
+    # needed again at once by the backward pass, so gathering them twice would be waste
+    shard([model.norm, model.lm_head], job_config.parallelism.fsdp_reshard_after_forward == "always")
+    shard(model, reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # the loss is already divided by the global token count
+            module.set_force_sum_reduction_for_comms(True)  # gloo lacks PREMUL_SUM, and NCCL is faster with SUM

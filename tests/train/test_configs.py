@@ -1,0 +1,100 @@
+"""Every shipped job file: it parses, its model builds on the meta device, its header's sums are true."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from laneformer import LaneformerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+# in a process of its own: TorchTitan is taught about CPUs before it is imported, and keeps global state
+LOAD = """
+import json, sys, torch
+from train.cpu import patch_torch_for_cpu
+if not torch.accelerator.is_available(): patch_torch_for_cpu()
+from torchtitan.config import ConfigManager
+import train.spec
+from torchtitan.protocols.train_spec import get_train_spec
+from laneformer.titan.spec import flops_per_token
+facts = {}
+for path in sys.argv[1:]:
+    job = ConfigManager().parse_args(["--job.config_file", path])
+    spec = get_train_spec(job.model.name)
+    args = spec.model_args[job.model.flavor]
+    args.update_from_config(job)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    parameters, flops = args.get_nparams_and_flops(model, job.training.seq_len)
+    facts[path] = {"parameters": parameters, "flops_per_token": flops, "phase": job.phase.name,
+                   "tokens": job.training.steps * job.training.global_batch_size * job.training.seq_len}
+print(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, dict]:
+    command = [sys.executable, "-c", LOAD, *(str(p.relative_to(ROOT)) for p in CONFIGS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_config_builds_its_model(facts: dict[str, dict]) -> None:
+    assert {"configs/phase1.toml", "configs/phase2.toml", "configs/debug_phase1.toml"} <= facts.keys()
+    for path, fact in facts.items():
+        flavor = tomllib.loads((ROOT / path).read_text())["model"]["flavor"]
+        assert fact["parameters"] == LaneformerConfig.from_flavor(flavor).parameter_count()["total"], path
+
+
+@pytest.mark.parametrize("name", ["phase1", "phase2"])
+def test_header_sums_are_true(facts: dict[str, dict], name: str) -> None:
+    fact = facts[f"configs/{name}.toml"]
+    header = (ROOT / f"configs/{name}.toml").read_text().split("[job]")[0]
+
+    def stated(pattern: str) -> str:
+        found = re.search(pattern, header)
+        assert found, f"{pattern} is not in the header"
+        return found[1].replace(",", "")
+
+    assert int(stated(r"parameters +([\d,]+)")) == fact["parameters"] == 2_320_069_632
+    assert int(stated(r"= ([\d,]+) tokens a step")) == 1536 * 4096
+    assert stated(r"steps = ([\d.e]+)") == f"{fact['tokens']:.3e}".replace("e+", "e")
+    assert stated(r"([\d.]+e9) a token") == f"{fact['flops_per_token'] / 1e9:.2f}e9"
+    assert stated(r"\) = ([\d.e]+)") == f"{fact['tokens'] * fact['flops_per_token']:.3e}".replace("e+", "e")
+    rate = int(stated(r"at ([\d,]+) tokens/s/GPU"))
+    gpu_hours = fact["tokens"] / rate / 3600
+    assert abs(int(stated(r"GPU-hours +([\d,]+)")) - gpu_hours) <= 1
+    assert stated(r"\(([\d.]+)% of an H100") == f"{100 * rate * fact['flops_per_token'] / 989e12:.1f}"
+    assert stated(r"= ([\d.]+) days on 192") == f"{gpu_hours / 192 / 24:.1f}"
+
+
+def test_phases_agree_where_they_must() -> None:
+    one, two = (tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2))
+    for section, key in (("model", "flavor"), ("training", "seq_len"), ("training", "global_batch_size")):
+        assert one[section][key] == two[section][key], key
+    steps = one["training"]["steps"]
+    assert two["checkpoint"]["initial_load_path"] == f"{one['job']['dump_folder']}/checkpoint/step-{steps}"
+    assert one["checkpoint"]["allow_fresh_start"]
+    assert not two["checkpoint"]["allow_fresh_start"]
+    for job in (one, two):
+        gpus = job["parallelism"]["data_parallel_replicate_degree"] * job["parallelism"]["data_parallel_shard_degree"]
+        assert job["training"]["global_batch_size"] == gpus * job["training"]["local_batch_size"]
+
+
+def test_unknown_keys_are_refused(tmp_path: Path) -> None:
+    text = (ROOT / "configs/debug_phase1.toml").read_text().replace("[mixture]", "[mixture]\nlok = 'x'")
+    path = tmp_path / "typo.toml"
+    path.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "lok" in done.stderr

@@ -1,0 +1,243 @@
+"""A training checkpoint (torch DCP) as a Hugging Face folder that needs nothing of ours to load.
+
+    python -m tools.export_hf --checkpoint runs/demo/phase2/checkpoint/step-150 --out runs/demo/hf
+
+Only the model's own tensors are read, and every one of them must be there in the right shape. The folder is made under
+a temporary name, loaded again as a stranger would load it, compared with the plain PyTorch model, and only then renamed.
+The architecture and the tokenizer come from the run folder (two levels above the checkpoint) unless given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from huggingface_hub import split_torch_state_dict_into_shards
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.hf import model_card
+from laneformer.hf.tokenizer import write_tokenizer
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import Tensor
+
+DType = Literal["bfloat16", "float16", "float32"]
+BOOKKEEPING = ("optimizer", "lr_scheduler", "train_state", "dataloader")  # what training keeps beside the model
+MAX_SHARD_BYTES = 4_000_000_000
+VERIFY_TOKENS = 256
+TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+AUTO_MAP = {
+    "AutoConfig": "configuration_laneformer.LaneformerHFConfig",
+    "AutoModel": "modeling_laneformer.LaneformerModel",
+    "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
+}
+console = Console(stderr=True)
+
+
+def main(
+    checkpoint: Path,
+    out: Path,
+    dtype: DType = "bfloat16",
+    config: Path | None = None,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the Hugging Face folder `out`; the last line of stdout is JSON.
+
+    Args:
+        checkpoint: a torch DCP folder, `runs/<name>/checkpoint/step-N`.
+        out: the folder to make.
+        dtype: what the weights are rounded to.
+        config: `model.json`; default: in the run folder.
+        tokenizer: SentencePiece `tokenizer.model`; default: in the run folder.
+        overwrite: replace `out` if it holds something.
+    """
+    print(json.dumps(export(checkpoint, out, dtype, config, tokenizer, overwrite)))
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: DType = "bfloat16",
+    config: Path | None = None,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> dict[str, Any]:
+    """What `main` prints: out, step, parameters, dtype, weight_bytes, hf_max_logit_diff (float32 compute), seconds."""
+    started = time.monotonic()
+    run_folder = checkpoint.resolve().parent.parent
+    config_path = found(config or run_folder / "model.json", "--config")
+    tokenizer_path = found(tokenizer or run_folder / "tokenizer.model", "--tokenizer")
+    architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
+    with staged_folder(out, overwrite) as folder:
+        console.print(f"reading {checkpoint}")
+        weights = load_weights(checkpoint, architecture)
+        weights = {name: rounded(name, weights[name], dtype) for name in list(weights)}
+        console.print(f"writing {folder}")
+        write_weights(folder, weights, max_shard_bytes)
+        write_configs(folder, architecture, dtype)
+        write_code(folder)
+        vocabulary = write_tokenizer(tokenizer_path, folder, architecture.max_position_embeddings).get_vocab_size()
+        if vocabulary > architecture.vocab_size:
+            raise ValueError(
+                f"{tokenizer_path} has {vocabulary} pieces, the model {architecture.vocab_size} ids: not its own"
+            )
+        shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
+        progress = training_progress(run_folder, checkpoint)
+        (folder / "README.md").write_text(model_card.render(out.name, architecture, dtype, progress))
+        console.print("loading it again, and comparing its logits with the plain model's")
+        difference = verify(folder, architecture, weights)
+    return {
+        "out": str(out),
+        "step": progress.get("step"),
+        "parameters": sum(w.numel() for w in weights.values()),
+        "dtype": dtype,
+        "weight_bytes": sum(w.nbytes for w in weights.values()),
+        "hf_max_logit_diff": difference,
+        "seconds": round(time.monotonic() - started, 2),
+    }
+
+
+def found(path: Path, option: str) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; say where it is with {option}")
+    return path
+
+
+@contextlib.contextmanager
+def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its place when the block ends well, and vanishes when it does not."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
+        raise ValueError(f"{out} exists and is not empty; choose another --out, or pass --overwrite")
+    part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
+    for stale in (part, old):
+        shutil.rmtree(stale, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if out.exists():
+            out.rename(old)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:
+    """The model's tensors of a DCP checkpoint, in one process and in the dtype stored; ValueError if any is not there."""
+    if not (checkpoint / ".metadata").is_file():
+        raise ValueError(
+            f"{checkpoint} is not a complete torch DCP checkpoint: it has no .metadata (was it being written?)"
+        )
+    reader = dcp.FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    with torch.device("meta"):
+        expected = Laneformer(config).state_dict()
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise ValueError(f"{checkpoint} lacks {len(missing)} of {len(expected)} model tensors, first {missing[0]!r}")
+    extra = [name for name in stored if name not in expected and not name.startswith(BOOKKEEPING)]
+    if extra:
+        raise ValueError(
+            f"{checkpoint} holds {extra[0]!r}, which the model of this config does not have: wrong config?"
+        )
+    for name, tensor in expected.items():
+        if stored[name].size != tensor.shape:
+            raise ValueError(
+                f"{name} is {tuple(stored[name].size)} in {checkpoint}; its config says {tuple(tensor.shape)}"
+            )
+    weights = {name: torch.empty(t.shape, dtype=stored[name].properties.dtype) for name, t in expected.items()}
+    dcp.load(weights, storage_reader=reader, no_dist=True)
+    return weights
+
+
+def rounded(name: str, weight: Tensor, dtype: DType) -> Tensor:
+    out = weight.to(getattr(torch, dtype))
+    if not torch.isfinite(out).all():
+        cause = (
+            "holds NaN or infinity" if not torch.isfinite(weight).all() else f"does not fit into {dtype}; use bfloat16"
+        )
+        raise ValueError(f"{name} {cause}")
+    return out
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """model.safetensors, or model-0000N-of-0000M.safetensors with an index where it would be too large."""
+    named = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in weights.items()}
+    split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: named[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_configs(folder: Path, config: LaneformerConfig, dtype: DType) -> None:
+    head = {
+        "architectures": ["LaneformerForCausalLM"],
+        "auto_map": AUTO_MAP,
+        "model_type": "laneformer",
+        "dtype": dtype,
+    }
+    (folder / "config.json").write_text(json.dumps({**head, **TOKEN_IDS, **config.to_dict()}, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({**TOKEN_IDS, "do_sample": False}, indent=2) + "\n")
+
+
+def write_code(folder: Path) -> None:
+    """The four files of remote code, side by side, so `from ..model` becomes `from .model`."""
+    package = Path(model_card.__file__).parent.parent
+    for source in ("config.py", "model.py", "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
+        text = (package / source).read_text()
+        (folder / Path(source).name).write_text(re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE))
+
+
+def training_progress(run_folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """step, and what the run's last log line of that step says: phase, tokens_total, loss; what is unknown is left out."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
+    if not match:
+        return {}
+    progress: dict[str, Any] = {"step": int(match[1])}
+    metrics = run_folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    for line in lines:
+        if line.get("step") == progress["step"]:
+            progress |= {key: line[key] for key in ("phase", "tokens_total", "loss") if line.get(key) is not None}
+    return progress
+
+
+@torch.no_grad()
+def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -> float:
+    """Largest difference between the logits of the folder as loaded by a stranger and of the plain model, in float32.
+
+    Both run the same operations on the same numbers, so nothing but the choice of an attention kernel can differ:
+    rounding, some 1e-6 of the largest logit. A weight in the wrong place moves logits by about their own size.
+    """
+    from transformers import AutoModelForCausalLM
+
+    length = min(config.max_position_embeddings, config.sliding_window + 16, VERIFY_TOKENS)
+    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    with torch.device("meta"):
+        plain = Laneformer(config)
+    plain.load_state_dict({name: w.float() for name, w in weights.items()}, assign=True)
+    expected = plain(ids)
+    del plain  # two float32 copies at once would not fit beside a 2B model on small machines
+    exported = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    difference = float((exported.eval()(ids).logits - expected).abs().max())
+    if not difference <= 1e-4 * float(expected.abs().max()):
+        raise ValueError(
+            f"the exported model's logits differ by {difference:.3g} from the training model's; nothing is written"
+        )
+    return difference
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

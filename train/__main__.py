@@ -1,0 +1,27 @@
+"""`torchrun --nproc_per_node=N -m train --job.config_file configs/phase1.toml [--section.key value ...]`"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.accelerator.is_available():
+    from .cpu import patch_torch_for_cpu
+
+    patch_torch_for_cpu()
+
+
+def main() -> None:
+    """Run one phase; TorchTitan parses the job file and the command line."""
+    # a restart of the same run continues its wandb run; offline works as well (WANDB_MODE=offline)
+    os.environ.setdefault("WANDB_RESUME", "allow")
+    from torchtitan.train import main as titan_main
+
+    from .trainer import LaneformerTrainer
+
+    titan_main(LaneformerTrainer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Batches for the trainer: a slice of the mixture's global order, read ahead by threads.
+
+Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice of every
+micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
+is one number, the same on every rank, so a checkpoint loads with any world size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchdata.nodes as tn
+from torchtitan.components.dataloader import BaseDataLoader
+
+from data_mixtures.mixture import Mixture
+
+READ_AHEAD_BATCHES = 4
+
+
+class MixtureLoader(BaseDataLoader):
+    """Yields ({"input": int64 (b, S)}, labels int64 (b, S)), b the local batch size, from the current state on."""
+
+    def __init__(self, lock: Path, dp_rank: int, dp_world_size: int, local_batch_size: int, reader_threads: int):
+        self.lock = lock
+        self.tokenizer = lock.parent / "tokenizer.model"
+        self.mixture = Mixture.open(lock)
+        self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used
+        self.sequences = 0  # global sequences that the trainer has taken, all ranks together
+        self.micro_batch = local_batch_size * dp_world_size
+        self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
+        self.reader_threads = reader_threads
+
+    def _read(self, first: int) -> torch.Tensor:
+        tokens, _ = self.mixture.sequences(first + self.local.start, len(self.local))
+        return torch.from_numpy(tokens)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        starts = tn.IterableWrapper(_count_from(self.sequences, self.micro_batch))
+        node: tn.BaseNode = tn.ParallelMapper(
+            starts, self._read, num_workers=self.reader_threads, in_order=True, method="thread",
+            max_concurrent=None, snapshot_frequency=2**31,
+        )  # fmt: skip
+        if torch.cuda.is_available():
+            node = tn.PinMemory(node)
+        for tokens in tn.Loader(tn.Prefetcher(node, READ_AHEAD_BATCHES, snapshot_frequency=2**31)):
+            self.sequences += self.micro_batch
+            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+    def continue_after(self, windows: dict[str, int]) -> None:
+        """Begin every source behind the windows that an earlier phase has consumed."""
+        self.offsets = dict(windows)
+        here = {name: windows[name] for name in self.mixture.source_names if name in windows}
+        self.mixture = Mixture.open(self.lock, here)
+
+    def state_dict(self) -> dict[str, Any]:
+        """One JSON string, equal on all ranks: position, mixture, and the windows of every source used so far."""
+        used = self.mixture.windows_per_source(self.sequences)
+        state = {
+            "sequences": self.sequences,
+            "fingerprint": self.mixture.fingerprint,
+            "offsets": self.offsets,
+            "windows": {**self.offsets, **used},
+        }
+        return {"mixture": json.dumps(state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = json.loads(state_dict["mixture"])
+        if state["fingerprint"] != self.mixture.fingerprint:
+            raise ValueError(
+                f"the checkpoint was trained on mixture {state['fingerprint'][:12]}, but {self.lock} is "
+                f"{self.mixture.fingerprint[:12]}; continue with the mixture of the checkpoint, or start a new phase "
+                "from it (checkpoint.initial_load_path in a new job.dump_folder)"
+            )
+        self.sequences = state["sequences"]
+        self.continue_after(state["offsets"])
+
+
+class _count_from:
+    """first, first + step, ... without end; an iterable, as torchdata's nodes ask for."""
+
+    def __init__(self, first: int, step: int):
+        self.first, self.step = first, step
+
+    def __iter__(self) -> Iterator[int]:
+        at = self.first
+        while True:
+            yield at
+            at += self.step
+
+
+def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> MixtureLoader:
+    """TorchTitan's dataloader builder. Raises ValueError when mixture, sequence length or vocabulary do not fit."""
+    section = job_config.mixture
+    if not section.lock:
+        raise ValueError("mixture.lock is empty; give the lock file that `python -m data_mixtures.prepare` wrote")
+    lock = Path(section.lock)
+    if not lock.is_file():
+        raise ValueError(f"mixture.lock = {section.lock} does not exist; `python -m data_mixtures.prepare` makes it")
+    batch = job_config.training.local_batch_size
+    loader = MixtureLoader(lock, dp_rank, dp_world_size, batch, section.reader_threads)
+    if loader.mixture.seq_len != job_config.training.seq_len:
+        raise ValueError(
+            f"{lock} holds windows of {loader.mixture.seq_len} tokens, but training.seq_len is "
+            f"{job_config.training.seq_len}; set training.seq_len = {loader.mixture.seq_len} or prepare the data anew"
+        )
+    return loader

@@ -1,0 +1,48 @@
+"""AdamW with weight decay on matrices only, and the job file's settings restored after a checkpoint was loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.distributed import ParallelDims
+
+
+def build_laneformer_optimizers(
+    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: ParallelDims
+) -> OptimizersContainer:
+    """TorchTitan's optimizers, with the norm scales moved to a group of their own that does not decay."""
+    container = build_optimizers(model_parts, optimizer_config, parallel_dims)
+    for model, optimizer in zip(model_parts, container.optimizers, strict=True):
+        scales = {id(p) for name, p in model.named_parameters() if name.endswith("norm.weight")}
+        (group,) = optimizer.param_groups
+        kept = [p for p in group["params"] if id(p) not in scales]
+        moved = [p for p in group["params"] if id(p) in scales]
+        group["params"] = kept
+        optimizer.add_param_group({**group, "params": moved, "weight_decay": 0.0})
+    return container
+
+
+def apply_optimizer_settings(
+    optimizers: OptimizersContainer, schedulers: LRSchedulersContainer, optimizer_config: Any
+) -> None:
+    """Put lr, betas, eps and weight decay of this job in place of those that a checkpoint brought along.
+
+    DCP restores them with the moments, so that an edited job file, or a second phase, would keep the first one's.
+    """
+    lr = optimizer_config.lr
+    for optimizer, scheduler in zip(optimizers.optimizers, schedulers.schedulers, strict=True):
+        scheduler.base_lrs = [lr] * len(optimizer.param_groups)
+        decays = (
+            optimizer_config.weight_decay,
+            0.0,
+        )  # the groups of build_laneformer_optimizers: matrices, norm scales
+        for group, lr_lambda, decay in zip(optimizer.param_groups, scheduler.lr_lambdas, decays, strict=True):
+            group["initial_lr"] = lr
+            group["lr"] = lr * lr_lambda(scheduler.last_epoch)
+            group["betas"] = (optimizer_config.beta1, optimizer_config.beta2)
+            group["eps"] = optimizer_config.eps
+            group["weight_decay"] = decay
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -1,0 +1,61 @@
+"""The run folder: everything that is needed to understand, continue, export and draw a run, as plain files.
+
+config.toml      the resolved job config            attempts.jsonl   one line a start: what ran, from which checkpoint
+model.json       the architecture                   metrics.jsonl    one line a logged step
+tokenizer.model  the tokenizer of the mixture       checkpoint/      TorchTitan's DCP checkpoints, step-N
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from laneformer.config import LaneformerConfig
+from laneformer.provenance import append_line, code_version, write_atomically
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def count_attempts(run: Path) -> int:
+    path = run / "attempts.jsonl"
+    return len(path.read_bytes().splitlines()) if path.is_file() else 0
+
+
+def open_run_folder(run: Path, job_config: Any, model: LaneformerConfig, tokenizer: Path | None) -> None:
+    """Write the files that describe the run; an earlier, different config.toml is kept under its attempt's number."""
+    run.mkdir(parents=True, exist_ok=True)
+    resolved = tomli_w.dumps(_without_none(job_config.to_dict()))
+    config = run / "config.toml"
+    if config.is_file() and config.read_text(encoding="utf-8") != resolved:
+        shutil.copy(config, run / f"config.attempt-{count_attempts(run)}.toml")
+    write_atomically(config, resolved)
+    write_atomically(run / "model.json", json.dumps(model.to_dict(), indent=2) + "\n")
+    if tokenizer is not None and tokenizer.is_file():
+        temporary = run / ".tokenizer.model"
+        shutil.copy(tokenizer, temporary)
+        temporary.rename(run / "tokenizer.model")
+
+
+def record_attempt(run: Path, **facts: Any) -> None:
+    """Append one start of the job to attempts.jsonl."""
+    record = {
+        "attempt": count_attempts(run) + 1,
+        "time": time.time(),
+        "code_version": code_version(Path(__file__).parent),
+        "argv": sys.argv,
+        "world_size": torch.distributed.get_world_size(),
+        "torch": torch.__version__,
+        **facts,
+    }
+    append_line(run / "attempts.jsonl", json.dumps(record))

@@ -1,0 +1,35 @@
+"""Registers the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`)."""
+
+from __future__ import annotations
+
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from laneformer.titan import (
+    LaneformerStateDictAdapter,
+    TitanLaneformer,
+    model_args_by_flavor,
+    parallelize_laneformer,
+)
+
+from .data import build_mixture_loader
+from .metrics import build_run_metrics
+from .optimizer import build_laneformer_optimizers
+
+register_train_spec(
+    "laneformer",
+    TrainSpec(
+        model_cls=TitanLaneformer,
+        model_args=model_args_by_flavor(),
+        parallelize_fn=parallelize_laneformer,
+        pipelining_fn=None,
+        build_optimizers_fn=build_laneformer_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_mixture_loader,
+        build_tokenizer_fn=None,
+        build_loss_fn=build_cross_entropy_loss,
+        build_metrics_processor_fn=build_run_metrics,
+        state_dict_adapter=LaneformerStateDictAdapter,
+    ),
+)
