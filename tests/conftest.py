@@ -1,0 +1,60 @@
+"""Assets shared by tests that hold several parts together; everything is made here, in seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """
+seed = 7
+seq_len = 32
+windows_per_shard = 64
+valid_per_10000 = 2000
+epoch_cap = 4
+
+[tokenizer]
+vocab_size = 512
+train_bytes = 200_000
+character_coverage = 0.999
+
+[sources.web]
+category = "web"
+min_bytes = 10_000
+inputs = [{ kind = "topics", max_bytes = 60_000, paths = ["{stdlib}/pydoc_data/topics.py"] }]
+
+[sources.code]
+category = "code"
+min_bytes = 10_000
+inputs = [{ kind = "text", max_bytes = 120_000, paths = ["{stdlib}/json/*.py", "{stdlib}/email/*.py"] }]
+
+[sources.math]
+category = "math"
+min_bytes = 10_000
+inputs = [{ kind = "arithmetic", max_bytes = 40_000 }]
+
+[phase1]
+web = 63
+math = 0
+code = 37
+
+[phase2]
+code = 59
+math = 41
+web = 0
+"""
+
+
+@pytest.fixture(scope="session")
+def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory with three small sources, a 512-piece tokenizer and the locks of two phases, windows of 32."""
+    folder = tmp_path_factory.mktemp("data")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE)
+    command = [sys.executable, "-m", "data_mixtures.prepare", str(recipe), "--out", str(folder / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder / "out"
