@@ -156,7 +156,7 @@ def engine_matches_hf(folder: Path) -> tuple[bool, str]:
             ours = engine.generate(ids[0].tolist(), max_new_tokens=NEW_TOKENS)
             equal.append(list(ours) == theirs)
             console.print(f"{'same' if equal[-1] else 'DIFFERENT'}: {prompt!r}", markup=False, highlight=False)
-            sample = sample or prompt + tokenizer.decode(ours)
+            sample = sample or prompt + str(tokenizer.decode(ours))
     return all(equal), sample
 
 

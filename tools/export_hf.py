@@ -2,8 +2,8 @@
 
     python -m tools.export_hf --checkpoint runs/demo/phase2/checkpoint/step-150 --out runs/demo/hf
 
-Only the model's own tensors are read, and every one of them must be there in the right shape. The folder is made under
-a temporary name, loaded again as a stranger would load it, compared with the plain PyTorch model, and only then renamed.
+Only the model's own tensors are read, and every one of them must be there in the right shape. The folder is made
+under a temporary name, loaded again as a stranger would, compared with the plain PyTorch model, and only then renamed.
 The architecture and the tokenizer come from the run folder (two levels above the checkpoint) unless given.
 """
 
@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -22,15 +23,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from huggingface_hub import split_torch_state_dict_into_shards
-from laneformer import Laneformer, LaneformerConfig
-from laneformer.hf import model_card
-from laneformer.hf.tokenizer import write_tokenizer
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.hf import model_card
+from laneformer.hf.tokenizer import write_tokenizer
+
 DType = Literal["bfloat16", "float16", "float32"]
-BOOKKEEPING = ("optimizer", "lr_scheduler", "train_state", "dataloader")  # what training keeps beside the model
 MAX_SHARD_BYTES = 4_000_000_000
 VERIFY_TOKENS = 256
 TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -40,6 +41,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
 }
 console = Console(stderr=True)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what we want
 
 
 def main(
@@ -81,19 +83,18 @@ def export(
     with staged_folder(out, overwrite) as folder:
         console.print(f"reading {checkpoint}")
         weights = load_weights(checkpoint, architecture)
-        weights = {name: rounded(name, weights[name], dtype) for name in list(weights)}
+        for name in weights:  # one by one: two whole copies of a large model need not fit
+            weights[name] = rounded(name, weights[name], dtype)
         console.print(f"writing {folder}")
         write_weights(folder, weights, max_shard_bytes)
         write_configs(folder, architecture, dtype)
         write_code(folder)
         vocabulary = write_tokenizer(tokenizer_path, folder, architecture.max_position_embeddings).get_vocab_size()
         if vocabulary > architecture.vocab_size:
-            raise ValueError(
-                f"{tokenizer_path} has {vocabulary} pieces, the model {architecture.vocab_size} ids: not its own"
-            )
+            raise ValueError(f"{tokenizer_path} has {vocabulary} pieces, but vocab_size is {architecture.vocab_size}")
         shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
         progress = training_progress(run_folder, checkpoint)
-        (folder / "README.md").write_text(model_card.render(out.name, architecture, dtype, progress))
+        (folder / "README.md").write_text(model_card.render(architecture, dtype, progress))
         console.print("loading it again, and comparing its logits with the plain model's")
         difference = verify(folder, architecture, weights)
     return {
@@ -116,11 +117,10 @@ def found(path: Path, option: str) -> Path:
 @contextlib.contextmanager
 def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside `out` that takes its place when the block ends well, and vanishes when it does not."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
-        raise ValueError(f"{out} exists and is not empty; choose another --out, or pass --overwrite")
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or pass --overwrite")
     part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
-    for stale in (part, old):
-        shutil.rmtree(stale, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         yield part
@@ -128,45 +128,40 @@ def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
             out.rename(old)
         part.rename(out)
     finally:
+        if old.exists() and not out.exists():
+            old.rename(out)
         shutil.rmtree(part, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
 
 def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:
-    """The model's tensors of a DCP checkpoint, in one process and in the dtype stored; ValueError if any is not there."""
+    """The model's tensors of a DCP checkpoint, in the dtype stored; ValueError if one is missing or misshapen."""
     if not (checkpoint / ".metadata").is_file():
-        raise ValueError(
-            f"{checkpoint} is not a complete torch DCP checkpoint: it has no .metadata (was it being written?)"
-        )
+        raise ValueError(f"{checkpoint} is no complete torch DCP checkpoint (no .metadata); choose another step")
     reader = dcp.FileSystemReader(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     with torch.device("meta"):
         expected = Laneformer(config).state_dict()
     missing = [name for name in expected if name not in stored]
     if missing:
         raise ValueError(f"{checkpoint} lacks {len(missing)} of {len(expected)} model tensors, first {missing[0]!r}")
-    extra = [name for name in stored if name not in expected and not name.startswith(BOOKKEEPING)]
+    extra = [name for name in stored if name not in expected and name.startswith("layers.")]
     if extra:
-        raise ValueError(
-            f"{checkpoint} holds {extra[0]!r}, which the model of this config does not have: wrong config?"
-        )
+        raise ValueError(f"{checkpoint} holds {extra[0]!r}, which a model of this config lacks; give its own --config")
     for name, tensor in expected.items():
-        if stored[name].size != tensor.shape:
-            raise ValueError(
-                f"{name} is {tuple(stored[name].size)} in {checkpoint}; its config says {tuple(tensor.shape)}"
-            )
+        if (actual := tuple(stored[name].size)) != (shape := tuple(tensor.shape)):
+            raise ValueError(f"{checkpoint}: {name} is {actual}, but the config says {shape}; give its own --config")
     weights = {name: torch.empty(t.shape, dtype=stored[name].properties.dtype) for name, t in expected.items()}
     dcp.load(weights, storage_reader=reader, no_dist=True)
     return weights
 
 
 def rounded(name: str, weight: Tensor, dtype: DType) -> Tensor:
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{name} holds NaN or infinity; export an earlier checkpoint")
     out = weight.to(getattr(torch, dtype))
     if not torch.isfinite(out).all():
-        cause = (
-            "holds NaN or infinity" if not torch.isfinite(weight).all() else f"does not fit into {dtype}; use bfloat16"
-        )
-        raise ValueError(f"{name} {cause}")
+        raise ValueError(f"{name} holds {float(weight.abs().max()):.4g}, too large for {dtype}; use bfloat16")
     return out
 
 
@@ -176,18 +171,15 @@ def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int
     split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
         save_file({name: named[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors makes files that only their owner can read
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_configs(folder: Path, config: LaneformerConfig, dtype: DType) -> None:
-    head = {
-        "architectures": ["LaneformerForCausalLM"],
-        "auto_map": AUTO_MAP,
-        "model_type": "laneformer",
-        "dtype": dtype,
-    }
+    head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
+    head |= {"model_type": "laneformer", "dtype": dtype}
     (folder / "config.json").write_text(json.dumps({**head, **TOKEN_IDS, **config.to_dict()}, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({**TOKEN_IDS, "do_sample": False}, indent=2) + "\n")
 
@@ -201,7 +193,7 @@ def write_code(folder: Path) -> None:
 
 
 def training_progress(run_folder: Path, checkpoint: Path) -> dict[str, Any]:
-    """step, and what the run's last log line of that step says: phase, tokens_total, loss; what is unknown is left out."""
+    """step, and what the run's last log line of that step says: phase, tokens_total, loss; the unknown is left out."""
     match = re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
     if not match:
         return {}
@@ -233,9 +225,7 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     exported = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     difference = float((exported.eval()(ids).logits - expected).abs().max())
     if not difference <= 1e-4 * float(expected.abs().max()):
-        raise ValueError(
-            f"the exported model's logits differ by {difference:.3g} from the training model's; nothing is written"
-        )
+        raise ValueError(f"exported logits are {difference:.3g} off the training model's; nothing was written")
     return difference
 
 

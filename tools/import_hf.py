@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
-from laneformer import Laneformer, LaneformerConfig
-from laneformer.hf.configuration_laneformer import FIELDS
 from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor
 
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.hf.configuration_laneformer import FIELDS
 from tools.export_hf import staged_folder
 
 console = Console(stderr=True)

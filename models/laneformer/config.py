@@ -16,8 +16,11 @@ LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
 ROPE_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-class Join(enum.Enum):
-    """How lane l's partial output p_l joins its residual stream h_l (P is the sum of p over all lanes)."""
+class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported folders also run on 3.10)
+    """How lane l's partial output p_l joins its residual stream h_l (P is the sum of p over all lanes).
+
+    Compare with `==`: Transformers may import remote code twice, and then there are two of each member.
+    """
 
     PRESENT = "h_l += P: a blocking all-reduce, every lane sees everything at once"
     NO_REDUCE = "h_l += sqrt(L) * p_l: the lane keeps to itself"

@@ -160,9 +160,9 @@ def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) ->
     `delayed` holds the same module's partials of `broadcast_delay` layers ago; of those a lane adds all but its own,
     which it added at once. None where they are known to every lane already.
     """
-    if how is Join.PRESENT:
+    if how == Join.PRESENT:
         return h + partial.sum(2, keepdim=True)
-    if how is Join.NO_REDUCE:
+    if how == Join.NO_REDUCE:
         return h + math.sqrt(h.shape[2]) * partial
     h = h + partial
     return h if delayed is None else h + (delayed.sum(2, keepdim=True) - delayed)
@@ -300,8 +300,9 @@ def fill_from_generator(parameter: Tensor, std: float, key: str) -> None:
     full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
     if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
+        assert isinstance(parameter, DTensor)
         # every rank draws the same tensor, so no rank has to send: src_data_rank=None only cuts
         full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(full)

@@ -123,6 +123,14 @@ def batch_loss(model: Laneformer, mixture: Mixture) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten()).item()
 
 
+def test_checkpointed_layers_start_from_the_same_numbers(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Recomputing activations changes neither the initialisation nor the gradients."""
+    selective = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+    rows = succeed(tmp_path / "ac", prepared_data / "phase1.lock.json", *selective, "--training.steps", "2")
+    assert [r["loss"] for r in rows] == [r["loss"] for r in metrics(whole_run)[:2]]
+    assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
+
+
 def test_resume_is_bit_exact(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     run = tmp_path / "resumed"
     copy_stopped_at(2, whole_run, run)

@@ -82,7 +82,7 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
         fully_shard(
-            modules,  # type: ignore[call-overload]
+            modules,
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard,

@@ -12,7 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
 from ..config import FLAVORS, LaneformerConfig
-from ..model import Laneformer
+from ..model import Laneformer, init_parameter
 
 
 def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
@@ -66,4 +66,7 @@ class TitanLaneformer(Laneformer):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Draw the parameters where they lie; there are no buffers to place."""
-        super().init_weights(self.model_args.init_seed)
+        for name, parameter in self.named_parameters():
+            # checkpointed layers have a wrapper in their names, which must not change the numbers drawn
+            plain = name.replace("_checkpoint_wrapped_module.", "")
+            init_parameter(self.config, plain, parameter, self.model_args.init_seed)

@@ -1,0 +1,223 @@
+"""Laneformer as Transformers models: the layers, the head and the mathematics are model.py's, unchanged.
+
+What is here is what Transformers adds: its caches and masks, positions for padded batches, the loss, generate(),
+gradient checkpointing. One file serves 4.57 and 5.x; where they differ (the arguments of the mask functions, and with
+them those of StaticCache.update) the signature decides. RoPE is computed in forward: a buffer filled in __init__ would
+stay empty under the meta-device loading of 5.x. An exported folder carries this file beside model.py and config.py.
+
+    B batch   S query positions   T key positions   L lanes   D hidden   V vocabulary
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from ..model import LaneformerLayer, LaneRMSNorm, LMHead, init_parameter, rope_table, run_layers
+from .configuration_laneformer import LaneformerHFConfig
+
+MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
+TAKES_CACHE_POSITION = "cache_position" in MASK_ARGUMENTS  # 4.x
+
+
+class PositionedCache:
+    """A Transformers 4.x cache that is told where the new keys go (StaticCache cannot know otherwise)."""
+
+    def __init__(self, cache: Cache, cache_position: Tensor):
+        self.cache, self.where = cache, {"cache_position": cache_position}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return self.cache.update(key, value, layer_idx, self.where)
+
+
+class LaneformerPreTrainedModel(PreTrainedModel):
+    """What both models share: initialisation as in training, SDPA attention only, a vocabulary of fixed size."""
+
+    config_class = LaneformerHFConfig
+    config: LaneformerHFConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["LaneformerLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(self, config: LaneformerHFConfig):
+        super().__init__(config)
+        if self.config._attn_implementation != "sdpa":
+            raise ValueError(
+                f"attn_implementation = {self.config._attn_implementation!r} is not available for Laneformer; "
+                "use 'sdpa' or leave it out"
+            )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        weight = getattr(module, "weight", None)
+        if weight is None or getattr(weight, "_is_hf_initialized", False):
+            return
+        name = next(name for name, candidate in self.named_modules() if candidate is module)
+        init_parameter(self.config.to_lanes(), f"{name}.weight".removeprefix("model."), weight)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Refused unless it changes nothing: the head's rows belong to lanes, so a longer vocabulary moves them all."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise ValueError(
+                f"cannot resize the vocabulary from {self.config.vocab_size} to {new_num_tokens}: the head's rows are "
+                "shared out among the lanes; train a model with that vocab_size, or use tokens that exist"
+            )
+        return self.get_input_embeddings()
+
+
+class LaneformerModel(LaneformerPreTrainedModel):
+    """Embedding, layers and final norm, without the head."""
+
+    def __init__(self, config: LaneformerHFConfig):
+        super().__init__(config)
+        lanes = config.to_lanes()
+        self.tok_embeddings: nn.Module = nn.Embedding(lanes.vocab_size, lanes.hidden_size)
+        self.layers = nn.ModuleList(LaneformerLayer(lanes, i) for i in range(lanes.num_hidden_layers))
+        self.norm = LaneRMSNorm(lanes)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.tok_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.tok_embeddings = value
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
+        """`last_hidden_state` (B, S, D) is the mean over lanes of their normed streams; arguments as in `streams`."""
+        h, cache = self.streams(input_ids, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), past_key_values=cache)
+
+    def streams(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache_position: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Cache | None]:
+        """Token ids (B, S) or embeddings (B, S, D) -> the streams (B, S, L, D) after the last layer, and the cache."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        embedding = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        checkpointing = self.gradient_checkpointing and self.training
+        if past_key_values is None and not checkpointing and (not self.training if use_cache is None else use_cache):
+            past_key_values = DynamicCache(config=self.config)
+        if cache_position is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            cache_position = torch.arange(embedding.shape[1], device=embedding.device) + past
+        if position_ids is None:
+            position_ids = positions_of(attention_mask, cache_position)
+        masks = self._masks(embedding, attention_mask, cache_position, past_key_values, position_ids)
+        cache: Any = past_key_values
+        if cache is not None and TAKES_CACHE_POSITION:
+            cache = PositionedCache(cache, cache_position)
+        lanes = self.config.to_lanes()
+        layers: Any = [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
+        h = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, cache)
+        return h, past_key_values
+
+    def _masks(
+        self,
+        embedding: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        cache_position: Tensor,
+        cache: Cache | None,
+        position_ids: Tensor,
+    ) -> list[Any]:
+        """One mask a layer, (B or 1, 1, S, T) bool, or None for plain causality."""
+        types = self.config.layer_types
+        if isinstance(attention_mask, dict):  # generate() with a static cache has made them already
+            return [attention_mask[kind] for kind in types]
+        arguments: dict[str, Any] = {
+            "config": self.config,
+            "inputs_embeds" if "inputs_embeds" in MASK_ARGUMENTS else "input_embeds": embedding,
+            "attention_mask": attention_mask,
+            "past_key_values": cache,
+            "position_ids": position_ids,
+        }
+        if TAKES_CACHE_POSITION:
+            arguments["cache_position"] = cache_position
+        by_type = {kind: MASK_FUNCTIONS[kind](**arguments) for kind in set(types)}
+        return [by_type[kind] for kind in types]
+
+    def _checkpointed(self, layer: nn.Module) -> Callable[..., Any]:
+        """The layer, its activations recomputed in backward; checkpointing tracks tensors in flat arguments only."""
+
+        def run(h: Tensor, delayed: tuple, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: None) -> tuple:
+            def flat(h: Tensor, attention: Tensor | None, mlp: Tensor | None) -> tuple[Tensor | None, ...]:
+                h, partials = layer(h, (attention, mlp), rope, mask)
+                return h, *partials
+
+            h, *partials = self._gradient_checkpointing_func(flat, h, *delayed)
+            return h, tuple(partials)
+
+        return run
+
+
+class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
+    """The language model: logits (B, S, V), loss, generate()."""
+
+    def __init__(self, config: LaneformerHFConfig):
+        super().__init__(config)
+        self.model = LaneformerModel(config)
+        self.lm_head = LMHead(config.to_lanes())
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.tok_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.tok_embeddings = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache_position: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits (B, S or fewer, V) in the weights' dtype; labels (B, S) as in Transformers, -100 is left out.
+
+        `logits_to_keep`: the last so many positions (0: all), or a tensor of positions. Hidden states and attention
+        weights are not returned. Further keywords (num_items_in_batch) go to the loss.
+        """
+        h, cache = self.model.streams(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache_position
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(h[:, kept], self.model.norm)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+
+def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -> Tensor:
+    """Positions (B or 1, S): with a mask (B, T) of padding, a row's first real token is 0; else plain counting."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return cache_position[None]
+    counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return counted[:, cache_position]

@@ -1,0 +1,107 @@
+"""A SentencePiece BPE model as a `tokenizer.json` that yields the same ids, with nothing but `tokenizers` at run time.
+
+SentencePiece keeps scores, `tokenizers` keeps merges. A BPE piece's score is its rank, so every way to split a piece
+into two known pieces is a merge, ranked by the score of the whole. The result is held against SentencePiece itself
+before it is used: on every piece of the vocabulary and on texts that are known to go wrong.
+
+Text that spells a special token ("<s>") becomes that token here, as in every Llama tokenizer of Transformers (the chat
+template needs it for "</s>"); SentencePiece alone reads it as plain characters. After a special token a text starts
+anew, with its own dummy prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+SPACE = "\u2581"  # SentencePiece's visible space
+SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+PROBES = [
+    "", " ", "  ", "   x", "a", " a", "a ", "a  b", "\t", "\n", "\n\n\n", "\r\n", " " * 17 + "x", SPACE, f"a{SPACE}b",
+    "\tif x:\n\t\treturn  1\n", "def f(x):\n        return x  # eight spaces\n" + "\n" * 5 + "-" * 40 + "=" * 9,
+    "0123456789 3.14 1e-5", "aaaaaaaaaaaaa bbbbbbb ababababa", "\x00\x7f\u200b\ufeff",
+    "naïve café Ærø ﬁ Å Ａ ½", "日本語 한국어 русский العربية", "😀👩\u200d👩\u200d👧 🇫🇷",
+]  # fmt: skip
+
+
+def merges_by_score(pieces: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Every split of every piece into two pieces, best score first; among equal scores the longest piece first.
+
+    Equal scores are what Llama-2 gives to runs of spaces. SentencePiece then merges leftmost first, so a run grows at
+    its left end until no longer piece exists; "longest first" is the same order told by rank instead of by place.
+    """
+    known = set(pieces)
+    merges = []
+    for _, piece in sorted(zip(scores, pieces, strict=True), key=lambda entry: (-entry[0], -len(entry[1]))):
+        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        merges += [(left, right) for left, right in splits if left in known and right in known]
+    return merges
+
+
+def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
+    """The fast tokenizer of a `tokenizer.model`, BOS in front; ValueError where it cannot give the same ids."""
+    from sentencepiece import SentencePieceProcessor
+
+    sp = SentencePieceProcessor(model_file=str(model))
+    _check_model(sp, model)
+    pieces = [sp.id_to_piece(i) for i in range(len(sp))]
+    ordinary = [i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
+    merges = merges_by_score([pieces[i] for i in ordinary], [sp.get_score(i) for i in ordinary])
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if sp.normalize("x") == f"{SPACE}x":  # add_dummy_prefix
+        spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = spaces, decoders.Sequence(steps)
+    for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
+        check_same_ids(tokenizer, sp, text)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL.values()])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", sp.bos_id())])
+    return tokenizer
+
+
+def _check_model(sp: SentencePieceProcessor, model: Path | str) -> None:
+    first, needed = [sp.id_to_piece(i) for i in range(len(SPECIAL))], list(SPECIAL.values())
+    if first != needed:
+        raise ValueError(f"{model}: its first pieces are {first}; Laneformer needs {needed}, as in Llama-2")
+    if not any(sp.is_byte(i) for i in range(len(sp))):
+        raise ValueError(f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids")
+
+
+def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) -> None:
+    ours, theirs = tokenizer.encode(text, add_special_tokens=False).ids, sp.encode(text)
+    if ours != theirs:
+        raise ValueError(
+            f"tokenizer.json would encode {text[:80]!r} as {ours[:16]}, but SentencePiece gives {theirs[:16]}. Only "
+            "BPE models with the identity normaliser and remove_extra_whitespaces=False can be converted"
+        )
+
+
+def write_tokenizer(model: Path | str, out: Path, max_length: int) -> Tokenizer:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja of a `tokenizer.model` into the folder `out`.
+
+    Padding is `<unk>`: byte fallback never produces it, and with `</s>` as padding its loss would be masked away.
+    """
+    tokenizer = tokenizer_from_sentencepiece(model)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # others are rebuilt from their class by 5.x, with other ids
+        **SPECIAL,
+        "pad_token": SPECIAL["unk_token"],
+        "padding_side": "left",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    template = Path(__file__).with_name("chat_template.jinja").read_text()
+    (out / "chat_template.jinja").write_text(template)
+    return tokenizer

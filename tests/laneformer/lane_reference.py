@@ -1,0 +1,116 @@
+"""The update table of LANEFORMER.md, written down literally: one token, one lane and one head at a time, in float64.
+
+Slow and plain on purpose, and without a line of model.py: what two independent writings agree on is the architecture.
+`plant` puts one known error in, so that a comparison can show that it would notice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from laneformer import LaneformerConfig
+
+Weights = dict[str, np.ndarray]
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray, lane: int, eps: float) -> np.ndarray:
+    own_scale = scale if scale.ndim == 1 else scale[lane]
+    return x / np.sqrt((x * x).mean() + eps) * own_scale
+
+
+def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """One head's vector as d/2 complex numbers, each turned by its own angle."""
+    d = len(x)
+    turned = np.empty(d)
+    for j in range(d // 2):
+        z = complex(x[2 * j], x[2 * j + 1]) * np.exp(1j * position * theta ** (-2 * j / d))
+        turned[2 * j], turned[2 * j + 1] = z.real, z.imag
+    return turned
+
+
+def attend(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
+    scores = np.array([query @ key for key in keys]) / np.sqrt(len(query))
+    weights = np.exp(scores - scores.max())
+    return sum(w * v for w, v in zip(weights / weights.sum(), values, strict=True))
+
+
+def lane_attention(
+    c: LaneformerConfig, w: Weights, layer: int, lane: int, x: list[np.ndarray], window: int | None
+) -> list[np.ndarray]:
+    """One lane's attention over its normed stream x, a list over tokens; its partial output for every token."""
+    wq, wk, wv, wo = (w[f"layers.{layer}.attention.{name}.weight"][lane] for name in ("wq", "wk", "wv", "wo"))
+    d, heads, kv_heads = c.head_dim, c.num_attention_heads // c.num_lanes, c.num_key_value_heads // c.num_lanes
+    own = [slice(h * d, (h + 1) * d) for h in range(heads)]  # the rows of one head
+    keys = [[rotate((wk @ row)[own[k]], t, c.rope_theta) for t, row in enumerate(x)] for k in range(kv_heads)]
+    values = [[(wv @ row)[own[k]] for row in x] for k in range(kv_heads)]
+    partial = []
+    for t, row in enumerate(x):
+        first = 0 if window is None else max(0, t - window + 1)
+        joined = []
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            query = rotate((wq @ row)[own[h]], t, c.rope_theta)
+            joined.append(attend(query, keys[kv][first : t + 1], values[kv][first : t + 1]))
+        partial.append(wo @ np.concatenate(joined))
+    return partial
+
+
+def lane_mlp(w: Weights, layer: int, lane: int, x: list[np.ndarray]) -> list[np.ndarray]:
+    w1, w2, w3 = (w[f"layers.{layer}.feed_forward.{name}.weight"][lane] for name in ("w1", "w2", "w3"))
+    return [w2 @ ((w1 @ row) / (1 + np.exp(-(w1 @ row))) * (w3 @ row)) for row in x]
+
+
+def update(c: LaneformerConfig, h: np.ndarray, outputs: list[np.ndarray], layer: int, comm: bool, plant: str) -> None:
+    """Add one module's partials to the streams h (S, L, D); `outputs` holds this module's partials, layer by layer."""
+    p, lanes = outputs[layer], c.num_lanes
+    delay = c.broadcast_delay
+    early = [i < delay and c.use_early_comm for i in range(c.num_hidden_layers)]  # PRESENT layers, if the module talks
+    source = layer - delay + (1 if plant == "delay" and delay > 1 else 0)
+    for t in range(h.shape[0]):
+        for lane in range(lanes):
+            if not comm or (layer < delay and not c.use_early_comm):
+                h[t, lane] += np.sqrt(lanes) * p[t, lane]
+            elif early[layer]:
+                h[t, lane] += sum(p[t, other] for other in range(lanes))
+            else:
+                h[t, lane] += p[t, lane]
+                if early[source] and not c.rebroadcast_early:
+                    continue
+                for other in range(lanes):
+                    dropped = plant == "remote" and (layer, t, lane, other) == (c.num_hidden_layers - 1, 3, 0, 1)
+                    if other != lane and not dropped:
+                        h[t, lane] += outputs[source][t, other]
+
+
+def head(c: LaneformerConfig, w: Weights, streams: np.ndarray) -> np.ndarray:
+    """Logits (V,) of one token from its lanes' streams (L, D)."""
+    scale, weight, lanes = w["norm.weight"], w["lm_head.weight"], range(c.num_lanes)
+    normed = [rms_norm(streams[lane], scale, lane, c.norm_eps) for lane in lanes]
+    if c.lm_head_type == "vocab_parallel":
+        return np.concatenate([weight[lane] @ normed[lane] for lane in lanes])
+    if c.lm_head_type == "lane":
+        width = c.hidden_size // c.num_lanes
+        return sum(weight[lane] @ normed[lane][lane * width : (lane + 1) * width] for lane in lanes)
+    if c.pre_norm_lane_agg:
+        total = sum(streams[lane] for lane in lanes)
+        return weight @ (sum(rms_norm(total, scale, lane, c.norm_eps) for lane in lanes) / c.num_lanes)
+    return weight @ (sum(normed) / c.num_lanes)
+
+
+def reference_logits(c: LaneformerConfig, w: Weights, ids: list[int], plant: str = "") -> np.ndarray:
+    """Logits (S, V) float64 of one sequence; `plant` is "", "remote" (one partial lost), "delay" or "window"."""
+    h = np.array([[w["tok_embeddings.weight"][token] for _ in range(c.num_lanes)] for token in ids])
+    attention_outputs: list[np.ndarray] = []
+    mlp_outputs: list[np.ndarray] = []
+    for i in range(c.num_hidden_layers):
+        window = c.sliding_window + (plant == "window") if i in c.swa_layers else None
+        for module, outputs in (("attention", attention_outputs), ("mlp", mlp_outputs)):
+            scale = w[f"layers.{i}.{'attention' if module == 'attention' else 'ffn'}_norm.weight"]
+            partial = np.empty_like(h)
+            for lane in range(c.num_lanes):
+                x = [rms_norm(row[lane], scale, lane, c.norm_eps) for row in h]
+                own = lane_attention(c, w, i, lane, x, window) if module == "attention" else lane_mlp(w, i, lane, x)
+                partial[:, lane] = own
+            outputs.append(partial)
+            update(c, h, outputs, i, c.use_attention_comm if module == "attention" else c.use_mlp_comm, plant)
+    return np.array([head(c, w, streams) for streams in h])

@@ -1,0 +1,80 @@
+"""The config: the published sizes, the rules of joining, and errors that name the value and the fix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import FLAVORS, Join
+
+PUBLISHED_2B = 15 * 141_557_760 + 2 * 98_304_000 + 31 * 3072
+
+
+def count_on_meta(config: LaneformerConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Laneformer(config).parameters())
+
+
+def test_2b_has_exactly_the_published_parameters() -> None:
+    config = LaneformerConfig.from_flavor("2b")
+    assert count_on_meta(config) == config.parameter_count()["total"] == PUBLISHED_2B == 2_320_069_632
+
+
+@pytest.mark.parametrize("flavor", sorted(FLAVORS))
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+@pytest.mark.parametrize("replicated", [True, False])
+def test_parameter_count_is_that_of_the_model(flavor: str, head: str, replicated: bool) -> None:
+    config = LaneformerConfig.from_flavor(flavor, lm_head_type=head, replicated_rmsn_scale=replicated)
+    assert count_on_meta(config) == config.parameter_count()["total"]
+
+
+@pytest.mark.parametrize("flavor", sorted(FLAVORS))
+def test_dictionary_round_trip(flavor: str) -> None:
+    config = LaneformerConfig.from_flavor(flavor)
+    assert LaneformerConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_attention_heads": 30}, r"num_attention_heads = 30 is not divisible by num_lanes = 8; use 24 or 32"),
+        ({"num_key_value_heads": 4}, r"num_key_value_heads = 4 is not divisible by num_lanes = 8; use 8"),
+        ({"intermediate_size": 12290}, r"intermediate_size = 12290 is not divisible by num_lanes = 8; use 12288 or"),
+        ({"vocab_size": 32001}, r"vocab_size = 32001 is not divisible by num_lanes = 8; use 32000 or 32008"),
+        ({"hidden_size": 3080}, r"hidden_size = 3080 is not divisible by num_attention_heads = 32"),
+        ({"hidden_size": 3104}, r"head dimension 97 is odd"),
+        ({"num_key_value_heads": 24}, r"num_attention_heads = 32 is not a multiple of num_key_value_heads = 24"),
+        ({"num_lanes": 0}, r"num_lanes = 0 must be a positive integer"),
+        ({"hidden_size": 3072.0}, r"hidden_size = 3072.0 must be a positive integer"),
+        ({"broadcast_delay": -1}, r"broadcast_delay = -1 must be an integer >= 0"),
+        ({"norm_eps": 0.0}, r"norm_eps = 0.0 must be greater than 0"),
+        ({"swa_layers": (0, 15)}, r"swa_layers holds \[15\], but the layers are 0 to 14"),
+        ({"lm_head_type": "tied"}, r"lm_head_type = 'tied' is unknown; choose from"),
+        ({"pre_norm_lane_agg": True}, r"pre_norm_lane_agg needs lm_head_type = 'replicate', not 'vocab_parallel'"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings = True is not supported"),
+        ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling lacks \['low_freq_factor'"),
+    ],
+)
+def test_bad_values_are_named(overrides: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LaneformerConfig(**overrides)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown flavor '3b'; choose from"):
+        LaneformerConfig.from_flavor("3b")
+    with pytest.raises(ValueError, match="unknown config key 'num_lane'; did you mean 'num_lanes'"):
+        LaneformerConfig.from_dict({"num_lane": 8})
+
+
+def test_joins_of_the_published_model() -> None:
+    config = LaneformerConfig.from_flavor("2b")
+    assert [config.join(i, "mlp") for i in range(3)] == [Join.PRESENT, Join.PRESENT, Join.PAST]
+    # layers 0 and 1 are known to all already; the outputs of the last two layers never reach the other lanes
+    assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(2, 13))
+
+
+def test_windows_of_the_published_model() -> None:
+    config = LaneformerConfig.from_flavor("2b")
+    assert [config.window(i) for i in range(15)] == [2048] * 10 + [None] * 5
