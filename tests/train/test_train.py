@@ -37,7 +37,8 @@ def launch(
         "--job.config_file", f"configs/{config}.toml", "--job.dump_folder", str(run), "--mixture.lock", str(lock),
         "--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", str(GLOBAL_BATCH),
         "--training.local_batch_size", "2", "--training.steps", str(STEPS), "--lr_scheduler.total_steps", str(STEPS),
-        "--lr_scheduler.warmup_steps", "1", "--lr_scheduler.decay_ratio", "0.5", "--checkpoint.interval", "2", "--architecture.swa_layers", "0", "1", "2",
+        "--lr_scheduler.warmup_steps", "1", "--lr_scheduler.decay_ratio", "0.5", "--checkpoint.interval", "2",
+        "--architecture.swa_layers", "0", "1", "2",
         *architecture, *overrides,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}

@@ -1,0 +1,151 @@
+"""The `laneformer` command: generate text from an exported folder, and measure decode speed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from .engine import Engine
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass
+class Generate:
+    """Stream text from a model folder: the prompt's continuation, as it is decoded."""
+
+    hf_dir: tyro.conf.Positional[Path]
+    """Folder with config.json, model*.safetensors and tokenizer.json."""
+    prompt: str
+    """Text to continue."""
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    device: Device = "auto"
+    threads: int | None = None
+    """Default: all cores (never more than lanes)."""
+
+
+@dataclass
+class Bench:
+    """Decode speed, with the machine's read bandwidth measured in between; the last line of stdout is JSON."""
+
+    hf_dir: tyro.conf.Positional[Path | None] = None
+    """Folder of a model; or use --random-weights."""
+    random_weights: Literal["2b", "300m", "tiny"] | None = None
+    """Random weights of this flavor."""
+    device: Device = "auto"
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """auto: the checkpoint's, or bf16 for random weights."""
+    math: Literal["exact", "bf16"] = "exact"
+    """bf16 rounds activations to bf16 before every matrix product."""
+    depth: int = 0
+    """Cached positions before the measured tokens."""
+    threads: int | None = None
+    json: bool = False
+    """Print nothing but the JSON line."""
+
+
+Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Bench, tyro.conf.subcommand("bench")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one subcommand; a user's mistake ends with its message and status 2."""
+    command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
+    try:
+        generate(command) if isinstance(command, Generate) else bench(command)
+    except ValueError as error:
+        print(f"laneformer: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def generate(command: Generate) -> None:
+    with Engine.from_pretrained(command.hf_dir, device=command.device, threads=command.threads) as engine:
+        if engine.tokenizer is None:
+            raise ValueError(f"{command.hf_dir} holds no tokenizer.json, which text needs")
+        prompt = engine.tokenizer.encode(command.prompt).ids
+        tokens = engine.stream(
+            prompt, max_new_tokens=command.max_new_tokens, temperature=command.temperature, top_k=command.top_k,
+            top_p=command.top_p, min_p=command.min_p, seed=command.seed,
+        )  # fmt: skip
+        text = TextStream(engine.tokenizer, prompt)
+        for token in tokens:
+            print(text.push(token), end="", flush=True)
+        print(text.finish(), flush=True)
+
+
+class TextStream:
+    """Tokens to text, piece by piece. Text is held back while it ends in an unfinished UTF-8 sequence.
+
+    Decoding depends on the neighbours (a leading space, bytes that form one character), so a piece is the difference
+    between two decodings that start at the same token: the last one whose text is already out.
+    """
+
+    def __init__(self, tokenizer, prompt_ids: list[int]):
+        self.tokenizer = tokenizer
+        self.ids = list(prompt_ids)
+        self.start = max(0, len(self.ids) - 6)  # context for the first piece: the prompt's last tokens
+        self.shown = len(self.ids)
+
+    def push(self, token: int) -> str:
+        self.ids.append(token)
+        before, now = self._decode(self.shown), self._decode(len(self.ids))
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return ""
+        self.start, self.shown = self.shown, len(self.ids)
+        return now[len(before) :]
+
+    def finish(self) -> str:
+        """What was held back, with its unfinished characters replaced."""
+        return self._decode(len(self.ids))[len(self._decode(self.shown)) :]
+
+    def _decode(self, end: int) -> str:
+        return self.tokenizer.decode(self.ids[self.start : end])
+
+
+def bench(command: Bench) -> None:
+    from .engine.bench import benchmark
+
+    console = Console(stderr=True, quiet=command.json)
+    if (command.hf_dir is None) == (command.random_weights is None):
+        raise ValueError("give either a model folder or --random-weights, one of them")
+    with console.status("loading weights"):
+        engine = open_engine(command)
+    with engine, console.status("measuring"):
+        figures = benchmark(engine, command.depth, lambda line: console.print(line, style="dim"))
+    figures["model"] = command.random_weights or str(command.hf_dir)
+    if not command.json:
+        console.print(
+            f"[bold]{figures['tokens_per_s']:.1f}[/] tokens/s = [bold]{figures['percent_of_probe']:.0f}%[/] of the "
+            f"{figures['probe_bytes_per_s'] / 1e9:.1f} GB/s that {figures['threads']} threads read just then; "
+            f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
+        )
+    print(json.dumps(figures))
+
+
+def open_engine(command: Bench) -> Engine:
+    if command.hf_dir is not None:
+        return Engine.from_pretrained(
+            command.hf_dir, device=command.device, dtype=command.dtype, threads=command.threads, math=command.math
+        )
+    dtype = "bf16" if command.dtype == "auto" else command.dtype
+    return Engine.random(
+        command.random_weights or "", dtype, threads=command.threads, device=command.device, math=command.math
+    )
+
+
+if __name__ == "__main__":
+    main()

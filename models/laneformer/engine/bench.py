@@ -1,0 +1,107 @@
+"""Decode speed next to what the memory gives at the same moment.
+
+A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of three within
+minutes. So the decode loop stops every few tokens and lets the same threads read a large buffer from end to end; a
+stretch of tokens is compared with the probes on both sides of it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .engine import Engine
+from .options import GenerationOptions
+
+STRETCHES = 12
+MIN_STRETCH_S = 0.25  # long enough that one tick of another process does not decide it
+
+
+def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = print) -> dict[str, Any]:
+    """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`."""
+    context = engine.config.max_position_embeddings
+    if not 0 <= depth <= context - 64:
+        raise ValueError(f"depth = {depth} is outside 0 to {context - 64} (the context of {context} less 64 to decode)")
+    progress(f"prefill of {max(depth, prefill_length(engine))} positions")
+    ttft_s, prefill_tokens_per_s = measure_prefill(engine, depth)
+
+    prompt = random_prompt(engine, max(depth, 1))
+    engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
+    token_s = measured(engine, prompt, 9, 0)[0]
+    stretch = max(1, round(MIN_STRETCH_S / float(np.median(token_s))))
+    stretch = max(1, min(stretch, (context - len(prompt)) // STRETCHES))
+    progress(f"{STRETCHES} stretches of {stretch} tokens, a read probe before and after each")
+    token_s, probes = measured(engine, prompt, STRETCHES * stretch + 1, stretch)
+
+    stretches = len(token_s) // stretch
+    seconds = token_s[: stretches * stretch].reshape(stretches, stretch).sum(1)
+    tokens_per_s = stretch / seconds
+    probe = (probes[:stretches] + probes[1 : stretches + 1]) / 2
+    bytes_per_token = engine.weight_bytes + cached_bytes(engine, len(prompt) + stretches * stretch / 2)
+    percent = 100 * bytes_per_token * tokens_per_s / probe
+    return {
+        "tokens_per_s": float(np.median(tokens_per_s)),
+        "tokens_per_s_p10": float(np.percentile(tokens_per_s, 10)),
+        "tokens_per_s_p90": float(np.percentile(tokens_per_s, 90)),
+        "bytes_per_token": int(bytes_per_token),
+        "probe_bytes_per_s": float(np.median(probe)),
+        "percent_of_probe": float(np.median(percent)),
+        "percent_of_probe_p10": float(np.percentile(percent, 10)),
+        "percent_of_probe_p90": float(np.percentile(percent, 90)),
+        "token_s_p50": float(np.median(token_s)),
+        "token_s_p99": float(np.percentile(token_s, 99)),
+        "prefill_tokens_per_s": prefill_tokens_per_s,
+        "ttft_s": ttft_s,
+        "stretches": stretches,
+        "tokens_per_stretch": stretch,
+        "depth": depth,
+        "dtype": engine.dtype,
+        "math": engine.math,
+        "threads": engine.threads,
+        "isa": engine.isa,
+        "cpu": cpu_name(),
+    }
+
+
+def measured(engine: Engine, prompt: list[int], tokens: int, probe_every: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of every token after the first, and the probes in between, bytes/s."""
+    options = GenerationOptions(max_new_tokens=tokens, ignore_eos=True)
+    decoder = engine._start(engine._request(prompt, options, probe_every))
+    engine._wait(decoder)
+    return decoder.token_s(), decoder.probe_bytes_per_s()
+
+
+def measure_prefill(engine: Engine, depth: int) -> tuple[float, float]:
+    """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
+    length = max(depth, prefill_length(engine))
+    decoder = engine._start(engine._request(random_prompt(engine, length), GenerationOptions(max_new_tokens=1)))
+    engine._wait(decoder)
+    return decoder.first_token_s, length / decoder.first_token_s
+
+
+def prefill_length(engine: Engine) -> int:
+    return min(128, engine.config.max_position_embeddings // 2)
+
+
+def random_prompt(engine: Engine, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, engine.config.vocab_size, length).tolist()
+
+
+def cached_bytes(engine: Engine, positions: float) -> float:
+    """Bytes of keys and values (fp32) read for one token at this position."""
+    config = engine.config
+    per_position = 2 * 4 * config.head_dim * config.num_key_value_heads
+    seen = [min(positions, config.window(i) or positions) for i in range(config.num_hidden_layers)]
+    return per_position * sum(seen)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()} ({os.cpu_count()} cores)"

@@ -1,0 +1,171 @@
+"""A Hugging Face folder as memory-mapped tensors: read, named, and checked before anything is computed.
+
+safetensors is a length, a JSON header and raw bytes, so it is mapped directly: numpy has no bfloat16, and the engine
+wants the bits as they are, without a copy and without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import LaneformerConfig
+
+DTYPES = {"BF16": ("bf16", np.uint16), "F16": ("fp16", np.uint16), "F32": ("fp32", np.float32)}
+MATRICES = (
+    *(f"attention.{part}" for part in ("wq", "wk", "wv", "wo")),
+    *(f"feed_forward.{part}" for part in ("w1", "w2", "w3")),
+)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Values of `dtype` "bf16", "fp16" or "fp32"; 16-bit types as raw uint16."""
+
+    dtype: str
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything the engine takes from a folder; tensor names are those of the plain model, without prefix."""
+
+    config: LaneformerConfig
+    tensors: dict[str, Tensor]
+    eos_ids: tuple[int, ...]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read and check a folder with `config.json` and `model*.safetensors`; ValueError says what is wrong with it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; expected one with config.json and model*.safetensors")
+    values = read_json(folder / "config.json")
+    if values.get("model_type") != "laneformer":
+        raise ValueError(f"{folder / 'config.json'}: model_type = {values.get('model_type')!r}, expected 'laneformer'")
+    config = config_of(values)
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        for name, tensor in read_safetensors(path):
+            tensors[name.removeprefix("model.")] = tensor
+    check_tensors(config, tensors)
+    return Checkpoint(config, tensors, eos_ids(folder, values, config))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        values = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, expected a JSON object")
+    return values
+
+
+def config_of(values: dict[str, Any]) -> LaneformerConfig:
+    """The architecture in a `config.json`; other keys are Transformers' bookkeeping, unless they look misspelt."""
+    known = [field.name for field in dataclasses.fields(LaneformerConfig)]
+    for key in values:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if key not in known and near and near[0] not in values:
+            raise ValueError(f"unknown config key {key!r}; did you mean {near[0]!r}?")
+    missing = [name for name in ("hidden_size", "num_hidden_layers", "num_lanes", "vocab_size") if name not in values]
+    if missing:
+        raise ValueError(f"config.json lacks {missing}")
+    try:
+        return LaneformerConfig.from_dict({name: values[name] for name in known if name in values})
+    except TypeError as error:
+        raise ValueError(f"config.json holds a value of the wrong type: {error}") from None
+
+
+def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfig) -> tuple[int, ...]:
+    """Where generation stops by itself: `generation_config.json`, else `config.json`; one id or a list."""
+    path = folder / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.exists() else None
+    found = config_values.get("eos_token_id") if found is None else found
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise ValueError(f"eos_token_id {token!r} is not a token id between 0 and {config.vocab_size - 1}")
+    return tuple(ids)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{index} lists files that are missing: {missing}")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no model*.safetensors")
+    return files
+
+
+def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and mapped tensors of one file; ValueError when it is cut short or holds another element type."""
+    size = path.stat().st_size
+    if size < 8:
+        raise ValueError(f"{path} is truncated: {size} bytes")
+    raw = np.memmap(path, np.uint8, "r")
+    header_bytes = int.from_bytes(raw[:8].tobytes(), "little")
+    start = 8 + header_bytes
+    if start > size:
+        raise ValueError(f"{path} is truncated or not safetensors: its header of {header_bytes} bytes exceeds the file")
+    try:
+        header = json.loads(raw[8:start].tobytes())
+        entries = [(name, e["dtype"], e["shape"], *e["data_offsets"]) for name, e in header.items() if name[:2] != "__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has no valid safetensors header: {error!r}") from None
+    for name, kind, shape, begin, end in entries:
+        if kind not in DTYPES:
+            raise ValueError(f"{path}: tensor {name} has type {kind}; the engine reads {sorted(DTYPES)}")
+        dtype, element = DTYPES[kind]
+        if start + end > size:
+            raise ValueError(f"{path} is truncated: tensor {name} ends at byte {start + end} of {size}")
+        if end - begin != int(np.prod(shape)) * np.dtype(element).itemsize:
+            raise ValueError(f"{path}: tensor {name} of shape {shape} does not fill its {end - begin} bytes")
+        data = raw[start + begin : start + end]
+        # the format does not promise alignment, and numpy needs it to reinterpret bytes without a copy
+        aligned = (start + begin) % np.dtype(element).itemsize == 0
+        values = data.view(element) if aligned else np.frombuffer(data.tobytes(), element)
+        yield name, Tensor(dtype, values.reshape(shape))
+
+
+def expected_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model and its shape, as in model.py."""
+    lanes, d, f, v = config.num_lanes, config.hidden_size, config.intermediate_size, config.vocab_size
+    kv = config.head_dim * config.num_key_value_heads
+    norm = (d,) if config.replicated_rmsn_scale else (lanes, d)
+    fan_out, fan_in = {"wq": d, "wk": kv, "wv": kv, "w1": f, "w3": f}, {"wo": d, "w2": f}
+    heads = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
+    shapes = {"tok_embeddings.weight": (v, d), "norm.weight": norm, "lm_head.weight": heads[config.lm_head_type]}
+    for i in range(config.num_hidden_layers):
+        shapes |= {f"layers.{i}.{name}.weight": norm for name in ("attention_norm", "ffn_norm")}
+        for matrix in MATRICES:
+            part = matrix.split(".")[1]
+            shape = (lanes, fan_out[part] // lanes, d) if part in fan_out else (lanes, d, fan_in[part] // lanes)
+            shapes[f"layers.{i}.{matrix}.weight"] = shape
+    return shapes
+
+
+def check_tensors(config: LaneformerConfig, tensors: dict[str, Tensor]) -> None:
+    expected = expected_shapes(config)
+    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
+    if extra:
+        raise ValueError(f"the checkpoint holds {len(extra)} tensors this architecture has not, such as {extra[0]}")
+    for name, shape in expected.items():
+        if tensors[name].values.shape != shape:
+            raise ValueError(f"tensor {name} has shape {tensors[name].values.shape}, the config says {shape}")

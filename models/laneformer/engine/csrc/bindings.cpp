@@ -1,0 +1,188 @@
+// laneformer.engine._core: the decoder for Python. Sizes are checked here as well, so that no mistake in Python can
+// read beyond a buffer; everything that takes time runs without the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "decoder.h"
+
+namespace nb = nanobind;
+using namespace laneformer;
+
+namespace {
+
+using Bytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ro, nb::c_contig, nb::device::cpu>;
+
+DType dtype_named(const std::string& name) {
+  if (name == "bf16") return DType::bf16;
+  if (name == "fp16") return DType::fp16;
+  if (name == "fp32") return DType::fp32;
+  throw std::invalid_argument("dtype = '" + name + "' is unknown; choose from bf16, fp16, fp32");
+}
+
+void expect_values(const Bytes& array, DType dtype, size_t count, const std::string& what) {
+  if (array.nbytes() != count * bytes_of(dtype))
+    throw std::invalid_argument(what + " has " + std::to_string(array.nbytes()) + " bytes; expected " +
+                                std::to_string(count * bytes_of(dtype)));
+}
+
+size_t matrix_values(const ModelSpec& s, const std::string& part) {
+  const size_t hidden = s.hidden, lanes = s.lanes;
+  if (part == "wq" || part == "wo") return hidden * hidden;
+  if (part == "wk" || part == "wv") return hidden * s.kv_rows() * lanes;
+  if (part == "w1" || part == "w2" || part == "w3") return hidden * s.intermediate;
+  if (part == "lm_head") return hidden * s.vocab;
+  throw std::invalid_argument("unknown matrix '" + part + "'");
+}
+
+template <class T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(const std::vector<T>& values) {
+  auto* copy = new std::vector<T>(values);
+  nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy->data(), {copy->size()}, owner);
+}
+
+ModelSpec spec_from(nb::dict d) {
+  const auto number = [&](const char* name) { return nb::cast<int>(d[name]); };
+  ModelSpec s{};
+  s.hidden = number("hidden_size"), s.intermediate = number("intermediate_size");
+  s.layers = number("num_hidden_layers"), s.query_heads = number("num_attention_heads");
+  s.kv_heads = number("num_key_value_heads"), s.lanes = number("num_lanes"), s.vocab = number("vocab_size");
+  s.context = number("max_position_embeddings"), s.delay = number("broadcast_delay");
+  s.norm_eps = nb::cast<float>(d["norm_eps"]);
+  s.head = static_cast<Head>(number("head"));
+  s.sum_before_norm = nb::cast<bool>(d["pre_norm_lane_agg"]);
+  s.shared_scale = nb::cast<bool>(d["replicated_rmsn_scale"]);
+  s.window = nb::cast<std::vector<int>>(d["window"]);
+  const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
+  const auto delayed = nb::cast<std::vector<std::vector<int>>>(d["adds_delayed"]);
+  for (int module = 0; module < 2; ++module) {
+    for (const int how : joins.at(module)) s.join[module].push_back(static_cast<Join>(how));
+    s.adds_delayed[module].assign(delayed.at(module).begin(), delayed.at(module).end());
+  }
+  return s;
+}
+
+class PyDecoder {
+ public:
+  PyDecoder(nb::dict spec, const std::string& dtype, int threads, const std::string& isa, bool bf16_math)
+      : spec_(spec_from(spec)),
+        decoder_(spec_, dtype_named(dtype), threads, choose_kernels(isa.c_str()), bf16_math) {}
+
+  bool set_matrix(const std::string& part, int layer, Bytes data, const std::string& dtype) {
+    const DType from = dtype_named(dtype);
+    expect_values(data, from, matrix_values(spec_, part), part);
+    if (layer < 0 || layer >= spec_.layers) throw std::invalid_argument("no layer " + std::to_string(layer));
+    nb::gil_scoped_release release;
+    return decoder_.set_matrix(part, layer, data.data(), from);
+  }
+  bool set_embedding(Bytes data, const std::string& dtype) {
+    const DType from = dtype_named(dtype);
+    expect_values(data, from, size_t(spec_.vocab) * spec_.hidden, "tok_embeddings");
+    nb::gil_scoped_release release;
+    return decoder_.set_embedding(data.data(), from);
+  }
+  bool set_norm(int index, Bytes data, const std::string& dtype) {
+    const DType from = dtype_named(dtype);
+    expect_values(data, from, size_t(spec_.hidden) * (spec_.shared_scale ? 1 : spec_.lanes), "norm");
+    if (index < 0 || index > 2 * spec_.layers) throw std::invalid_argument("no norm " + std::to_string(index));
+    return decoder_.set_norm(index, data.data(), from);
+  }
+  void set_rope(Floats cosine, Floats sine) {
+    const size_t expected = size_t(spec_.context) * (spec_.head_dim() / 2);
+    if (cosine.size() != expected || sine.size() != expected) throw std::invalid_argument("RoPE tables: wrong size");
+    decoder_.set_rope(cosine.data(), sine.data());
+    has_rope_ = true;
+  }
+
+  void start(std::vector<int> prompt, int max_new_tokens, std::vector<int> stop_ids, double temperature, int top_k,
+             double top_p, double min_p, uint64_t seed, int probe_every) {
+    Request request;
+    request.prompt = std::move(prompt), request.max_new_tokens = max_new_tokens;
+    request.stop_ids = std::move(stop_ids), request.probe_every = probe_every;
+    request.sampling = {temperature, top_k, top_p, min_p, seed};
+    submit(std::move(request));
+  }
+  void start_scoring(std::vector<int> ids, bool keep_logits) {
+    Request request;
+    request.prompt = std::move(ids), request.score_prompt = true, request.keep_logits = keep_logits;
+    submit(std::move(request));
+  }
+  nb::tuple poll(size_t from, double timeout_s, bool until_done) {
+    bool finished = false;
+    std::vector<int> tokens;
+    {
+      nb::gil_scoped_release release;
+      tokens = decoder_.poll(from, timeout_s, until_done, finished);
+    }
+    return nb::make_tuple(tokens, finished);
+  }
+  void cancel() { decoder_.cancel(); }
+
+  auto logprobs() const { return to_numpy(decoder_.logprobs()); }
+  auto logits() const { return to_numpy(decoder_.kept_logits()); }
+  double first_token_s() const { return decoder_.timings().first_token_s; }
+  auto token_s() const { return to_numpy(decoder_.timings().token_s); }
+  auto probe_bytes_per_s() const { return to_numpy(decoder_.timings().probe_bytes_per_s); }
+  std::string isa() const { return decoder_.kernels()->isa; }
+  int threads() const { return decoder_.threads(); }
+  size_t weight_bytes() const { return decoder_.weight_bytes(); }
+
+ private:
+  void submit(Request request) {
+    if (!has_rope_) throw std::invalid_argument("the weights are not loaded yet");
+    if (request.prompt.empty() || request.prompt.size() > size_t(spec_.context) || request.max_new_tokens < 0)
+      throw std::invalid_argument("prompt is empty or longer than the context");
+    for (const int id : request.prompt)
+      if (id < 0 || id >= spec_.vocab) throw std::invalid_argument("token id out of range");
+    decoder_.start(std::move(request));
+  }
+  ModelSpec spec_;
+  Decoder decoder_;
+  bool has_rope_ = false;
+};
+
+int sample(Floats logits, double temperature, int top_k, double top_p, double min_p, uint64_t seed, uint64_t index) {
+  Sampler sampler;
+  return sampler.choose(logits.data(), static_cast<int>(logits.size()), {temperature, top_k, top_p, min_p, seed},
+                        index);
+}
+
+void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
+                   float deviation) {
+  nb::gil_scoped_release release;
+  const DType to = dtype_named(dtype);
+  fill_random(out.data(), to, out.nbytes() / bytes_of(to), key, deviation);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  using namespace nb::literals;
+  nb::class_<PyDecoder>(m, "Decoder")
+      .def(nb::init<nb::dict, const std::string&, int, const std::string&, bool>(), "spec"_a, "dtype"_a, "threads"_a,
+           "isa"_a, "bf16_math"_a)
+      .def("set_matrix", &PyDecoder::set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
+      .def("set_embedding", &PyDecoder::set_embedding, "data"_a, "dtype"_a)
+      .def("set_norm", &PyDecoder::set_norm, "index"_a, "data"_a, "dtype"_a)
+      .def("set_rope", &PyDecoder::set_rope, "cosine"_a, "sine"_a)
+      .def("start", &PyDecoder::start, "prompt"_a, "max_new_tokens"_a, "stop_ids"_a, "temperature"_a, "top_k"_a,
+           "top_p"_a, "min_p"_a, "seed"_a, "probe_every"_a)
+      .def("start_scoring", &PyDecoder::start_scoring, "ids"_a, "keep_logits"_a)
+      .def("poll", &PyDecoder::poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
+      .def("cancel", &PyDecoder::cancel)
+      .def("logprobs", &PyDecoder::logprobs)
+      .def("logits", &PyDecoder::logits)
+      .def("token_s", &PyDecoder::token_s)
+      .def("probe_bytes_per_s", &PyDecoder::probe_bytes_per_s)
+      .def_prop_ro("first_token_s", &PyDecoder::first_token_s)
+      .def_prop_ro("isa", &PyDecoder::isa)
+      .def_prop_ro("threads", &PyDecoder::threads)
+      .def_prop_ro("weight_bytes", &PyDecoder::weight_bytes);
+  m.def("sample", &sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a, "index"_a);
+  m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);
+}

@@ -1,0 +1,298 @@
+// Threads and requests: loading, the order of passes, sampling between them.
+#include "decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "spin.h"
+
+namespace laneformer {
+
+namespace {
+constexpr size_t kProbeBytes = size_t{256} << 20;  // far larger than the caches
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int broadcast_delay(const ModelSpec& spec) {
+  for (const auto& module : spec.adds_delayed)
+    if (std::find(module.begin(), module.end(), 1) != module.end()) return spec.delay;
+  return 0;
+}
+}  // namespace
+
+Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math)
+    : spec_(spec),
+      dtype_(dtype),
+      kernels_(kernels),
+      bf16_math_(bf16_math),
+      delay_(broadcast_delay(spec)),
+      ring_layers_(2 * delay_ + 2),
+      plans_(plan_tapes(spec, std::min(threads, spec.lanes), dtype)),
+      workers_(plans_.size()),
+      modules_done_(new Counter[plans_.size()]),
+      met_(new Counter[plans_.size()]) {
+  const size_t hidden = spec.padded_hidden(), vocab = round_up(spec.vocab, 16);
+  const size_t widest_in = std::max(hidden, round_up(spec.ff_rows(), 32));
+  const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
+  const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
+
+  embedding_ = Pages(size_t(spec.vocab) * spec.hidden * bytes_of(dtype));
+  norms_ = floats((2 * spec.layers + 1) * (spec.shared_scale ? 1 : spec.lanes) * hidden);
+  mailbox_ = floats(ring_layers_ * 2 * size_t(spec.lanes) * kMaxColumns * hidden);
+  logits_ = floats(kMaxColumns * vocab);
+  if (spec.head == Head::lane) lane_logits_ = floats(spec.lanes * kMaxColumns * vocab);
+  if (spec.head == Head::replicate) final_streams_ = floats(spec.lanes * kMaxColumns * hidden);
+  for (size_t t = 0; t < plans_.size(); ++t) {
+    Worker& w = workers_[t];
+    const size_t own = plans_[t].last_lane - plans_[t].first_lane, heads = own * (spec.kv_heads / spec.lanes);
+    w.tape = Pages(plans_[t].tape_bytes, true);
+    w.streams = floats(own * kMaxColumns * hidden);
+    w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
+    w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32)), w.total = floats(kMaxColumns * hidden);
+    w.query = floats(spec.query_heads * spec.padded_head_dim());
+    w.mixed = floats(spec.query_heads * spec.padded_head_dim());
+    w.scores = floats(round_up(spec.context, 16) + 32);
+    size_t cached = 0;
+    for (int layer = 0; layer < spec.layers; ++layer) {
+      w.cache_offset.push_back(cached);
+      cached += heads * spec.cache_slots(layer) * spec.padded_head_dim();
+    }
+    w.keys = floats(cached), w.values = floats(cached);
+  }
+  sampler_.reserve(spec.vocab);
+  for (size_t t = 0; t < plans_.size(); ++t) threads_.emplace_back([this, t] { work(static_cast<int>(t)); });
+}
+
+Decoder::~Decoder() {
+  cancel();
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return jobs_left_ == 0; });
+    closing_ = true;
+  }
+  posted_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+size_t Decoder::weight_bytes() const {
+  size_t total = 0;
+  for (const auto& plan : plans_) total += plan.tape_bytes;
+  return total;
+}
+
+// --- threads ----------------------------------------------------------------------------------------------------
+
+void Decoder::work(int t) {
+  uint64_t done = 0;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    posted_.wait(lock, [&] { return closing_ || job_number_ > done; });
+    if (closing_) return;
+    done = job_number_;
+    lock.unlock();
+    job_(t);
+    lock.lock();
+    if (--jobs_left_ == 0) changed_.notify_all();
+  }
+}
+
+void Decoder::post(std::function<void(int)> job) {
+  job_ = std::move(job);
+  jobs_left_ = static_cast<int>(plans_.size());
+  ++job_number_;
+  posted_.notify_all();
+}
+
+void Decoder::on_all_threads(const std::function<void(int)>& job) {
+  std::unique_lock lock(mutex_);
+  if (jobs_left_) throw std::runtime_error("the engine is busy with another request");
+  post(job);
+  changed_.wait(lock, [&] { return jobs_left_ == 0; });
+}
+
+// --- loading ----------------------------------------------------------------------------------------------------
+
+bool Decoder::set_matrix(const std::string& part, int layer, const void* data, DType from) {
+  const auto lane_data = [&](int lane, int rows, int inputs) {
+    return static_cast<const char*>(data) + size_t(lane) * rows * inputs * bytes_of(from);
+  };
+  std::atomic<bool> finite{true};
+  on_all_threads([&](int t) {
+    const ThreadPlan& plan = plans_[t];
+    const auto pack = [&](const Matrix& to, const void* source, int rows, int inputs, int first_row, int half) {
+      if (!pack_rows({source, from, rows, inputs, first_row, half}, to, dtype_, workers_[t].tape.bytes()))
+        finite = false;
+    };
+    if (part == "lm_head" && spec_.head == Head::replicate)
+      return pack(plan.head[0], lane_data(plan.head_first_row, 1, spec_.hidden), plan.head[0].rows, spec_.hidden, 0,
+                  -1);
+    const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
+    for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+      const int own = lane - plan.first_lane;
+      if (part == "lm_head") {
+        const Matrix& head = plan.head[own];
+        pack(head, lane_data(lane, head.rows, head.inputs), head.rows, head.inputs, 0, -1);
+        continue;
+      }
+      const LaneLayer& matrices = plan.layers[layer][own];
+      if (part == "wq") pack(matrices.qkv, lane_data(lane, q, hidden), q, hidden, 0, -1);
+      if (part == "wk") pack(matrices.qkv, lane_data(lane, kv, hidden), kv, hidden, q, -1);
+      if (part == "wv") pack(matrices.qkv, lane_data(lane, kv, hidden), kv, hidden, q + kv, -1);
+      if (part == "wo") pack(matrices.wo, lane_data(lane, hidden, q), hidden, q, 0, -1);
+      if (part == "w1") pack(matrices.gate_up, lane_data(lane, ff, hidden), ff, hidden, 0, 0);
+      if (part == "w3") pack(matrices.gate_up, lane_data(lane, ff, hidden), ff, hidden, 0, 1);
+      if (part == "w2") pack(matrices.w2, lane_data(lane, hidden, ff), hidden, ff, 0, -1);
+    }
+  });
+  return finite;
+}
+
+bool Decoder::set_embedding(const void* data, DType from) {
+  return convert(data, from, size_t(spec_.vocab) * spec_.hidden, embedding_.bytes(), dtype_);
+}
+
+bool Decoder::set_norm(int index, const void* data, DType from) {
+  const int scales = spec_.shared_scale ? 1 : spec_.lanes;
+  bool finite = true;
+  for (int i = 0; i < scales; ++i) {
+    const char* row = static_cast<const char*>(data) + size_t(i) * spec_.hidden * bytes_of(from);
+    float* to = norms_.floats() + (size_t(index) * scales + i) * spec_.padded_hidden();
+    finite &= convert(row, from, spec_.hidden, to, DType::fp32);
+  }
+  return finite;
+}
+
+void Decoder::set_rope(const float* cosine, const float* sine) {
+  const size_t count = size_t(spec_.context) * (spec_.head_dim() / 2);
+  cosine_.assign(cosine, cosine + count);
+  sine_.assign(sine, sine + count);
+}
+
+// --- one request ------------------------------------------------------------------------------------------------
+
+void Decoder::start(Request request) {
+  std::unique_lock lock(mutex_);
+  if (jobs_left_) throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
+  request_ = std::move(request);
+  const size_t length = request_.prompt.size();
+  tokens_.clear(), tokens_.reserve(request_.max_new_tokens);
+  logprobs_.assign(request_.score_prompt ? length - 1 : 0, 0.0f);
+  kept_logits_.assign(request_.keep_logits ? length * spec_.vocab : 0, 0.0f);
+  timings_ = {}, timings_.token_s.reserve(request_.max_new_tokens);
+  if (request_.probe_every) timings_.probe_bytes_per_s.reserve(request_.max_new_tokens / request_.probe_every + 2);
+  if (request_.probe_every) probe_buffer_ = Pages(kProbeBytes, true);
+  cancel_ = false, probed_ = false, position_ = 0, pass_ = {};
+  post([this](int t) { serve(t); });
+}
+
+std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                    [&] { return jobs_left_ == 0 || (!until_done && tokens_.size() > from); });
+  finished = jobs_left_ == 0;
+  return {tokens_.begin() + static_cast<ptrdiff_t>(std::min(from, tokens_.size())), tokens_.end()};
+}
+
+void Decoder::serve(int t) {
+  if (request_.probe_every)  // untouched pages would all be the same zero page
+    std::memset(probe_buffer_.bytes() + kProbeBytes / plans_.size() * t, 1, kProbeBytes / plans_.size());
+  meet(t);
+  uint64_t seen = pass_issued_.value.load(std::memory_order_acquire);
+  meet(t);  // nobody issues a pass before everybody knows the number of the last one
+  if (t == 0) request_began_s_ = now_s();
+  for (;;) {
+    ++seen;
+    if (t == 0) {
+      pass_ = next_pass();
+      pass_issued_.value.store(seen, std::memory_order_release);
+    } else {
+      spin_until([&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; });
+    }
+    const Pass pass = pass_;
+    if (pass.step == Step::end) return;
+    if (pass.step == Step::probe) {
+      probe(t);
+    } else {
+      run_layers(t, pass);
+      if (pass.head_columns) run_head(t, pass);
+    }
+    meet(t);
+  }
+}
+
+// Everybody waits for everybody.
+void Decoder::meet(int t) {
+  const uint64_t number = met_[t].value.load(std::memory_order_relaxed) + 1;
+  met_[t].value.store(number, std::memory_order_release);
+  for (size_t peer = 0; peer < plans_.size(); ++peer)
+    spin_until([&] { return met_[peer].value.load(std::memory_order_acquire) >= number; });
+}
+
+bool Decoder::over() const {
+  if (cancel_.load(std::memory_order_relaxed)) return true;
+  const int prompt = static_cast<int>(request_.prompt.size());
+  if (position_ < prompt) return false;
+  if (request_.score_prompt || static_cast<int>(tokens_.size()) >= request_.max_new_tokens) return true;
+  if (position_ >= spec_.context) return true;
+  const auto& stops = request_.stop_ids;
+  return !tokens_.empty() && std::find(stops.begin(), stops.end(), tokens_.back()) != stops.end();
+}
+
+// By the first thread, while the others wait: what the last pass yielded, and what comes next.
+Decoder::Pass Decoder::next_pass() {
+  if (pass_.step == Step::layers) {
+    position_ += pass_.columns;
+    layers_run_ += spec_.layers;
+    if (pass_.head_columns && !request_.score_prompt) take_token();
+  }
+  const bool done = over(), decoding = !tokens_.empty();
+  const bool due = request_.probe_every && decoding && !probed_ &&
+                   (done || (tokens_.size() - 1) % request_.probe_every == 0);
+  if (due && !cancel_.load(std::memory_order_relaxed)) {
+    probed_ = true;
+    return {.step = Step::probe};
+  }
+  probed_ = false;
+  if (done) return {};
+  pass_began_s_ = now_s();
+  const int left = static_cast<int>(request_.prompt.size()) - position_;
+  if (left <= 0)
+    return {Step::layers, &last_token_, position_, 1, 1, layers_run_};
+  const int columns = std::min(left, kMaxColumns);
+  const int head_columns = request_.score_prompt ? columns : (columns == left ? 1 : 0);
+  return {Step::layers, request_.prompt.data() + position_, position_, columns, head_columns, layers_run_};
+}
+
+void Decoder::take_token() {
+  last_token_ = sampler_.choose(logits_.floats(), spec_.vocab, request_.sampling, tokens_.size());
+  if (tokens_.empty())
+    timings_.first_token_s = now_s() - request_began_s_;
+  else
+    timings_.token_s.push_back(now_s() - pass_began_s_);
+  {
+    std::lock_guard lock(mutex_);
+    tokens_.push_back(last_token_);
+  }
+  changed_.notify_all();
+}
+
+// The best of a few plain read loops over every thread's share of a large buffer.
+void Decoder::probe(int t) {
+  const size_t share = kProbeBytes / plans_.size() / 1024 * 1024;
+  double best = 0.0;
+  for (int variant = 0; variant < kReadVariants; ++variant) {
+    meet(t);
+    const double began = now_s();
+    volatile uint64_t sink = kernels_->read(probe_buffer_.bytes() + share / 64 * 64 * t, share, variant);
+    (void)sink;
+    meet(t);
+    best = std::max(best, static_cast<double>(share * plans_.size()) / (now_s() - began));
+  }
+  if (t == 0) timings_.probe_bytes_per_s.push_back(best);
+}
+
+}  // namespace laneformer

@@ -1,0 +1,147 @@
+// One request at a time on T persistent threads that own lanes.
+//
+// A pass sends a block of positions (1 while decoding, up to kMaxColumns of a prompt) through all layers. A thread runs
+// its lanes' modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its
+// own `modules_done`. Only a join that needs other lanes waits: PRESENT for this module, PAST for the module `delay`
+// layers ago. Two meetings of all threads a pass: before the first thread samples, and before the next pass.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "memory.h"
+#include "model.h"
+#include "sampler.h"
+
+namespace laneformer {
+
+struct Request {
+  std::vector<int> prompt;
+  int max_new_tokens = 0;
+  std::vector<int> stop_ids;
+  SamplingOptions sampling;
+  bool score_prompt = false;  // log-probabilities of the prompt instead of new tokens
+  bool keep_logits = false;   // ... and the logits themselves
+  int probe_every = 0;        // read-bandwidth probe before every this many decoded tokens; 0: none
+};
+
+struct Timings {
+  double first_token_s = 0;               // from the start of the request
+  std::vector<double> token_s;            // decoding time of each token after the first
+  std::vector<double> probe_bytes_per_s;  // before tokens 0, probe_every, 2 probe_every, ... and after the last
+};
+
+class Decoder {
+ public:
+  Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math);
+  ~Decoder();
+
+  // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
+  bool set_matrix(const std::string& part, int layer, const void* data, DType from);
+  bool set_embedding(const void* data, DType from);
+  bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
+  void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
+
+  void start(Request request);  // throws std::runtime_error while another request runs
+  // New tokens since `from`; waits until there are some or the request is over (`until_done`: only for the end).
+  std::vector<int> poll(size_t from, double timeout_s, bool until_done, bool& finished);
+  void cancel() { cancel_.store(true, std::memory_order_relaxed); }
+
+  const std::vector<float>& logprobs() const { return logprobs_; }
+  const std::vector<float>& kept_logits() const { return kept_logits_; }
+  const Timings& timings() const { return timings_; }
+  const Kernels* kernels() const { return kernels_; }
+  int threads() const { return static_cast<int>(plans_.size()); }
+  size_t weight_bytes() const;  // read per decoded token, all threads
+
+ private:
+  enum class Step { layers, probe, end };
+  struct Pass {
+    Step step = Step::end;
+    const int* tokens = nullptr;
+    int start = 0, columns = 0;  // positions start .. start + columns - 1
+    int head_columns = 0;        // logits for the last of them
+    uint64_t first_layer = 0;    // layers run before this pass, over all requests
+  };
+  struct alignas(64) Counter {
+    std::atomic<uint64_t> value{0};
+  };
+  struct Worker {  // what only one thread touches
+    Pages tape;
+    Pages streams;          // [own lane][column][hidden]
+    Pages x, y, attended;   // [column][...]: a matrix's inputs, its outputs, attention's result
+    Pages total, query, mixed, scores;
+    Pages keys, values;
+    std::vector<size_t> cache_offset;  // per layer, in floats
+  };
+
+  // decoder.cpp: threads, requests, the order of passes
+  void work(int t);
+  void post(std::function<void(int)> job);
+  void on_all_threads(const std::function<void(int)>& job);
+  void serve(int t);
+  Pass next_pass();
+  void take_token();
+  bool over() const;
+  void meet(int t);
+  void probe(int t);
+
+  // forward.cpp: one pass
+  void run_layers(int t, const Pass& pass);
+  void attention(int t, int layer, int own, const Pass& pass, float* partial);
+  void cache_position(int t, int layer, int own, const float* key, const float* value, int position);
+  void attend_position(int t, int layer, int own, const float* query, int position, float* out);
+  void mlp(int t, int layer, int own, const Pass& pass, float* partial);
+  void join(int t, int layer, Module module, const Pass& pass);
+  void run_head(int t, const Pass& pass);
+  void run_lane_heads(int t, const Pass& pass);
+  void run_replicated_head(int t, const Pass& pass);
+  void score_positions(int t, const Pass& pass);
+  void multiply(int t, const Matrix& matrix, float* x, int x_stride, float* y, int y_stride, int columns);
+  void rotate(const float* from, float* to, int position, int to_stride) const;
+  float* mailbox(uint64_t layer, Module module, int lane) const;
+  float* stream(int t, int own, int column) const;
+  const float* norm_scale(int index, int lane) const;
+  void wait_for_peers(int t, uint64_t modules) const;
+
+  const ModelSpec spec_;
+  const DType dtype_;
+  const Kernels* kernels_;
+  const bool bf16_math_;
+  const int delay_;        // 0 where no output ever arrives late
+  const int ring_layers_;  // slots of the mailbox
+  std::vector<ThreadPlan> plans_;
+  std::vector<Worker> workers_;
+  Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
+  std::vector<float> cosine_, sine_;
+
+  // jobs are handed over under the mutex; within a request only counters are used
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable posted_, changed_;
+  std::function<void(int)> job_;
+  uint64_t job_number_ = 0;
+  int jobs_left_ = 0;
+  bool closing_ = false;
+  std::unique_ptr<Counter[]> modules_done_, met_;
+  Counter pass_issued_;
+
+  // the request: while it runs, only the first thread writes these, between two meetings
+  Request request_;
+  Pass pass_;
+  Sampler sampler_;
+  std::atomic<bool> cancel_{false};
+  int position_ = 0, last_token_ = 0;
+  bool probed_ = false;
+  uint64_t layers_run_ = 0;
+  double request_began_s_ = 0, pass_began_s_ = 0;
+  std::vector<int> tokens_;  // also read by poll, under the mutex
+  std::vector<float> logprobs_, kept_logits_;
+  Timings timings_;
+};
+
+}  // namespace laneformer

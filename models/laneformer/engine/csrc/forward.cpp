@@ -1,0 +1,261 @@
+// One pass of a block of positions through the lanes; see decoder.h for who waits for whom.
+//
+//   C columns (positions of the block)   D hidden   L lanes; every row is padded to 32 floats with zeros
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "decoder.h"
+#include "spin.h"
+
+namespace laneformer {
+
+float* Decoder::mailbox(uint64_t layer, Module module, int lane) const {
+  const size_t slot = (layer % ring_layers_ * 2 + module) * spec_.lanes + lane;
+  return mailbox_.floats() + slot * kMaxColumns * spec_.padded_hidden();
+}
+
+float* Decoder::stream(int t, int own, int column) const {
+  return workers_[t].streams.floats() + (size_t(own) * kMaxColumns + column) * spec_.padded_hidden();
+}
+
+const float* Decoder::norm_scale(int index, int lane) const {
+  const size_t row = spec_.shared_scale ? index : size_t(index) * spec_.lanes + lane;
+  return norms_.floats() + row * spec_.padded_hidden();
+}
+
+void Decoder::wait_for_peers(int t, uint64_t modules) const {
+  for (int peer = 0; peer < threads(); ++peer)
+    if (peer != t) spin_until([&] { return modules_done_[peer].value.load(std::memory_order_acquire) >= modules; });
+}
+
+void Decoder::multiply(int t, const Matrix& matrix, float* x, int x_stride, float* y, int y_stride, int columns) {
+  const void* tiles = workers_[t].tape.bytes() + matrix.offset;
+  Matmul matmul = kernels_->matmul[static_cast<int>(dtype_)];
+  if (bf16_math_) {
+    const bool pairs = kernels_->matmul_bf16_pairs != nullptr;
+    for (int c = 0; c < columns; ++c)
+      (pairs ? kernels_->to_bf16_pairs : kernels_->round_to_bf16)(x + size_t(c) * x_stride, 2 * matrix.k_pairs());
+    if (pairs) matmul = kernels_->matmul_bf16_pairs;
+  }
+  matmul(tiles, matrix.rows, matrix.k_pairs(), x, x_stride, y, y_stride, columns);
+}
+
+void Decoder::run_layers(int t, const Pass& pass) {
+  const ThreadPlan& plan = plans_[t];
+  const int own_lanes = plan.last_lane - plan.first_lane;
+  for (int c = 0; c < pass.columns; ++c) {
+    const size_t row = size_t(pass.tokens[c]) * spec_.hidden * bytes_of(dtype_);
+    for (int own = 0; own < own_lanes; ++own)
+      convert(embedding_.bytes() + row, dtype_, spec_.hidden, stream(t, own, c), DType::fp32);
+  }
+  for (int layer = 0; layer < spec_.layers; ++layer) {
+    const uint64_t global = pass.first_layer + layer;
+    for (const Module module : {kAttention, kMlp}) {
+      // This slot's last readers joined it `delay` layers after it was written; they are past that once they have
+      // finished the module that follows.
+      const uint64_t last_read = global + delay_;
+      if (last_read >= uint64_t(ring_layers_)) wait_for_peers(t, 2 * (last_read - ring_layers_) + module + 2);
+      for (int own = 0; own < own_lanes; ++own) {
+        float* partial = mailbox(global, module, plan.first_lane + own);
+        module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
+      }
+      modules_done_[t].value.store(2 * global + module + 1, std::memory_order_release);
+      join(t, layer, module, pass);
+    }
+  }
+}
+
+// --- modules ----------------------------------------------------------------------------------------------------
+
+void Decoder::rotate(const float* from, float* to, int position, int to_stride) const {
+  const int half = spec_.head_dim() / 2;
+  const float *cosine = cosine_.data() + size_t(position) * half, *sine = sine_.data() + size_t(position) * half;
+  for (int j = 0; j < half; ++j) {
+    const float even = from[2 * j], odd = from[2 * j + 1];
+    to[2 * j * to_stride] = even * cosine[j] - odd * sine[j];
+    to[(2 * j + 1) * to_stride] = even * sine[j] + odd * cosine[j];
+  }
+}
+
+// Keys and values (kv_rows,) of one position into the ring.
+void Decoder::cache_position(int t, int layer, int own, const float* key, const float* value, int position) {
+  Worker& w = workers_[t];
+  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), slots = spec_.cache_slots(layer);
+  const int heads = spec_.kv_heads / spec_.lanes, slot = position % slots;
+  for (int head = 0; head < heads; ++head) {
+    const size_t base = w.cache_offset[layer] + size_t(own * heads + head) * slots * dim;
+    rotate(key + head * d, w.keys.floats() + base + size_t(slot / 16) * 16 * dim + slot % 16, position, 16);
+    std::memcpy(w.values.floats() + base + size_t(slot) * dim, value + head * d, d * sizeof(float));
+  }
+}
+
+// One lane's query heads at one position against its cache: query (q_rows,) -> out (q_rows,).
+void Decoder::attend_position(int t, int layer, int own, const float* query, int position, float* out) {
+  Worker& w = workers_[t];
+  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), slots = spec_.cache_slots(layer);
+  const int heads = spec_.kv_heads / spec_.lanes, group = spec_.query_heads / spec_.kv_heads;
+  const int window = spec_.window[layer];
+  const int first = window ? std::max(0, position - window + 1) : 0;
+  for (int head = 0; head < heads; ++head) {
+    const size_t base = w.cache_offset[layer] + size_t(own * heads + head) * slots * dim;
+    for (int q = 0; q < group; ++q) rotate(query + (head * group + q) * d, w.query.floats() + q * dim, position, 1);
+    kernels_->attend({w.query.floats(), w.keys.floats() + base, w.values.floats() + base, w.scores.floats(),
+                      w.mixed.floats(), group, dim, slots, first, position, 1.0f / std::sqrt(static_cast<float>(d))});
+    for (int q = 0; q < group; ++q)
+      std::memcpy(out + (head * group + q) * d, w.mixed.floats() + q * dim, d * sizeof(float));
+  }
+}
+
+void Decoder::attention(int t, int layer, int own, const Pass& pass, float* partial) {
+  Worker& w = workers_[t];
+  const LaneLayer& matrices = plans_[t].layers[layer][own];
+  const int hidden = spec_.padded_hidden(), lane = plans_[t].first_lane + own;
+  const int qkv_stride = static_cast<int>(round_up(spec_.qkv_rows(), 32));
+  const int out_stride = static_cast<int>(round_up(spec_.q_rows(), 32));
+  for (int c = 0; c < pass.columns; ++c)
+    kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer, lane), spec_.norm_eps, spec_.hidden, hidden,
+                       w.x.floats() + size_t(c) * hidden);
+  multiply(t, matrices.qkv, w.x.floats(), hidden, w.y.floats(), qkv_stride, pass.columns);
+  for (int c = 0; c < pass.columns; ++c) {
+    const float* key = w.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
+    cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.start + c);
+  }
+  for (int c = 0; c < pass.columns; ++c)
+    attend_position(t, layer, own, w.y.floats() + size_t(c) * qkv_stride, pass.start + c,
+                    w.attended.floats() + size_t(c) * out_stride);
+  multiply(t, matrices.wo, w.attended.floats(), out_stride, partial, hidden, pass.columns);
+}
+
+void Decoder::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
+  Worker& w = workers_[t];
+  const LaneLayer& matrices = plans_[t].layers[layer][own];
+  const int hidden = spec_.padded_hidden(), lane = plans_[t].first_lane + own, wide = spec_.gate_up_rows();
+  const int ff_stride = static_cast<int>(round_up(spec_.ff_rows(), 32));
+  for (int c = 0; c < pass.columns; ++c)
+    kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer + 1, lane), spec_.norm_eps, spec_.hidden, hidden,
+                       w.x.floats() + size_t(c) * hidden);
+  multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
+  for (int c = 0; c < pass.columns; ++c)
+    kernels_->silu_gate(w.y.floats() + size_t(c) * wide, wide / kTileRows, w.x.floats() + size_t(c) * ff_stride);
+  multiply(t, matrices.w2, w.x.floats(), ff_stride, partial, hidden, pass.columns);
+}
+
+// The update table of config.Join for the own lanes; sums over lanes are always in lane order.
+void Decoder::join(int t, int layer, Module module, const Pass& pass) {
+  const ThreadPlan& plan = plans_[t];
+  const uint64_t global = pass.first_layer + layer;
+  const Join how = spec_.join[module][layer];
+  const bool delayed = how == Join::past && spec_.adds_delayed[module][layer];
+  const int n = pass.columns * spec_.padded_hidden();
+  const uint64_t from = how == Join::present ? global : global - (delayed ? delay_ : 0);
+  float* total = workers_[t].total.floats();
+  if (how == Join::present || delayed) {
+    wait_for_peers(t, 2 * from + module + 1);
+    const size_t stride = size_t{kMaxColumns} * spec_.padded_hidden();
+    kernels_->sum_rows(mailbox(from, module, 0), stride, spec_.lanes, total, n);
+  }
+  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+    float* h = stream(t, lane - plan.first_lane, 0);
+    const float* partial = mailbox(global, module, lane);
+    if (how == Join::present)
+      kernels_->add(h, total, n);
+    else if (how == Join::no_reduce)
+      kernels_->add_scaled(h, partial, std::sqrt(static_cast<float>(spec_.lanes)), n);
+    else if (delayed)
+      kernels_->add_past(h, partial, total, mailbox(from, module, lane), n);
+    else
+      kernels_->add(h, partial, n);
+  }
+}
+
+// --- head -------------------------------------------------------------------------------------------------------
+
+void Decoder::run_head(int t, const Pass& pass) {
+  if (spec_.head == Head::replicate)
+    run_replicated_head(t, pass);
+  else
+    run_lane_heads(t, pass);
+  if (!request_.score_prompt) return;
+  meet(t);
+  score_positions(t, pass);
+}
+
+void Decoder::run_lane_heads(int t, const Pass& pass) {
+  Worker& w = workers_[t];
+  const ThreadPlan& plan = plans_[t];
+  const int hidden = spec_.padded_hidden(), first = pass.columns - pass.head_columns, slice = spec_.q_rows();
+  const size_t vocab = round_up(spec_.vocab, 16);
+  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+    const int own = lane - plan.first_lane;
+    for (int c = 0; c < pass.head_columns; ++c) {
+      float* x = w.x.floats() + size_t(c) * hidden;
+      kernels_->rms_norm(stream(t, own, first + c), norm_scale(2 * spec_.layers, lane), spec_.norm_eps, spec_.hidden,
+                         hidden, x);
+      if (spec_.head == Head::lane) std::memmove(x, x + lane * slice, slice * sizeof(float));  // its slice of hidden
+    }
+    float* out = spec_.head == Head::vocab_parallel ? logits_.floats() + size_t(lane) * plan.head[own].rows
+                                                    : lane_logits_.floats() + lane * kMaxColumns * vocab;
+    multiply(t, plan.head[own], w.x.floats(), hidden, out, static_cast<int>(vocab), pass.head_columns);
+  }
+  if (spec_.head != Head::lane) return;
+  meet(t);
+  const size_t share = round_up((vocab + threads() - 1) / threads(), 16);
+  const size_t from = std::min(vocab, t * share), to = std::min(vocab, from + share);
+  for (int c = 0; c < pass.head_columns; ++c)
+    if (to > from)
+      kernels_->sum_rows(lane_logits_.floats() + c * vocab + from, kMaxColumns * vocab, spec_.lanes,
+                         logits_.floats() + c * vocab + from, static_cast<int>(to - from));
+}
+
+// The lanes' mean of normed streams (or the norm of their sum), then this thread's rows of the one head.
+void Decoder::run_replicated_head(int t, const Pass& pass) {
+  Worker& w = workers_[t];
+  const ThreadPlan& plan = plans_[t];
+  const int hidden = spec_.padded_hidden(), first = pass.columns - pass.head_columns, last_norm = 2 * spec_.layers;
+  const size_t lane_stride = size_t{kMaxColumns} * hidden;
+  const auto norm = [&](const float* from, int lane, float* to) {
+    kernels_->rms_norm(from, norm_scale(last_norm, lane), spec_.norm_eps, spec_.hidden, hidden, to);
+  };
+  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
+    for (int c = 0; c < pass.head_columns; ++c) {
+      const float* h = stream(t, lane - plan.first_lane, first + c);
+      float* shared = final_streams_.floats() + lane * lane_stride + size_t(c) * hidden;
+      if (spec_.sum_before_norm)
+        std::memcpy(shared, h, hidden * sizeof(float));
+      else
+        norm(h, lane, shared);
+    }
+  meet(t);
+  for (int c = 0; c < pass.head_columns; ++c) {
+    float* x = w.x.floats() + size_t(c) * hidden;
+    float* total = w.total.floats();
+    kernels_->sum_rows(final_streams_.floats() + size_t(c) * hidden, lane_stride, spec_.lanes, total, hidden);
+    std::fill(x, x + hidden, 0.0f);
+    const int scales = spec_.shared_scale ? 1 : spec_.lanes;
+    if (!spec_.sum_before_norm) kernels_->add_scaled(x, total, 1.0f / static_cast<float>(spec_.lanes), hidden);
+    for (int lane = 0; spec_.sum_before_norm && lane < scales; ++lane) {
+      float* normed = w.total.floats() + hidden;
+      norm(total, lane, normed);
+      kernels_->add_scaled(x, normed, 1.0f / static_cast<float>(scales), hidden);
+    }
+  }
+  multiply(t, plan.head[0], w.x.floats(), hidden, logits_.floats() + plan.head_first_row,
+           static_cast<int>(round_up(spec_.vocab, 16)), pass.head_columns);
+}
+
+// log p(next id) of the block's positions, shared out over the threads.
+void Decoder::score_positions(int t, const Pass& pass) {
+  const int length = static_cast<int>(request_.prompt.size());
+  for (int c = t; c < pass.columns; c += threads()) {
+    const float* row = logits_.floats() + size_t(c) * round_up(spec_.vocab, 16);
+    const int position = pass.start + c;
+    if (request_.keep_logits)
+      std::memcpy(kept_logits_.data() + size_t(position) * spec_.vocab, row, spec_.vocab * sizeof(float));
+    if (position + 1 < length)
+      logprobs_[position] =
+          static_cast<float>(row[request_.prompt[position + 1]] - kernels_->log_sum_exp(row, spec_.vocab));
+  }
+}
+
+}  // namespace laneformer

@@ -1,0 +1,79 @@
+// The model as the engine sees it: sizes, the join of every module, and where each matrix lies on a thread's tape.
+//
+//   L lanes   D hidden   V vocabulary   N layers   d head dimension
+//   per lane: q = D / L query rows, kv key (and value) rows, f intermediate rows
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace laneformer {
+
+enum class Join : int { present = 0, no_reduce = 1, past = 2 };
+enum class Head : int { vocab_parallel = 0, replicate = 1, lane = 2 };
+enum Module : int { kAttention = 0, kMlp = 1 };
+
+struct ModelSpec {
+  int hidden, intermediate, layers, query_heads, kv_heads, lanes, vocab, context, delay;
+  float norm_eps;
+  Head head;
+  bool sum_before_norm, shared_scale;
+  std::vector<int> window;              // per layer; 0 means all positions
+  std::vector<Join> join[2];            // per module and layer
+  std::vector<uint8_t> adds_delayed[2];  // whether a PAST join adds the other lanes' partials of `delay` layers ago
+
+  int head_dim() const { return hidden / query_heads; }
+  int padded_head_dim() const { return static_cast<int>(round_up(head_dim(), 16)); }
+  int q_rows() const { return hidden / lanes; }
+  int kv_rows() const { return kv_heads / lanes * head_dim(); }
+  int qkv_rows() const { return q_rows() + 2 * kv_rows(); }
+  int ff_rows() const { return intermediate / lanes; }
+  int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
+  int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }
+  int cache_slots(int layer) const {  // a ring must still hold the oldest query's window when a block is written
+    const int wanted = window[layer] ? window[layer] + kMaxColumns - 1 : context;
+    return static_cast<int>(round_up(wanted < context ? wanted : context, 16));
+  }
+};
+
+// One packed matrix: rows x inputs at `offset` bytes of its thread's tape.
+struct Matrix {
+  int rows = 0, inputs = 0;
+  size_t offset = 0;
+  int k_pairs() const { return (inputs + 1) / 2; }
+  int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
+  size_t bytes(DType dtype) const { return tiles() * tile_bytes(k_pairs(), dtype); }
+};
+
+struct LaneLayer {
+  Matrix qkv, wo, gate_up, w2;
+};
+
+// The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order:
+// layer by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2); the head.
+struct ThreadPlan {
+  int first_lane = 0, last_lane = 0;
+  std::vector<std::vector<LaneLayer>> layers;  // [layer][own lane]
+  std::vector<Matrix> head;                    // one per own lane; for `replicate` one row range
+  int head_first_row = 0;                      // `replicate`: first row of the range
+  size_t tape_bytes = 0;
+};
+
+std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype);
+
+// A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row + r; with
+// `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Returns false when a
+// value is not finite in the target type.
+struct PackJob {
+  const void* source;
+  DType from;
+  int rows, inputs;
+  int first_row = 0, interleave_half = -1;
+};
+bool pack_rows(const PackJob& job, const Matrix& matrix, DType to, char* tape);
+bool convert(const void* source, DType from, size_t count, void* out, DType to);  // the same, for plain rows
+void fill_random(void* out, DType dtype, size_t count, uint64_t key, float deviation);
+
+}  // namespace laneformer

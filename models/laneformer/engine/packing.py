@@ -1,0 +1,89 @@
+"""From a config and named tensors to the decoder's packed tapes: plain numbers, RoPE tables, one tensor at a time."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..config import Join, LaneformerConfig
+from . import _core
+from .checkpoint import MATRICES, Tensor, expected_shapes
+
+JOIN_CODES = {Join.PRESENT: 0, Join.NO_REDUCE: 1, Join.PAST: 2}
+HEAD_CODES = {"vocab_parallel": 0, "replicate": 1, "lane": 2}
+
+
+def core_spec(config: LaneformerConfig) -> dict[str, Any]:
+    """The config as plain numbers: joins, windows and late arrivals per layer are decided here, by config.py alone."""
+    layers, delay = range(config.num_hidden_layers), config.broadcast_delay
+
+    def arrives(layer: int, module: str) -> bool:
+        return config.join(layer, module) is Join.PAST and config.broadcasts(layer - delay, module)
+
+    return {
+        **config.to_dict(),
+        "head": HEAD_CODES[config.lm_head_type],
+        "broadcast_delay": min(delay, config.num_hidden_layers),
+        "window": [config.window(i) or 0 for i in layers],
+        "join": [[JOIN_CODES[config.join(i, m)] for i in layers] for m in ("attention", "mlp")],
+        "adds_delayed": [[int(arrives(i, m)) for i in layers] for m in ("attention", "mlp")],
+    }
+
+
+def load_tensors(decoder: _core.Decoder, config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Hand every tensor to the packer, one at a time; ValueError names the first one with a non-finite value."""
+
+    def send(name: str, setter: Any, *where: Any) -> None:
+        tensor = tensors[name]
+        if not setter(*where, np.ascontiguousarray(tensor.values), tensor.dtype):
+            raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)")
+
+    decoder.set_rope(*rope_tables(config))
+    send("tok_embeddings.weight", decoder.set_embedding)
+    for i in range(config.num_hidden_layers):
+        send(f"layers.{i}.attention_norm.weight", decoder.set_norm, 2 * i)
+        send(f"layers.{i}.ffn_norm.weight", decoder.set_norm, 2 * i + 1)
+        for matrix in MATRICES:
+            send(f"layers.{i}.{matrix}.weight", decoder.set_matrix, matrix.split(".")[1], i)
+    send("norm.weight", decoder.set_norm, 2 * config.num_hidden_layers)
+    send("lm_head.weight", decoder.set_matrix, "lm_head", 0)
+
+
+def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin (context, d/2) float32, with model.py's float32 steps (each rounded once, as PyTorch's are)."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequency = np.float32(1) / np.power(config.rope_theta, exponent.astype(np.float64)).astype(np.float32)
+    if config.rope_scaling is not None:
+        s = config.rope_scaling
+        turns = s["original_max_position_embeddings"] * frequency / np.float32(2 * np.pi)
+        blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        blend = blend.clip(0, 1).astype(np.float32)
+        frequency = frequency * (blend + (1 - blend) / np.float32(s["factor"]))
+    positions = np.arange(config.max_position_embeddings, dtype=np.float32)
+    angle = (positions[:, None] * frequency).astype(np.float32).astype(np.float64)
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+class RandomTensors(Mapping[str, Tensor]):
+    """Tensors made when they are asked for, so that only one exists at a time."""
+
+    def __init__(self, config: LaneformerConfig, dtype: str, seed: int):
+        self.dtype, self.seed, self.shapes = dtype, seed, expected_shapes(config)
+        self.deviation = config.initializer_range
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name.endswith("norm.weight"):
+            return Tensor("fp32", np.ones(self.shapes[name], np.float32))
+        values = np.empty(self.shapes[name], np.float32 if self.dtype == "fp32" else np.uint16)
+        key = (self.seed << 32 ^ zlib.crc32(name.encode())) % 2**64
+        _core.random_values(values, self.dtype, key, self.deviation)
+        return Tensor(self.dtype, values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)

@@ -1,0 +1,97 @@
+"""The command line: text that streams without broken characters, the bench's JSON, and plain error messages."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from laneformer.cli import TextStream, main
+from laneformer.engine import Engine
+
+from .engine_assets import random_model, small_config, write_folder
+
+KEYS = {
+    "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
+    "threads", "isa", "dtype", "depth", "cpu",
+}  # fmt: skip
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Three special tokens, all bytes, and a few words: every text falls back to bytes where it must."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", " "]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = write_folder(tmp_path_factory.mktemp("hf"), random_model(small_config(vocab_size=264)), eos_token_id=2)
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_generate_prints_the_decoded_tokens(folder, capsys):
+    main(["generate", str(folder), "--prompt", "a é b", "--max-new-tokens", "40", "--threads", "2"])
+    with Engine.from_pretrained(folder) as engine:
+        prompt = engine.tokenizer.encode("a é b").ids
+        tokens = engine.generate(prompt, max_new_tokens=40)
+        text = engine.tokenizer.decode(prompt + tokens)
+    assert capsys.readouterr().out == text[len("a é b") :] + "\n"
+
+
+def test_streamed_pieces_add_up_and_never_hold_half_a_character():
+    tokenizer, rng = byte_tokenizer(), random.Random(0)
+    for _ in range(50):
+        text = "".join(rng.choice("ab é漢🙂\n") for _ in range(20))
+        ids = tokenizer.encode(text).ids
+        stream = TextStream(tokenizer, ids[:1] if text[0] in "ab " else [])
+        prompt = tokenizer.decode(stream.ids)
+        pieces = [stream.push(token) for token in ids[len(stream.ids) :]]
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert prompt + "".join(pieces) + stream.finish() == text
+
+
+def test_an_unfinished_character_appears_at_the_end():
+    tokenizer = byte_tokenizer()
+    stream = TextStream(tokenizer, [])
+    half = tokenizer.encode("é").ids[:1]
+    assert [stream.push(token) for token in half] == [""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_bench_ends_with_its_figures(capsys):
+    main(["bench", "--random-weights", "tiny", "--json", "--threads", "1"])
+    figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert set(figures) >= KEYS
+    assert figures["threads"] == 1
+    assert figures["dtype"] == "bf16"
+    assert figures["tokens_per_s"] > 0
+    recomputed = 100 * figures["bytes_per_token"] * figures["tokens_per_s"] / figures["probe_bytes_per_s"]
+    assert figures["percent_of_probe"] == pytest.approx(recomputed, rel=0.5)  # medians of ratios, not ratios of medians
+
+
+def test_bench_of_a_folder_at_depth(folder, capsys):
+    main(["bench", str(folder), "--depth", "20", "--threads", "2"])
+    figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert (figures["depth"], figures["dtype"], figures["threads"]) == (20, "fp32", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "/nowhere", "--prompt", "x"], "not a folder"),
+        (["bench"], "either a model folder or --random-weights"),
+        (["bench", "--random-weights", "tiny", "--device", "cuda"], "CUDA engine is not in this version"),
+        (["bench", "--random-weights", "tiny", "--depth", "500"], "depth = 500 is outside"),
+    ],
+)
+def test_mistakes_end_with_a_message(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

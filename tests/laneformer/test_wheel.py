@@ -1,0 +1,52 @@
+"""The wheel, installed in a fresh environment elsewhere with its few dependencies, decodes a model without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from .engine_assets import engine_of, random_ids, random_model, small_config, write_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+DECODE = """
+import json, sys
+import laneformer
+with laneformer.Engine.from_pretrained(sys.argv[1], threads=2) as engine:
+    tokens = engine.generate(json.loads(sys.argv[2]), max_new_tokens=20)
+print(json.dumps({"tokens": tokens, "file": laneformer.__file__, "torch": "torch" in sys.modules}))
+"""
+
+
+def run(*command: object, cwd: Path) -> str:
+    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_decodes_elsewhere(tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", tmp_path / "dist"]
+    run(*build, "-C", f"build-dir={tmp_path / 'build'}", ROOT, cwd=tmp_path)
+    (wheel,) = (tmp_path / "dist").glob("laneformer-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(name.startswith("laneformer/engine/_core.") for name in names)
+    assert not [name for name in names if name.endswith((".cpp", ".h")) or not name.startswith("laneformer")]
+
+    environment = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
+    run(environment / "bin/pip", "install", "--disable-pip-version-check", "-q", wheel, cwd=tmp_path)
+
+    model = random_model(small_config(), dtype="bf16")
+    prompt = random_ids(model.config, 25)
+    folder = write_folder(tmp_path / "hf", model)
+    printed = json.loads(run(environment / "bin/python", "-c", DECODE, folder, json.dumps(prompt), cwd=tmp_path))
+    with engine_of(model) as engine:
+        assert printed["tokens"] == engine.generate(prompt, max_new_tokens=20)
+    assert str(environment) in printed["file"]
+    assert printed["torch"] is False
+    assert "generate" in run(environment / "bin/laneformer", "--help", cwd=tmp_path)
