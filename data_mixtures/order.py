@@ -1,0 +1,107 @@
+"""The order of a training run as pure functions of integers: nothing is stored, nothing is drawn while training.
+
+Idea. Source weights are integers w_s with sum M. A pattern P of M entries names the source of each sequence of a block,
+a rank R says the how-manieth of its source it is within the block. Global sequence g lies in block b = g div M at
+place r = g mod M, comes from source s = P[r] and is that source's item j = offset_s + b w_s + R[r]. Item j lies in
+epoch e = j div n_s of a source of n_s windows; the window is pi(j mod n_s), where pi is the identity in epoch 0 (the
+shards are shuffled already, so reads stay sequential) and a keyed permutation afterwards.
+
+The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n sources
+no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences, and every block is exact.
+Taking the largest deficit first, as is usual, has no such bound: docs/decisions/0004-data-order.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+MAX_WEIGHT_SUM = 32_768  # keeps the integer comparison of deadlines in `pattern` exact, see there
+FEISTEL_ROUNDS = 8
+_NEVER = np.int64(1) << 62
+
+
+def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Interleave sources by integer weights: (P, R), both int64 of shape (sum of weights,).
+
+    P[r] is the source of place r, R[r] the number of earlier places with the same source. ValueError for weights that
+    are negative, not integers, all zero, or that sum to more than MAX_WEIGHT_SUM.
+    """
+    _check_weights(weights)
+    active = np.flatnonzero(weights)
+    w = np.asarray(weights, dtype=np.int64)[active]
+    total, slack = int(w.sum()), max(2 * len(active) - 2, 1)
+    served, lead = np.zeros_like(w), np.zeros_like(w)  # lead = due - served, in units of 1 / total
+    deadline = _deadlines(served, w, slack)
+    places, ranks = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    for r in range(total):
+        lead += w
+        # of the sources at least 1/slack behind, the one that would first be too late
+        s = int(np.where(slack * lead >= total, deadline, _NEVER).argmin()) if len(active) > 1 else 0
+        places[r], ranks[r] = active[s], served[s]
+        served[s] += 1
+        lead[s] -= total
+        deadline[s] = _deadlines(served[s], w[s], slack)
+    assert not lead.any(), "a block of the pattern must serve every source exactly by its weight"
+    return places, ranks
+
+
+def _deadlines(served: np.ndarray, w: np.ndarray, slack: int) -> np.ndarray:
+    # (served + 1 - 1/slack) / w, scaled by slack * 2**32 and floored. Different fractions with denominators up to
+    # 2**15 are at least 2**-30 apart, so flooring after the scaling keeps them apart: the comparison is exact.
+    return ((slack * (served + 1) - 1) << 32) // w
+
+
+def _check_weights(weights: Sequence[int]) -> None:
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, int | np.integer) or isinstance(weight, bool) or weight < 0:
+            raise ValueError(f"weight {i} = {weight!r} must be an integer >= 0")
+    if not 0 < sum(weights) <= MAX_WEIGHT_SUM:
+        raise ValueError(f"the weights sum to {sum(weights)}; the sum must be between 1 and {MAX_WEIGHT_SUM}")
+
+
+def served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.ndarray:
+    """How many of the first `sequences` sequences come from each source: closed form, int64 (sources,)."""
+    blocks, rest = divmod(sequences, len(places))
+    return blocks * np.asarray(weights, dtype=np.int64) + np.bincount(places[:rest], minlength=len(weights))
+
+
+def round_keys(seed: int, source: str, epoch: int) -> list[int]:
+    """The 64-bit keys of one source's permutation in one epoch."""
+    return [xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode()) for i in range(FEISTEL_ROUNDS)]
+
+
+def permute(items: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
+    """A keyed permutation of range(size), applied to `items` (any shape, 0 <= item < size): int64, same shape.
+
+    A Feistel network permutes the next power of two; values that fall outside are walked along their cycle until they
+    come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    bits = max(2, (size - 1).bit_length())
+    out = _feistel(items.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(out >= size)
+    while outside.size:
+        out.flat[outside] = _feistel(out.flat[outside], bits, keys)
+        outside = outside[out.flat[outside] >= size]
+    return out.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, bits: int, keys: Sequence[int]) -> np.ndarray:
+    low = bits // 2
+    low_mask, high_mask = np.uint64((1 << low) - 1), np.uint64((1 << (bits - low)) - 1)
+    left, right = x >> np.uint64(low), x & low_mask
+    for i, key in enumerate(keys):
+        if i % 2:
+            right = right ^ (_mix(left, key) & low_mask)
+        else:
+            left = left ^ (_mix(right, key) & high_mask)
+    return (left << np.uint64(low)) | right
+
+
+def _mix(x: np.ndarray, key: int) -> np.ndarray:
+    # 64-bit avalanche: multiply by the golden ratio, fold the high half down, twice
+    x = (x + np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+    return x ^ (x >> np.uint64(32))

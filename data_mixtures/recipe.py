@@ -1,0 +1,179 @@
+"""What a recipe TOML may say, read into frozen dataclasses and checked once; everything after this trusts it.
+
+A recipe names sources (local text, or hub datasets for the big runs), a tokenizer, and one table of integer weights per
+phase. Unknown keys are refused with the nearest known name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_mixtures import order
+
+CATEGORIES = ("web", "code", "math", "multilingual", "qa")
+GENERATED = ("arithmetic", "phrases")
+KINDS = ("text", "docstrings", "doctests", "metadata", "topics", "man", "man_options", "gettext", *GENERATED)
+MAX_VOCAB_SIZE = 65_536  # tokens are stored as uint16
+
+
+@dataclass(frozen=True)
+class Input:
+    """One stream of local text: a reader (`kind`), the files it reads, and a cap in bytes of extracted text."""
+
+    kind: str
+    max_bytes: int
+    paths: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_known("input kind", [self.kind], KINDS)
+        check_integer("max_bytes", self.max_bytes)
+        if bool(self.paths) == (self.kind in GENERATED):
+            need = "takes no paths" if self.kind in GENERATED else "needs paths = [glob, ...]"
+            raise ValueError(f"input kind {self.kind!r} {need}, got paths = {list(self.paths)}")
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A source made of text on this machine."""
+
+    name: str
+    category: str
+    inputs: tuple[Input, ...]
+    min_bytes: int = 100_000  # fewer means that the machine lacks the files, and that a run would repeat them at once
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A source on the dataset hub, for the 2B runs. `expected_tokens_b`: billions, before our own count."""
+
+    name: str
+    category: str
+    repo: str
+    revision: str
+    configs: tuple[str, ...]
+    licence: str
+    expected_tokens_b: float
+    needs_hydration: bool = False  # metadata only: the text must be fetched by repository, commit and path
+
+
+@dataclass(frozen=True)
+class TokenizerTraining:
+    """A small sentencepiece BPE, trained on a sample of the sources' own text."""
+
+    vocab_size: int
+    train_bytes: int
+    character_coverage: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole TOML. `tokenizer` is a path to a sentencepiece model, or how to train one."""
+
+    seed: int
+    seq_len: int
+    windows_per_shard: int
+    valid_per_10000: int
+    max_document_chars: int
+    epoch_cap: int
+    tokenizer: Path | TokenizerTraining
+    sources: tuple[LocalSource, ...] | tuple[HubSource, ...]
+    phases: Mapping[str, Mapping[str, int]]  # phase -> source -> weight, for every source, in the order of `sources`
+
+
+def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names that are not known, with the nearest one."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise ValueError(f"unknown {what} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"use {known}"))
+
+
+def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} = {value!r} must be an integer from {low}" + (f" to {high}" if high else ""))
+
+
+def load(path: Path) -> Recipe:
+    """Read and check a recipe. ValueError (prefixed with the file) for anything that is wrong in it."""
+    try:
+        return _recipe(_toml(path), path.parent)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
+    phases = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
+    _check_keys(Recipe, table, "recipe", skip=("phases",))
+    for name in ("seq_len", "windows_per_shard", "max_document_chars", "epoch_cap"):
+        check_integer(name, table[name])
+    check_integer("seed", table["seed"], low=0, high=2**63 - 1)
+    check_integer("valid_per_10000", table["valid_per_10000"], high=5000)
+    if isinstance(table["sources"], str):
+        table["sources"] = _toml(folder / table["sources"])["sources"]
+    table["sources"] = tuple(_source(name, values) for name, values in table["sources"].items())
+    table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
+    names = [source.name for source in table["sources"]]
+    table["phases"] = {phase: _weights(phase, weights, names) for phase, weights in phases.items()}
+    if not phases:
+        raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
+    return Recipe(**table)
+
+
+def _check_keys(cls: type, table: Mapping[str, Any], what: str, skip: tuple[str, ...] = ()) -> None:
+    fields = [f for f in dataclasses.fields(cls) if f.name not in skip]
+    check_known(f"{what} key", table, [f.name for f in fields])
+    missing = [f.name for f in fields if f.name not in table and f.default is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{what} lacks {missing}")
+
+
+def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+        raise ValueError(f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'")
+    cls = HubSource if "repo" in values else LocalSource
+    _check_keys(cls, values, f"source {name!r}", skip=("name",))
+    check_known(f"category of source {name!r}:", [values["category"]], CATEGORIES)
+    if cls is HubSource:
+        return HubSource(name=name, **{**values, "configs": tuple(values["configs"])})
+    inputs = []
+    for table in values["inputs"]:
+        _check_keys(Input, table, f"source {name!r}: input")
+        lists = {key: tuple(table.get(key, ())) for key in ("paths", "exclude")}
+        inputs.append(Input(table["kind"], table["max_bytes"], **lists))
+    return LocalSource(name=name, **{**values, "inputs": tuple(inputs)})
+
+
+def _tokenizer(value: str | dict[str, Any], folder: Path) -> Path | TokenizerTraining:
+    if isinstance(value, str):
+        return folder / value  # an absolute path stays as it is
+    _check_keys(TokenizerTraining, value, "tokenizer")
+    check_integer("tokenizer.vocab_size", value["vocab_size"], 300, MAX_VOCAB_SIZE)
+    check_integer("tokenizer.train_bytes", value["train_bytes"])
+    return TokenizerTraining(**value)
+
+
+def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:
+    check_known(f"source in [{phase}]:", weights, names)
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise ValueError(f"[{phase}] gives no weight to {missing}; write 0 for a source that it does not use")
+    try:
+        order.pattern([weights[name] for name in names])
+    except ValueError as error:
+        raise ValueError(f"[{phase}] {error}; the sources in order: {names}") from error
+    return {name: weights[name] for name in names}

@@ -1,0 +1,198 @@
+"""A source on disk: token shards, document index, held-out windows, and the manifest that says what they are.
+
+A shard is a little-endian uint16 stream of windows * S + 1 tokens; window i is tokens[i * S : i * S + S + 1], so
+windows overlap by one token and every token is a target exactly once. Neighbouring shards share one token for the same
+reason. `shard-NNNNN.docs.zst` holds, zstd-compressed: uint64 count, uint64 document ids, uint32 lengths in tokens, of
+the documents that begin in the shard. `valid.bin` has the same window form. `source.json` is a pure function of the
+texts, the tokenizer, the recipe's numbers and the code: no time, no path, no host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import xxhash
+
+FORMAT = 1
+TOKEN_BYTES = 2
+BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
+MANIFEST = "source.json"
+VALID = "valid.bin"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The numbers that decide how tokens become windows and shards."""
+
+    seed: int
+    seq_len: int
+    windows_per_shard: int
+    valid_per_10000: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Documents of a source after deduplication, in their final order."""
+
+    train: list[str]
+    train_ids: np.ndarray  # uint64 (documents,)
+    valid: list[str]
+    duplicates: int
+
+
+def document_hash(text: str) -> int:
+    """128 bits of the text's UTF-8; its low 64 bits are the document id."""
+    return xxhash.xxh3_128_intdigest(text.encode())
+
+
+def select(texts: Iterable[str], layout: Layout) -> Selection:
+    """Drop exact duplicates, hold out a fixed range of document ids, order the rest by xxh3(seed, id)."""
+    unique: dict[int, str] = {}
+    count = 0
+    for text in texts:
+        unique.setdefault(document_hash(text), text)
+        count += 1
+
+    def shuffled(digest: int) -> tuple[int, int]:
+        identity = (digest & (2**64 - 1)).to_bytes(8, "little")
+        return xxhash.xxh3_64_intdigest(identity, seed=layout.seed), digest
+
+    held_out = layout.valid_per_10000 * 2**64 // 10_000
+    ordered = sorted(unique, key=shuffled)
+    train = [digest for digest in ordered if digest & (2**64 - 1) >= held_out]
+    ids = np.array([digest & (2**64 - 1) for digest in train], dtype="<u8")
+    valid = [unique[digest] for digest in ordered if digest & (2**64 - 1) < held_out]
+    return Selection([unique[digest] for digest in train], ids, valid, count - len(unique))
+
+
+def write_train(
+    folder: Path, tokens: np.ndarray, lengths: np.ndarray, ids: np.ndarray, layout: Layout
+) -> dict[str, Any]:
+    """Cut a token stream into shards; tokens uint16 (T,), lengths uint32 and ids uint64 (documents,)."""
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    shards, stride = [], layout.windows_per_shard * layout.seq_len
+    for number, first in enumerate(range(0, windows_in(len(tokens), layout.seq_len) * layout.seq_len, stride)):
+        name = f"shard-{number:05d}"
+        entry = write_windows(folder / f"{name}.bin", tokens[first : first + stride + 1], layout.seq_len)
+        begins = slice(*np.searchsorted(starts, [first, first + entry["windows"] * layout.seq_len]))
+        docs = write_documents(folder / f"{name}.docs.zst", ids[begins], lengths[begins])
+        shards.append({**entry, "docs": docs})
+    return {"windows": sum(shard["windows"] for shard in shards), "shards": shards}
+
+
+def windows_in(tokens: int, seq_len: int) -> int:
+    return max(tokens - 1, 0) // seq_len
+
+
+def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> dict[str, Any]:
+    """Write as many whole windows as the tokens fill; returns the file's entry in the manifest."""
+    windows = windows_in(len(tokens), seq_len)
+    data = tokens[: windows * seq_len + 1].astype("<u2").tobytes()
+    path.write_bytes(data)
+    blocks = [xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
+    return {
+        "name": path.name,
+        "bytes": len(data),
+        "windows": windows,
+        "tokens": len(data) // TOKEN_BYTES,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "xxh3_blocks": blocks,
+    }
+
+
+def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
+    """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version."""
+    data = len(ids).to_bytes(8, "little") + ids.astype("<u8").tobytes() + lengths.astype("<u4").tobytes()
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write(data)
+    return {"name": path.name, "documents": len(ids), "sha256_uncompressed": hashlib.sha256(data).hexdigest()}
+
+
+def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(ids uint64, lengths uint32) of the documents that begin in a shard."""
+    with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
+        data = stream.read()
+    count = int.from_bytes(data[:8], "little")
+    return np.frombuffer(data, "<u8", count, 8), np.frombuffer(data, "<u4", count, 8 + 8 * count)
+
+
+def manifest_sha256(folder: Path) -> str:
+    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """source.json as a dictionary. ValueError when it is missing, broken, or of another format."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; prepare the data again (python -m data_mixtures.prepare)")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); prepare the data again") from error
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {manifest.get('format')!r}; this code reads format {FORMAT}")
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+    """Every file of the manifest exists with its size. ValueError names the first one that does not."""
+    for entry in (*manifest["shards"], manifest["valid"]):
+        path = folder / entry["name"]
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; its manifest lists {entry['bytes']} bytes. Prepare the data again")
+        if path.stat().st_size != entry["bytes"]:
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}: "
+                "the file is truncated or foreign. Prepare the data again"
+            )
+
+
+def windows(path: Path, count: int, seq_len: int) -> np.ndarray:
+    """All windows of a file as a read-only memory map: uint16 (count, seq_len + 1), rows overlapping by one token."""
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    assert len(tokens) == count * seq_len + 1, f"{path}: {len(tokens)} tokens are not {count} windows"
+    shape, strides = (count, seq_len + 1), (seq_len * TOKEN_BYTES, TOKEN_BYTES)
+    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Put a finished folder in its place; an older one leaves only when the new one is ready."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def token_batches(texts: list[str], batch_bytes: int = 1 << 18) -> Iterator[list[str]]:
+    """Texts in runs of about batch_bytes characters: the unit of work of one tokenizer process."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= batch_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

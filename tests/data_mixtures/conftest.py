@@ -1,0 +1,102 @@
+"""Tiny data folders: one prepared from text in the test, one made of counting tokens whose every window is known."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from data_mixtures import mixture, prepare, recipe, shards
+
+RECIPE = """
+seed = 11
+seq_len = 32
+windows_per_shard = 40
+valid_per_10000 = 1000
+max_document_chars = 5000
+epoch_cap = 3
+tokenizer = {{ vocab_size = 400, train_bytes = 60_000, character_coverage = 0.999 }}
+
+[sources.notes]
+category = "web"
+min_bytes = 1000
+inputs = [{{ kind = "text", max_bytes = 200_000, paths = ["{folder}/notes/*.txt"] }}]
+
+[sources.sums]
+category = "math"
+min_bytes = 1000
+inputs = [{{ kind = "arithmetic", max_bytes = 60_000 }}]
+
+[phase1]
+notes = 7
+sums = 3
+
+[phase2]
+notes = 1
+sums = 5
+"""
+
+
+def write_notes(folder: Path) -> None:
+    """60 files of random words, every fifth one a copy, some with text that looks like control tokens."""
+    draw = random.Random(3)
+    words = ["sun", "moon", "rain", "</s>", "<s>", "<unk>", "<0x0A>", "über", "東京", "return", "def", "12", "345\n"]
+    folder.mkdir()
+    for i in range(60):
+        text = " ".join(draw.choice(words) for _ in range(draw.randint(60, 200)))
+        if i % 5 == 4:
+            text = (folder / f"{i - 1}.txt").read_text(encoding="utf-8")
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    (folder / "latin.txt").write_bytes("grüße ".encode("latin-1") * 50)
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    write_notes(tmp_path / "notes")
+    path = tmp_path / "tiny.toml"
+    path.write_text(RECIPE.format(folder=tmp_path), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run_prepare():
+    """Prepare with one process; returns what was printed."""
+
+    def run(path: Path, out: Path, workers: int = 1) -> str:
+        console = Console(record=True, width=200, quiet=False)
+        prepare.prepare(path, out, workers, console)
+        return console.export_text()
+
+    return run
+
+
+@pytest.fixture
+def counting_data(tmp_path: Path):
+    """A folder whose source s has the tokens s*1000, s*1000+1, ...: its window i starts at s*1000 + i*S."""
+
+    def make(windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8) -> Path:
+        layout = shards.Layout(5, seq_len, per_shard, 100)
+        names = [f"s{i}" for i in range(len(windows))]
+        for i, (name, count) in enumerate(zip(names, windows, strict=True)):
+            folder = tmp_path / name
+            folder.mkdir()
+            tokens = (i * 1000 + np.arange(count * seq_len + 1)) % 65_536
+            lengths, ids = np.array([len(tokens)], np.uint32), np.array([i], np.uint64)
+            train = shards.write_train(folder, tokens, lengths, ids, layout)
+            valid = shards.write_windows(folder / shards.VALID, tokens, seq_len)
+            manifest = {
+                "format": 1,
+                "category": "web",
+                "seq_len": seq_len,
+                "tokenizer_sha256": "t",
+                "vocab_size": 65_536,
+            }
+            shards.write_json(folder / shards.MANIFEST, {**manifest, **train, "valid": valid})
+        phases = {"phase1": dict(zip(names, weights, strict=True)), "phase2": dict(zip(names, phase2, strict=True))}
+        plan = recipe.Recipe(5, seq_len, per_shard, 100, 5000, cap, Path("unused"), (), phases)
+        for phase in phases:
+            mixture.write_lock(tmp_path, phase, plan)
+        return tmp_path
+
+    return make

@@ -1,0 +1,176 @@
+"""A mixture's sequences: the same list however it is cut, the right windows, and clear errors for wrong data."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_mixtures import order, shards
+from data_mixtures.mixture import Mixture, valid_windows
+
+
+def reference(mix, g, weights, windows, offsets, seed=5):
+    """Source and window of global sequence g, one at a time, straight from the definition."""
+    places, _ = order.pattern(weights)
+    total = sum(weights)
+    source = int(places[g % total])
+    rank = int((places[: g % total] == source).sum())
+    item = offsets[source] + (g // total) * weights[source] + rank
+    epoch, window = divmod(item, windows[source])
+    if epoch:
+        keys = order.round_keys(seed, mix.source_names[source], epoch)
+        window = int(order.permute(np.array([window]), windows[source], keys)[0])
+    return source, window
+
+
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (13, 40, 9)])
+def test_sequences_follow_the_definition(counting_data, offsets):
+    windows, weights = (50, 23, 9), (6, 3, 1)
+    mix = Mixture.open(counting_data() / "phase1.lock.json", dict(zip(("s0", "s1", "s2"), offsets, strict=True)))
+    tokens, sources = mix.sequences(0, 60)
+    assert tokens.shape == (60, 5)
+    assert tokens.dtype == np.int64
+    assert sources.dtype == np.int64
+    expected = [reference(mix, g, weights, windows, offsets) for g in range(60)]
+    assert sources.tolist() == [source for source, _ in expected]
+    starts = [source * 1000 + window * 4 for source, window in expected]
+    assert np.array_equal(tokens, np.array(starts)[:, None] + np.arange(5))
+    assert any(offsets) == (
+        starts != [s * 1000 + w * 4 for s, w in (reference(mix, g, weights, windows, (0, 0, 0)) for g in range(60))]
+    )
+
+
+@pytest.mark.parametrize("cuts", [[60], [1] * 60, [7, 13, 40], [32, 28]])
+def test_any_slicing_gives_the_same_sequences(counting_data, cuts):
+    lock = counting_data() / "phase1.lock.json"
+    whole, whole_sources = Mixture.open(lock).sequences(3, 60)
+    at, parts = 3, []
+    for count in cuts:
+        parts.append(Mixture.open(lock).sequences(at, count))
+        at += count
+    assert np.array_equal(np.concatenate([tokens for tokens, _ in parts]), whole)
+    assert np.array_equal(np.concatenate([sources for _, sources in parts]), whole_sources)
+
+
+def test_every_epoch_reads_every_window_once_in_another_order(counting_data):
+    mix = Mixture.open(counting_data(weights=(1, 0, 0), cap=4) / "phase1.lock.json")
+    epochs = mix.sequences(0, 200)[0][:, 0].reshape(4, 50) // 4
+    assert epochs[0].tolist() == list(range(50))  # as on disk
+    for i in range(1, 4):
+        assert sorted(epochs[i]) == list(range(50))
+        assert all((epochs[i] != epochs[j]).any() for j in range(i))
+
+
+def test_counts_are_the_closed_form(counting_data):
+    mix = Mixture.open(counting_data(cap=20) / "phase1.lock.json", {"s1": 5})
+    for n in (0, 1, 9, 10, 37, 130):
+        counted = np.bincount(mix.sequences(0, n)[1], minlength=3) + np.array([0, 5, 0])
+        assert list(mix.windows_per_source(n).values()) == counted.tolist()
+
+
+def test_phase_two_continues_where_phase_one_stopped(counting_data):
+    data = counting_data()
+    one = Mixture.open(data / "phase1.lock.json")
+    consumed = one.windows_per_source(33)
+    two = Mixture.open(data / "phase2.lock.json", offsets=consumed)
+    tokens, sources = two.sequences(0, 10)
+    last = one.sequences(0, 33)
+    for s in (0, 2):
+        window_after_phase1 = last[0][last[1] == s][-1, 0] + 4  # epoch 0: windows lie in a row
+        assert tokens[sources == s][0, 0] == window_after_phase1
+    assert (sources != 1).all()  # weight 0
+    assert two.windows_per_source(10)["s1"] == consumed["s1"]
+    restarted = Mixture.open(data / "phase2.lock.json").sequences(0, 10)[0]
+    assert not np.array_equal(tokens, restarted)  # forgetting the offsets would be seen
+
+
+def test_epoch_cap_is_an_error_that_names_the_source(counting_data):
+    mix = Mixture.open(
+        counting_data(cap=2) / "phase1.lock.json"
+    )  # s1: 23 windows at weight 3 of 10 is the first to end
+    last = 10 * (46 // 3)
+    mix.check_epochs(last)
+    mix.sequences(last - 1, 1)
+    with pytest.raises(ValueError, match=r"'s1'.*epoch_cap is 2"):
+        mix.check_epochs(last + 10)
+    with pytest.raises(ValueError, match="'s1'"):
+        mix.sequences(last + 9, 1)
+
+
+@pytest.mark.parametrize("offsets", [{"s7": 1}, {"s0": -1}])
+def test_wrong_offsets_are_refused(counting_data, offsets):
+    with pytest.raises(ValueError, match=next(iter(offsets))):
+        Mixture.open(counting_data() / "phase1.lock.json", offsets)
+
+
+def edit_weight(data: Path) -> None:
+    lock = json.loads((data / "phase1.lock.json").read_text())
+    lock["sources"][0]["weight"] += 1
+    (data / "phase1.lock.json").write_text(json.dumps(lock))
+
+
+def edit_manifest(data: Path) -> None:
+    manifest = json.loads((data / "s1/source.json").read_text())
+    manifest["windows"] -= 1
+    (data / "s1/source.json").write_text(json.dumps(manifest))
+
+
+def truncate_shard(data: Path) -> None:
+    path = data / "s0/shard-00002.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (edit_weight, r"phase1\.lock\.json does not match its own fingerprint"),
+        (edit_manifest, r"s1/source\.json is not the manifest that"),
+        (truncate_shard, r"s0/shard-00002\.bin has 64 bytes, its manifest says 66"),
+        (lambda data: (data / "s2/shard-00001.bin").unlink(), r"s2/shard-00001\.bin is missing"),
+        (lambda data: (data / "s2/valid.bin").unlink(), r"s2/valid\.bin is missing"),
+        (lambda data: (data / "s0/source.json").unlink(), r"s0/source\.json is missing"),
+        (lambda data: (data / "phase1.lock.json").write_text("{"), r"phase1\.lock\.json is not valid JSON"),
+        (lambda data: (data / "phase1.lock.json").unlink(), r"phase1\.lock\.json does not exist"),
+    ],
+)
+def test_wrong_data_is_a_clear_error(counting_data, damage, message):
+    data = counting_data()
+    Mixture.open(data / "phase1.lock.json")
+    damage(data)
+    with pytest.raises(ValueError, match=message):
+        Mixture.open(data / "phase1.lock.json")
+
+
+def test_valid_windows(counting_data):
+    data = counting_data()
+    windows = valid_windows(data, "s1", max_windows=5)
+    assert windows.shape == (5, 5)
+    assert windows.dtype == np.uint16
+    assert np.array_equal(windows, 1000 + 4 * np.arange(5)[:, None] + np.arange(5))
+    assert len(valid_windows(data, "s1")) == 23
+    with pytest.raises(ValueError, match=r"nosuch/source\.json is missing"):
+        valid_windows(data, "nosuch")
+
+
+def test_a_full_size_batch_is_quick_and_needs_no_state(counting_data):
+    data = counting_data(windows=(3000, 900), weights=(7, 3), phase2=(1, 1), seq_len=4096, cap=10**9, per_shard=2000)
+    mix = Mixture.open(data / "phase1.lock.json")
+    seconds = []
+    for first in (0, 1536, 10**11):  # the last one is in epoch 23,333,333: no list of anything could be that long
+        start = time.perf_counter()
+        tokens, _ = mix.sequences(first, 1536)
+        seconds.append(time.perf_counter() - start)
+        assert tokens.shape == (1536, 4097)
+        assert (np.diff(tokens[:5]) % 65_536 == 1).all()
+    # 6.3 M tokens take about 0.03 s on an idle core; a per-token or per-sequence Python loop would take many seconds
+    assert min(seconds) < 1.0, seconds
+
+
+def test_windows_overlap_by_one_token_so_every_token_is_a_target_once(counting_data):
+    data = counting_data()
+    manifest = shards.read_manifest(data / "s0")
+    rows = [shards.windows(data / "s0" / s["name"], s["windows"], 4) for s in manifest["shards"]]
+    targets = np.concatenate(rows)[:, 1:].ravel()
+    assert targets.tolist() == list(range(1, 50 * 4 + 1))

@@ -1,0 +1,93 @@
+"""The order: exact shares at every prefix, a true permutation, closed-form counts."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_mixtures import order
+
+PUBLISHED = ([6320, 2100, 630, 500, 450], [1000, 5901, 3001, 0, 100])
+WEIGHTS = st.lists(st.integers(0, 400), min_size=1, max_size=30).filter(any)
+
+
+def worst_deviation(places, weights):
+    """Largest |served - due| in sequences, over all sources and prefixes."""
+    total = sum(weights)
+    served = np.cumsum(places[:, None] == np.arange(len(weights)), axis=0)
+    due = np.arange(1, total + 1)[:, None] * np.asarray(weights)
+    return np.abs(served * total - due).max() / total
+
+
+def bound(weights):
+    """Tijdeman's bound for the sources that have a weight."""
+    return 1 - 1 / max(2 * np.count_nonzero(weights) - 2, 1)
+
+
+@pytest.mark.parametrize("weights", PUBLISHED)
+def test_published_mixtures_deviate_by_less_than_a_sequence(weights):
+    places, ranks = order.pattern(weights)
+    assert worst_deviation(places, weights) <= bound(weights) < 1
+    assert np.bincount(places, minlength=len(weights)).tolist() == weights  # zero at the end of every block
+    for source in range(len(weights)):
+        assert ranks[places == source].tolist() == list(range(weights[source]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(WEIGHTS)
+def test_any_weights_deviate_by_less_than_a_sequence(weights):
+    places, _ = order.pattern(weights)
+    assert worst_deviation(places, weights) <= bound(weights) < 1
+    assert np.bincount(places, minlength=len(weights)).tolist() == weights
+
+
+def test_the_check_sees_the_usual_greedy_rule_fail():
+    # the planted error: "largest deficit first" looks right, and is late by more than a sequence for these weights
+    weights = [1] * 40 + [400] + [23] * 17
+    lead, greedy = np.zeros(len(weights), dtype=np.int64), []
+    for _ in range(sum(weights)):
+        lead += weights
+        greedy.append(int(lead.argmax()))
+        lead[greedy[-1]] -= sum(weights)
+    assert worst_deviation(np.array(greedy), weights) > 1
+    assert worst_deviation(order.pattern(weights)[0], weights) <= bound(weights)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 255, 256, 257, 10_007])
+def test_permutation_is_a_bijection_and_mixes(size):
+    permuted = order.permute(np.arange(size), size, order.round_keys(7, "web", 1))
+    assert np.array_equal(np.sort(permuted), np.arange(size))
+    if size > 1000:
+        # a random permutation keeps about 1 item in place and about 1 neighbour pair; 20 would be 1 in 10**18
+        assert (permuted == np.arange(size)).sum() < 20
+        assert (np.diff(permuted) == 1).sum() < 20
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(1, 4))
+def test_permutation_is_a_bijection_for_any_key(size, seed, epoch):
+    permuted = order.permute(np.arange(size), size, order.round_keys(seed, "code", epoch))
+    assert np.array_equal(np.sort(permuted), np.arange(size))
+
+
+def test_permutation_depends_on_seed_source_and_epoch():
+    items = np.arange(5000)
+    keys = [order.round_keys(*key) for key in ((1, "a", 1), (2, "a", 1), (1, "b", 1), (1, "a", 2))]
+    permuted = [order.permute(items, 5000, key) for key in keys]
+    for i in range(4):
+        for j in range(i):
+            assert (permuted[i] == permuted[j]).sum() < 25  # about 1 expected by chance
+
+
+@settings(max_examples=40, deadline=None)
+@given(WEIGHTS, st.integers(0, 20_000))
+def test_closed_form_counts_equal_counted_ones(weights, sequences):
+    places, _ = order.pattern(weights)
+    counted = np.bincount(places[np.arange(sequences) % len(places)], minlength=len(weights))
+    assert order.served(weights, places, sequences).tolist() == counted.tolist()
+
+
+@pytest.mark.parametrize("weights", [[], [0, 0], [-1, 2], [1.5, 1], [True, 2], [order.MAX_WEIGHT_SUM, 1]])
+def test_bad_weights_are_refused(weights):
+    with pytest.raises(ValueError, match="weight"):
+        order.pattern(weights)

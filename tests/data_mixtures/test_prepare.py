@@ -1,0 +1,196 @@
+"""Preparation, end to end on tiny text: the bytes on disk, their independence of the machine, reuse and failure."""
+
+import fcntl
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import xxhash
+from rich.console import Console
+
+from data_mixtures import prepare, shards, tokenizer
+from data_mixtures.mixture import Mixture, valid_windows
+
+HELD_OUT = 2**64 // 10  # valid_per_10000 = 1000
+
+
+def documents(data: Path, source: str):
+    """(id, tokens) of every training document that is whole, read back through the shards and their indexes."""
+    manifest = shards.read_manifest(data / source)
+    pieces, starts, ids, lengths = [], [], [], []
+    for shard in manifest["shards"]:
+        tokens = np.fromfile(data / source / shard["name"], "<u2")
+        doc_ids, doc_lengths = shards.read_documents(data / source / shard["docs"]["name"])
+        assert len(doc_ids) == shard["docs"]["documents"]
+        pieces.append(tokens[:-1] if shard is not manifest["shards"][-1] else tokens)
+        ids += doc_ids.tolist()
+        lengths += doc_lengths.tolist()
+    stream = np.concatenate(pieces)
+    starts = np.cumsum([0, *lengths])
+    return [(ids[i], stream[starts[i] : starts[i + 1]]) for i in range(len(ids)) if starts[i + 1] <= len(stream)]
+
+
+def test_documents_come_back_in_order_with_their_ids(recipe_path, run_prepare, tmp_path):
+    data = tmp_path / "out"
+    run_prepare(recipe_path, data)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
+    for source in ("notes", "sums"):
+        found = documents(data, source)
+        assert len(found) > 20
+        for identity, tokens in found:
+            assert tokens[0] == tokenizer.BOS
+            assert tokens[-1] == tokenizer.EOS
+            assert not np.isin(tokens[1:-1], (tokenizer.UNK, tokenizer.BOS, tokenizer.EOS)).any()
+            text = processor.decode(tokens[1:-1].tolist())
+            assert xxhash.xxh3_128_intdigest(text.encode()) % 2**64 == identity  # nothing was lost or changed
+            assert identity >= HELD_OUT
+        keys = [xxhash.xxh3_64_intdigest(identity.to_bytes(8, "little"), seed=11) for identity, _ in found]
+        assert keys == sorted(keys)
+    assert any("</s>" in processor.decode(tokens.tolist()) for _, tokens in documents(data, "notes"))
+
+
+def test_manifest_counts_and_hashes(recipe_path, run_prepare, tmp_path):
+    data = tmp_path / "out"
+    run_prepare(recipe_path, data)
+    manifest = shards.read_manifest(data / "notes")
+    assert manifest["documents"] == 48
+    assert manifest["dropped"] == {"duplicate": 12, "not_utf8": 1}
+    assert len(manifest["shards"]) > 1
+    for entry in (*manifest["shards"], manifest["valid"]):
+        raw = (data / "notes" / entry["name"]).read_bytes()
+        assert len(raw) == entry["bytes"] == 2 * (entry["windows"] * 32 + 1) == 2 * entry["tokens"]
+        assert hashlib.sha256(raw).hexdigest() == entry["sha256"]
+        assert [xxhash.xxh3_64_hexdigest(raw)] == entry["xxh3_blocks"]  # one block: smaller than 16 MiB
+    left_over = manifest["tokens"] - 32 * (manifest["windows"] + manifest["valid"]["windows"])
+    assert 0 < left_over <= 2 * 32  # less than a window at the end of training and of held-out tokens
+
+
+def test_held_out_documents_are_a_range_of_ids(recipe_path, run_prepare, tmp_path):
+    run_prepare(recipe_path, tmp_path / "out")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "out/tokenizer.model"))
+    held_out, checked = valid_windows(tmp_path / "out", "sums"), 0
+    stream = [*held_out[:, :-1].ravel().tolist(), int(held_out[-1, -1])]
+    for part in "".join(f" {t}" for t in stream).split(f" {tokenizer.BOS} ")[1:-1]:  # the whole documents
+        text = processor.decode([int(t) for t in part.split()][:-1])
+        assert xxhash.xxh3_128_intdigest(text.encode()) % 2**64 < HELD_OUT
+        checked += 1
+    assert checked >= 2
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_any_number_of_workers_gives_the_same_bytes(recipe_path, run_prepare, tmp_path):
+    run_prepare(recipe_path, tmp_path / "one", workers=1)
+    run_prepare(recipe_path, tmp_path / "two", workers=2)
+    one, two = files_of(tmp_path / "one"), files_of(tmp_path / "two")
+    assert "notes/shard-00000.bin" in one
+    assert one == two
+
+
+def test_a_finished_source_is_reused_and_a_changed_or_damaged_one_rebuilt(recipe_path, run_prepare, tmp_path):
+    data = tmp_path / "out"
+    assert "built" in run_prepare(recipe_path, data)
+    before = files_of(data)
+    printed = run_prepare(recipe_path, data)
+    assert "reused" in printed
+    assert "built" not in printed
+    assert files_of(data) == before
+
+    shard = data / "notes/shard-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    printed = run_prepare(recipe_path, data)
+    assert "built" in printed
+    assert "reused" in printed
+    assert files_of(data) == before
+
+    (tmp_path / "notes/0.txt").write_text("something else entirely, " * 20)
+    assert "reused" not in run_prepare(recipe_path, data)  # the tokenizer was trained on that file as well
+    assert files_of(data)["notes/source.json"] != before["notes/source.json"]
+
+
+def test_a_failure_leaves_the_old_data_and_no_debris(recipe_path, run_prepare, tmp_path, monkeypatch):
+    data = tmp_path / "out"
+    run_prepare(recipe_path, data)
+    before = files_of(data)
+    (data / "notes/receipt.json").unlink()
+
+    def full_disk(*args):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_documents", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            run_prepare(recipe_path, data)
+    del before["notes/receipt.json"]
+    assert files_of(data) == before
+    (data / ".notes.partial").mkdir()  # what a killed process leaves
+    run_prepare(recipe_path, data)
+    assert not list(data.glob(".*.partial"))
+
+
+def test_two_preparations_of_one_folder_are_refused(recipe_path, run_prepare, tmp_path):
+    data = tmp_path / "out"
+    data.mkdir()
+    with (data / ".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is preparing"):
+            run_prepare(recipe_path, data)
+
+
+def test_missing_text_names_the_source(recipe_path, run_prepare, tmp_path):
+    recipe_path.write_text(recipe_path.read_text().replace("/notes/*.txt", "/nothing/*.txt"))
+    with pytest.raises(ValueError, match=r"source 'notes' found 0 bytes.*text: 0 files.*min_bytes = 1000"):
+        run_prepare(recipe_path, tmp_path / "out")
+    assert not (tmp_path / "out/phase1.lock.json").exists()
+
+
+def test_a_given_tokenizer_is_copied_not_trained(recipe_path, run_prepare, tmp_path):
+    run_prepare(recipe_path, tmp_path / "first")
+    text = recipe_path.read_text()
+    line = next(line for line in text.splitlines() if line.startswith("tokenizer"))
+    recipe_path.write_text(text.replace(line, 'tokenizer = "first/tokenizer.model"'))  # relative to the recipe
+    run_prepare(recipe_path, tmp_path / "second")
+    first, second = files_of(tmp_path / "first"), files_of(tmp_path / "second")
+    assert first["tokenizer.model"] == second["tokenizer.model"]
+    assert first["phase1.lock.json"] == second["phase1.lock.json"]
+    sha = Mixture.open(tmp_path / "second/phase1.lock.json").tokenizer_sha256
+    assert sha == tokenizer.sha256(tmp_path / "first/tokenizer.model")
+
+
+def test_a_tokenizer_with_other_conventions_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        tokenizer.load(tmp_path / "tokenizer.model")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some words"] * 9), model_prefix=str(tmp_path / "t5"), vocab_size=20,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="needs"):
+        tokenizer.load(tmp_path / "t5.model")
+
+
+@pytest.mark.parametrize("name", ["phase1.toml", "phase2.toml"])
+def test_hub_recipes_are_refused_with_what_is_missing(name, tmp_path):
+    path = Path(prepare.__file__).parent / name
+    with pytest.raises(ValueError, match=r"38 datasets of the hub.*Missing: the fetch stage.*hydration of code1-files"):
+        prepare.prepare(path, tmp_path / "out", 1, Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_lock_pins_what_it_should(recipe_path, run_prepare, tmp_path):
+    run_prepare(recipe_path, tmp_path / "out")
+    lock = json.loads((tmp_path / "out/phase2.lock.json").read_text())
+    assert [(s["name"], s["category"], s["weight"], s["epoch_cap"]) for s in lock["sources"]] == [
+        ("notes", "web", 1, 3),
+        ("sums", "math", 5, 3),
+    ]
+    manifest = (tmp_path / "out/sums/source.json").read_bytes()
+    assert lock["sources"][1]["manifest_sha256"] == hashlib.sha256(manifest).hexdigest()
+    assert (lock["seed"], lock["seq_len"], lock["packing"]) == (11, 32, "concat")
+    tokens, sources = Mixture.open(tmp_path / "out/phase2.lock.json").sequences(0, 12)
+    assert tokens.shape == (12, 33)
+    assert np.bincount(sources).tolist() == [2, 10]
