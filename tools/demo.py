@@ -24,7 +24,7 @@ NEW_TOKENS = 48
 console = Console(stderr=True)
 
 
-def main(out: Path = Path("runs/demo"), steps1: int = 300, steps2: int = 150, ranks: int = 2) -> None:
+def main(out: Path = Path("runs/demo"), steps1: int = 240, steps2: int = 120, ranks: int = 2) -> None:
     """Run every stage into `out`; finished data is reused, training and everything after it is done anew."""
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def engine_matches_hf(folder: Path) -> tuple[bool, str]:
 
     from laneformer import Engine
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
     equal, sample = [], ""
     with Engine.from_pretrained(folder) as engine:

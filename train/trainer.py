@@ -67,7 +67,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         record_attempt(
             self.run,
             step=self.step,
-            started_from=str(source) if source else None,
+            started_from=str(source) if source else "random weights",
             mixture_fingerprint=loader.mixture.fingerprint,
         )
 

@@ -73,13 +73,24 @@ def test_options(engine, options, message):
         ([0.5], "integers"),
         ([[1, 2]], "flat"),
         (["a"], "integers"),
-        ([1] * 97, "97 tokens, more than the context of 96"),
+        ([1] * 97, "97 tokens, more than the 96 that fit"),
     ],
 )
 def test_prompts(engine, ids, message):
-    for call in (engine.generate, engine.stream, engine.logprobs, engine.logits):
+    for call in (engine.generate, engine.stream, engine.logits, engine.logprobs):
+        if call == engine.logprobs and len(ids) == 97:
+            continue  # the last id is only predicted, so one more fits
         with pytest.raises(ValueError, match=message):
             call(ids)
+
+
+def test_scoring_takes_one_id_more_than_the_context(engine):
+    ids = [(7 * i) % 90 for i in range(97)]
+    logits = engine.logits(ids[:96]).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    np.testing.assert_allclose(engine.logprobs(ids), expected[np.arange(96), ids[1:]], atol=1e-5)
+    with pytest.raises(ValueError, match="98 tokens, more than the 97 that fit"):
+        engine.logprobs([1] * 98)
 
 
 @pytest.mark.parametrize(

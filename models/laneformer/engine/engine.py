@@ -93,7 +93,7 @@ class Engine:
         return self._tokens(self._request(prompt_ids, GenerationOptions.from_kwargs(options)))
 
     def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        """log p(ids[i + 1] | ids[: i + 1]), float32 (len(ids) - 1,)."""
+        """log p(ids[i + 1] | ids[: i + 1]), float32 (len(ids) - 1,); the last id is only predicted, never read."""
         return self._score(ids, keep_logits=False).logprobs()
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -131,13 +131,13 @@ class Engine:
             raise ValueError("this engine is closed")
         return self._decoder
 
-    def _prompt(self, ids: Sequence[int], what: str) -> list[int]:
+    def _prompt(self, ids: Sequence[int], what: str, longest: int | None = None) -> list[int]:
         checked = checked_ids(ids, self.config.vocab_size, what)
-        context = self.config.max_position_embeddings
+        context = longest or self.config.max_position_embeddings
         if not checked:
             raise ValueError(f"{what} is empty; give at least one token (such as the begin-of-text id)")
         if len(checked) > context:
-            raise ValueError(f"{what} has {len(checked)} tokens, more than the context of {context}; shorten it")
+            raise ValueError(f"{what} has {len(checked)} tokens, more than the {context} that fit; shorten it")
         return checked
 
     def _request(self, prompt_ids: Sequence[int], options: GenerationOptions, probe_every: int = 0) -> dict[str, Any]:
@@ -164,7 +164,8 @@ class Engine:
 
     def _score(self, ids: Sequence[int], keep_logits: bool) -> _core.Decoder:
         decoder = self._open()
-        decoder.start_scoring(self._prompt(ids, "ids"), keep_logits)
+        longest = self.config.max_position_embeddings + (not keep_logits)
+        decoder.start_scoring(self._prompt(ids, "ids", longest), keep_logits)
         self._wait(decoder)
         return decoder
 

@@ -108,7 +108,6 @@ class LaneformerModel(LaneformerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        cache_position: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Cache | None]:
         """Token ids (B, S) or embeddings (B, S, D) -> the streams (B, S, L, D) after the last layer, and the cache."""
@@ -118,6 +117,8 @@ class LaneformerModel(LaneformerPreTrainedModel):
         checkpointing = self.gradient_checkpointing and self.training
         if past_key_values is None and not checkpointing and (not self.training if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=self.config)
+        # 4.x hands it over; 5.x warns where it stands in the signature
+        cache_position = kwargs.get("cache_position")
         if cache_position is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             cache_position = torch.arange(embedding.shape[1], device=embedding.device) + past
@@ -195,7 +196,6 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        cache_position: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -204,8 +204,9 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         `logits_to_keep`: the last so many positions (0: all), or a tensor of positions. Hidden states and attention
         weights are not returned. Further keywords (num_items_in_batch) go to the loss.
         """
+        where = {"cache_position": kwargs.pop("cache_position", None)}
         h, cache = self.model.streams(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache_position
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **where
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(h[:, kept], self.model.norm)

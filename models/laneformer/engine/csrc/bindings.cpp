@@ -135,7 +135,7 @@ class PyDecoder {
  private:
   void submit(Request request) {
     if (!has_rope_) throw std::invalid_argument("the weights are not loaded yet");
-    if (request.prompt.empty() || request.prompt.size() > size_t(spec_.context) || request.max_new_tokens < 0)
+    if (request.prompt.empty() || request.positions() > spec_.context || request.max_new_tokens < 0)
       throw std::invalid_argument("prompt is empty or longer than the context");
     for (const int id : request.prompt)
       if (id < 0 || id >= spec_.vocab) throw std::invalid_argument("token id out of range");

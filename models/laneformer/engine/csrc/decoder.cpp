@@ -234,8 +234,7 @@ void Decoder::meet(int t) {
 
 bool Decoder::over() const {
   if (cancel_.load(std::memory_order_relaxed)) return true;
-  const int prompt = static_cast<int>(request_.prompt.size());
-  if (position_ < prompt) return false;
+  if (position_ < request_.positions()) return false;
   if (request_.score_prompt || static_cast<int>(tokens_.size()) >= request_.max_new_tokens) return true;
   if (position_ >= spec_.context) return true;
   const auto& stops = request_.stop_ids;
@@ -259,7 +258,7 @@ Decoder::Pass Decoder::next_pass() {
   probed_ = false;
   if (done) return {};
   pass_began_s_ = now_s();
-  const int left = static_cast<int>(request_.prompt.size()) - position_;
+  const int left = request_.positions() - position_;
   if (left <= 0)
     return {Step::layers, &last_token_, position_, 1, 1, layers_run_};
   const int columns = std::min(left, kMaxColumns);

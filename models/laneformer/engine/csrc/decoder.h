@@ -26,6 +26,8 @@ struct Request {
   SamplingOptions sampling;
   bool score_prompt = false;  // log-probabilities of the prompt instead of new tokens
   bool keep_logits = false;   // ... and the logits themselves
+  // What runs through the layers: all of the prompt, but for its last id where that is only something to predict.
+  int positions() const { return static_cast<int>(prompt.size()) - (score_prompt && !keep_logits); }
   int probe_every = 0;        // read-bandwidth probe before every this many decoded tokens; 0: none
 };
 
