@@ -13,8 +13,9 @@ RECIPE = """
 seed = 7
 seq_len = 32
 windows_per_shard = 64
-valid_per_10000 = 2000
+valid_per_10000 = 1000
 epoch_cap = 4
+max_document_chars = 4000
 
 [tokenizer]
 vocab_size = 512
