@@ -24,7 +24,7 @@ NEW_TOKENS = 48
 console = Console(stderr=True)
 
 
-def main(out: Path = Path("runs/demo"), steps1: int = 240, steps2: int = 120, ranks: int = 2) -> None:
+def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ranks: int = 2) -> None:
     """Run every stage into `out`; finished data is reused, training and everything after it is done anew."""
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
