@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 if not torch.accelerator.is_available():
@@ -14,8 +12,6 @@ if not torch.accelerator.is_available():
 
 def main() -> None:
     """Run one phase; TorchTitan parses the job file and the command line."""
-    # a restart of the same run continues its wandb run; offline works as well (WANDB_MODE=offline)
-    os.environ.setdefault("WANDB_RESUME", "allow")
     from torchtitan.train import main as titan_main
 
     from .trainer import LaneformerTrainer

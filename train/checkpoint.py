@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.tools.logging import logger
 
@@ -48,7 +50,8 @@ class PhaseCheckpointManager(CheckpointManager):
         if not self.enable:
             self._require_fresh_start("checkpoint.enable = false")
             return False
-        own = newest_complete_checkpoint(Path(self.folder)) if step == -1 else Path(self.folder) / f"step-{step}"
+        own = on_rank_zero(lambda: newest_complete_checkpoint(Path(self.folder)))
+        own = own if step == -1 else Path(self.folder) / f"step-{step}"
         if own is not None:
             self._load(own, list(self.states))
             self.started_from = own
@@ -68,12 +71,10 @@ class PhaseCheckpointManager(CheckpointManager):
         logger.info("Starting from random weights (checkpoint.allow_fresh_start)")
 
     def _start_phase(self, parent: Path) -> None:
-        check_complete(parent)
         wanted = [MODEL] if self.initial_load_model_only else [MODEL, OPTIMIZER]
-        has_data_state = f"{DATALOADER}.mixture" in checkpoint_keys(parent)
-        self._load(parent, wanted)
+        stored = self._load(parent, wanted)
         self.started_from = parent
-        if has_data_state:
+        if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
             self.states[DATALOADER].continue_after(json.loads(state[DATALOADER]["mixture"])["windows"])
@@ -81,10 +82,12 @@ class PhaseCheckpointManager(CheckpointManager):
             f"New phase from {parent}: {' and '.join(wanted)}; schedule, settings and data order are this job's"
         )
 
-    def _load(self, folder: Path, names: list[str]) -> None:
-        check_complete(folder)
+    def _load(self, folder: Path, names: list[str]) -> set[str]:
+        """Load these states; returns the names of everything that the checkpoint holds."""
+        on_rank_zero(lambda: check_complete(folder))
+        stored = set(read_metadata(folder).state_dict_metadata)
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
-        missing = sorted(k for k in self.states[MODEL].state_dict() if k not in checkpoint_keys(folder))
+        missing = sorted(set(self.states[MODEL].state_dict()) - stored)
         if missing:
             raise ValueError(
                 f"{folder} lacks {len(missing)} of the model's tensors, first {missing[0]!r}; wrong flavor?"
@@ -93,6 +96,24 @@ class PhaseCheckpointManager(CheckpointManager):
         self.dcp_load(states, str(folder), from_hf=False, from_quantized=False)
         if OPTIMIZER in names:
             apply_optimizer_settings(self.states[OPTIMIZER], self.states["lr_scheduler"], self.optimizer_config)
+        return stored
+
+
+def on_rank_zero(decide: Callable[[], Any]) -> Any:
+    """Let rank 0 look at the shared disk and tell the others, so that all ranks start from the same place.
+
+    Its ValueError is raised on every rank: nobody waits for a rank that has given up.
+    """
+    answer: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            answer[0] = decide()
+        except ValueError as problem:
+            answer[1] = str(problem)
+    torch.distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    return answer[0]
 
 
 def newest_complete_checkpoint(folder: Path) -> Path | None:
@@ -122,10 +143,6 @@ def read_metadata(folder: Path) -> Any:
             return pickle.load(file)
     except (OSError, EOFError, pickle.UnpicklingError) as problem:
         raise ValueError(f"{folder} is not a complete checkpoint: .metadata cannot be read ({problem})") from problem
-
-
-def checkpoint_keys(folder: Path) -> set[str]:
-    return set(read_metadata(folder).state_dict_metadata)
 
 
 def check_complete(folder: Path) -> None:

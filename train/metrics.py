@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -76,4 +78,10 @@ def _finite(value: Any) -> Any:
 def build_run_metrics(
     job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
 ) -> RunMetrics:
+    """TorchTitan's metrics builder; a restarted run continues its own wandb run, offline or online."""
+    run = Path(job_config.job.dump_folder).resolve()
+    os.environ.setdefault("WANDB_PROJECT", "laneformer")
+    os.environ.setdefault("WANDB_RUN_NAME", run.name)
+    os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(run).encode()).hexdigest()[:16])
+    os.environ.setdefault("WANDB_RESUME", "allow")
     return RunMetrics(job_config, parallel_dims, tag)

@@ -52,9 +52,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         return super().batch_generator(data_iterable)
 
     def _begin_attempt(self) -> None:
-        metrics, loader = self.metrics_processor, self.dataloader
+        metrics, loader, training = self.metrics_processor, self.dataloader, self.job_config.training
+        loader.mixture.check_epochs(training.steps * training.global_batch_size)
         metrics.attempt = count_attempts(self.run) + 1
-        metrics.tokens_before = sum(loader.offsets.values()) * self.job_config.training.seq_len
+        metrics.tokens_before = sum(loader.offsets.values()) * training.seq_len
         metrics.last_logged_step = self.step
         torch.distributed.barrier()  # rank 0 adds its line only after every rank has counted them
         if torch.distributed.get_rank() != 0:

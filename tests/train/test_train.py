@@ -78,7 +78,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 def whole_run(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four uninterrupted steps of phase 1 on two ranks."""
     run = tmp_path_factory.mktemp("runs") / "whole"
-    succeed(run, prepared_data / "phase1.lock.json")
+    succeed(run, prepared_data / "phase1.lock.json", "--metrics.enable_wandb")
     return run
 
 
@@ -104,6 +104,7 @@ def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
         assert (whole_run / name).is_file(), name
     assert LaneformerConfig.from_dict(json.loads((whole_run / "model.json").read_text())) == SMALL
     assert list((whole_run / "tb").rglob("events*")), "TensorBoard is on in the debug config"
+    assert list((whole_run / "tb").rglob("offline-run-*/*.wandb")), "wandb was asked for, and WANDB_MODE is offline"
 
 
 def test_first_loss_is_the_plain_models(whole_run: Path, prepared_data: Path) -> None:
@@ -157,6 +158,16 @@ def test_resume_on_one_rank_and_without_accumulation(whole_run: Path, prepared_d
         assert abs(resumed["loss"] - whole["loss"]) < 1e-5
     moved = largest_difference(weights(whole_run), weights(whole_run, step=2))
     assert largest_difference(weights(run), weights(whole_run)) < 0.01 * moved
+
+
+def test_hybrid_sharding_is_the_same_job(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Two replicas of two shards, as the 2B recipe has 24 of 8: the losses of plain FSDP, to rounding."""
+    hybrid = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
+    small = ("--training.local_batch_size", "1", "--training.steps", "2")
+    rows = succeed(tmp_path / "hsdp", prepared_data / "phase1.lock.json", *hybrid, *small, ranks=4)
+    for row, whole in zip(rows, metrics(whole_run)[:2], strict=True):
+        assert abs(row["loss"] - whole["loss"]) < 1e-5
+        assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
 
 
 def test_damaged_newest_checkpoint_is_skipped(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
