@@ -38,7 +38,8 @@ void Sequence::guess(int most) {
   for (int phrase = kLongestPhrase; phrase >= kShortestPhrase && most > 0; --phrase)
     for (int end = length - 1; end >= phrase; --end)
       if (std::equal(ids.begin() + end - phrase, ids.begin() + end, ids.end() - phrase)) {
-        guesses.assign(ids.begin() + end, ids.begin() + std::min(length, end + most));
+        for (int i = 0; i < most; ++i)  // a repetition may go on into its own guesses
+          guesses.push_back(end + i < length ? ids[end + i] : guesses[end + i - length]);
         return;
       }
 }

@@ -48,7 +48,7 @@ struct Sequence {
   std::vector<int> guesses;  // the last columns: ids that may come next
 
   int new_tokens() const { return static_cast<int>(ids.size()) - prompt_length; }
-  // Prompt lookup: what followed the latest earlier place of the last few ids, at most `most` ids, into `guesses`.
+  // Prompt lookup: what followed the latest earlier place of the last few ids, `most` ids, into `guesses`.
   void guess(int most);
 };
 
