@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from .engine import Engine
+from .engine import Engine, GenerationOptions
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -88,8 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def generate(command: Generate) -> None:
+    options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
+    GenerationOptions(**options)  # a mistake shows before the weights are loaded
     with Engine.from_pretrained(command.hf_dir, device=command.device, threads=command.threads) as engine:
-        options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
         for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
             print(piece, end="", flush=True)
         print(flush=True)

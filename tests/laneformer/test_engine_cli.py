@@ -36,6 +36,25 @@ def test_generate_prints_the_decoded_tokens(folder, capsys):
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_flags_reach_the_engine(folder, capsys):
+    flags = ["--temperature", "0.9", "--seed", "3", "--repetition-penalty", "1.3", "--frequency-penalty", "0.2",
+             "--presence-penalty", "0.1", "--min-new-tokens", "9", "--ignore-eos"]  # fmt: skip
+    main(["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--speculate", "4"])
+    printed = capsys.readouterr()
+    with Engine.from_pretrained(folder) as engine:
+        expected = engine.generate_text(
+            "a b", max_new_tokens=30, temperature=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.2,
+            presence_penalty=0.1, min_new_tokens=9, ignore_eos=True,
+        )  # fmt: skip
+    assert printed.out == expected + "\n"
+    assert "guesses were right" in printed.err
+    stop = expected[len(expected) // 2]
+    main(
+        ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--stop", "xyz", "--stop", stop]
+    )
+    assert capsys.readouterr().out == expected[: expected.index(stop)] + "\n"
+
+
 def test_streamed_pieces_add_up_and_never_hold_half_a_character():
     tokenizer, rng = byte_tokenizer(), random.Random(0)
     for _ in range(50):
@@ -85,6 +104,7 @@ def test_bench_of_a_folder_at_depth(folder, capsys):
     ("arguments", "message"),
     [
         (["generate", "/nowhere", "--prompt", "x"], "not a folder"),
+        (["generate", "/nowhere", "--prompt", "x", "--top-p", "7"], "top_p = 7.0 is outside 0.0 to 1.0"),
         (["bench"], "either a model folder or --random-weights"),
         (["bench", "--random-weights", "tiny", "--device", "cuda"], "CUDA engine is not in this version"),
         (["bench", "--random-weights", "tiny", "--depth", "500"], "depth = 500 is outside"),

@@ -98,6 +98,7 @@ def test_a_later_start_gives_the_same_numbers():
         ({"top": -1}, "top = -1 is outside 0 to 100"),
         ({"top": 101}, "top = 101"),
         ({"top": 1.5}, "top = 1.5 must be an integer"),
+        ({"reuse_prefix": None}, "reuse_prefix = None must be True or False"),
     ],
 )
 def test_bad_options(options, message):

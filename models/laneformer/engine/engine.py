@@ -156,7 +156,9 @@ class Engine:
         checked = self._prompt(ids, "ids", self.config.max_position_embeddings + 1)
         first = in_range("start", start, int, 1, len(checked))
         count = 0 if top is None else in_range("top", top, int, 0, min(MOST_LOGPROBS, self.config.vocab_size))
-        decoder = self._score(checked, first, count, reuse_prefix is True, False)
+        if not isinstance(reuse_prefix, bool):
+            raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
+        decoder = self._score(checked, first, count, reuse_prefix, False)
 
         def read(decoder: _core.Decoder) -> np.ndarray | PromptLogprobs:
             logprobs, top_ids, top_logprobs = decoder.scores(0, len(checked) - first)
