@@ -11,9 +11,14 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from .engine import Engine
+from .engine import Engine, GenerationOptions
 
 Device = Literal["auto", "cpu", "cuda"]
+
+SAMPLING_FLAGS = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "seed", "min_new_tokens", "ignore_eos", "speculate",
+)  # fmt: skip
 
 
 @dataclass
@@ -31,7 +36,17 @@ class Generate:
     """0 is off."""
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Of ids in the prompt or the output; 1 is off."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     seed: int = 0
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to end before; may be given several times."""
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    speculate: int = 0
+    """Guess so many tokens from earlier text and verify them in one pass; the output stays the same."""
     device: Device = "auto"
     threads: int | None = None
     """Default: all cores (never more than lanes)."""
@@ -73,47 +88,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def generate(command: Generate) -> None:
+    options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
+    GenerationOptions(**options)  # a mistake shows before the weights are loaded
     with Engine.from_pretrained(command.hf_dir, device=command.device, threads=command.threads) as engine:
-        if engine.tokenizer is None:
-            raise ValueError(f"{command.hf_dir} holds no tokenizer.json, which text needs")
-        prompt = engine.tokenizer.encode(command.prompt).ids
-        tokens = engine.stream(
-            prompt, max_new_tokens=command.max_new_tokens, temperature=command.temperature, top_k=command.top_k,
-            top_p=command.top_p, min_p=command.min_p, seed=command.seed,
-        )  # fmt: skip
-        text = TextStream(engine.tokenizer, prompt)
-        for token in tokens:
-            print(text.push(token), end="", flush=True)
-        print(text.finish(), flush=True)
-
-
-class TextStream:
-    """Tokens to text, piece by piece. Text is held back while it ends in an unfinished UTF-8 sequence.
-
-    Decoding depends on the neighbours (a leading space, bytes that form one character), so a piece is the difference
-    between two decodings that start at the same token: the last one whose text is already out.
-    """
-
-    def __init__(self, tokenizer, prompt_ids: list[int]):
-        self.tokenizer = tokenizer
-        self.ids = list(prompt_ids)
-        self.start = max(0, len(self.ids) - 6)  # context for the first piece: the prompt's last tokens
-        self.shown = len(self.ids)
-
-    def push(self, token: int) -> str:
-        self.ids.append(token)
-        before, now = self._decode(self.shown), self._decode(len(self.ids))
-        if now.endswith("\ufffd") or len(now) <= len(before):
-            return ""
-        self.start, self.shown = self.shown, len(self.ids)
-        return now[len(before) :]
-
-    def finish(self) -> str:
-        """What was held back, with its unfinished characters replaced."""
-        return self._decode(len(self.ids))[len(self._decode(self.shown)) :]
-
-    def _decode(self, end: int) -> str:
-        return self.tokenizer.decode(self.ids[self.start : end])
+        for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
+            print(piece, end="", flush=True)
+        print(flush=True)
+        if command.speculate:
+            figures = engine.statistics
+            print(f"{figures.accepted_tokens} of {figures.proposed_tokens} guesses were right", file=sys.stderr)
 
 
 def bench(command: Bench) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.engine import Engine
@@ -80,6 +81,15 @@ def write_folder(folder: Path, model: Laneformer, **config_values: object) -> Pa
     state = {n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in model.state_dict().items()}
     save_file(state, folder / "model.safetensors")
     return folder
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Three special tokens, all bytes, and a few words: every text falls back to bytes where it must."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", " "]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
 
 
 def usable_isas() -> list[str]:

@@ -6,26 +6,16 @@ import json
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
-from laneformer.cli import TextStream, main
-from laneformer.engine import Engine
+from laneformer.cli import main
+from laneformer.engine import Engine, TextStream
 
-from .engine_assets import random_model, small_config, write_folder
+from .engine_assets import byte_tokenizer, random_model, small_config, write_folder
 
 KEYS = {
     "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
     "threads", "isa", "dtype", "depth", "cpu",
 }  # fmt: skip
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Three special tokens, all bytes, and a few words: every text falls back to bytes where it must."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", " "]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +30,29 @@ def test_generate_prints_the_decoded_tokens(folder, capsys):
     with Engine.from_pretrained(folder) as engine:
         prompt = engine.tokenizer.encode("a é b").ids
         tokens = engine.generate(prompt, max_new_tokens=40)
-        text = engine.tokenizer.decode(prompt + tokens)
-    assert capsys.readouterr().out == text[len("a é b") :] + "\n"
+        text = TextStream(engine.tokenizer, prompt)
+        expected = "".join([*map(text.push, tokens), text.finish()])
+    assert len(expected) >= 20
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_flags_reach_the_engine(folder, capsys):
+    flags = ["--temperature", "0.9", "--seed", "3", "--repetition-penalty", "1.3", "--frequency-penalty", "0.2",
+             "--presence-penalty", "0.1", "--min-new-tokens", "9", "--ignore-eos"]  # fmt: skip
+    main(["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--speculate", "4"])
+    printed = capsys.readouterr()
+    with Engine.from_pretrained(folder) as engine:
+        expected = engine.generate_text(
+            "a b", max_new_tokens=30, temperature=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.2,
+            presence_penalty=0.1, min_new_tokens=9, ignore_eos=True,
+        )  # fmt: skip
+    assert printed.out == expected + "\n"
+    assert "guesses were right" in printed.err
+    stop = expected[len(expected) // 2]
+    main(
+        ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--stop", "xyz", "--stop", stop]
+    )
+    assert capsys.readouterr().out == expected[: expected.index(stop)] + "\n"
 
 
 def test_streamed_pieces_add_up_and_never_hold_half_a_character():
@@ -62,6 +73,14 @@ def test_an_unfinished_character_appears_at_the_end():
     half = tokenizer.encode("é").ids[:1]
     assert [stream.push(token) for token in half] == [""]
     assert stream.finish() == "\ufffd"
+
+
+def test_bytes_that_form_no_character_do_not_hold_the_text_back_for_ever():
+    tokenizer = byte_tokenizer()
+    stream = TextStream(tokenizer, [])
+    pieces = [stream.push(token) for token in tokenizer.encode("é").ids[:1] * 50]
+    assert len("".join(pieces)) >= 40
+    assert len("".join(pieces)) + len(stream.finish()) == 50
 
 
 def test_bench_ends_with_its_figures(capsys):
@@ -85,6 +104,7 @@ def test_bench_of_a_folder_at_depth(folder, capsys):
     ("arguments", "message"),
     [
         (["generate", "/nowhere", "--prompt", "x"], "not a folder"),
+        (["generate", "/nowhere", "--prompt", "x", "--top-p", "7"], "top_p = 7.0 is outside 0.0 to 1.0"),
         (["bench"], "either a model folder or --random-weights"),
         (["bench", "--random-weights", "tiny", "--device", "cuda"], "CUDA engine is not in this version"),
         (["bench", "--random-weights", "tiny", "--depth", "500"], "depth = 500 is outside"),

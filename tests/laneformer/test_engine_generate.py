@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine import Engine, _core
+from laneformer.engine import Engine, GenerationOptions, _core
 
 from .engine_assets import TORCH_DTYPES, engine_of, random_ids, random_model, small_config, widened, write_folder
 
@@ -48,7 +48,9 @@ def test_greedy_comparison_sees_a_wrong_delay():
         assert_same_tokens(engine.generate(prompt, max_new_tokens=20), expected, margins)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 3}, {"temperature": 0.8, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.5, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}]
+)
 def test_threads_change_no_token(options):
     model = random_model(small_config(), seed=1)
     prompt = random_ids(model.config, 30)
@@ -142,8 +144,8 @@ def reference_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0
 
 
 def draws(logits, count, **options) -> np.ndarray:
-    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, **options}
-    return np.array([_core.sample(logits, index=i, **full) for i in range(count)])
+    request = GenerationOptions(**{"temperature": 1.0, "seed": 5, **options}).for_decoder(len(logits), ())
+    return np.array([_core.sample(logits, request, [], [], i) for i in range(count)])
 
 
 @pytest.mark.parametrize(

@@ -2,5 +2,16 @@
 
 from .engine import Engine
 from .options import GenerationOptions
+from .results import GeneratedToken, Generation, PromptLogprobs, Statistics
+from .text import StopStrings, TextStream
 
-__all__ = ["Engine", "GenerationOptions"]
+__all__ = [
+    "Engine",
+    "GeneratedToken",
+    "Generation",
+    "GenerationOptions",
+    "PromptLogprobs",
+    "Statistics",
+    "StopStrings",
+    "TextStream",
+]

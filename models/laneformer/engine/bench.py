@@ -79,7 +79,8 @@ def measured(engine: Engine, prompt: list[int], tokens: int, probe_every: int) -
 def measure_prefill(engine: Engine, depth: int) -> tuple[float, float]:
     """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
     length = max(depth, prefill_length(engine))
-    decoder = engine._start(engine._request(random_prompt(engine, length), GenerationOptions(max_new_tokens=1)))
+    options = GenerationOptions(max_new_tokens=1, reuse_prefix=False)
+    decoder = engine._start(engine._request(random_prompt(engine, length), options))
     engine._wait(decoder)
     return decoder.first_token_s, length / decoder.first_token_s
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
 from ..config import LaneformerConfig
 from . import _core
 from .checkpoint import Tensor, read_checkpoint
-from .options import GenerationOptions, checked_ids
+from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
 from .packing import RandomTensors, core_spec, load_tensors
+from .results import GeneratedToken, Generation, PromptLogprobs, Statistics
+from .text import StopStrings, TextStream, text_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
 SIGNAL_POLL_S = 0.1  # how long Ctrl-C may wait while C++ works
+MOST_SEQUENCES = 8  # of one batch
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -61,6 +67,7 @@ class Engine:
         self.eos_ids = tuple(eos_ids)
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
         wanted = min(threads or usable_cores(), config.num_lanes)
+        self._request_lock = threading.Lock()  # held from a request's start until its results are read
         self._decoder: _core.Decoder | None = _core.Decoder(core_spec(config), self.dtype, wanted, isa, math == "bf16")
         load_tensors(self._decoder, config, tensors)
 
@@ -85,20 +92,93 @@ class Engine:
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
-        request = self._request(prompt_ids, GenerationOptions.from_kwargs(options))
-        return self._wait(self._start(request))
+        return self._wait(self._start(self._request(prompt_ids, without_logprobs(options))))[0]
 
-    def stream(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[int]:
+    def stream(self, prompt_ids: Sequence[int], **options: Any) -> Generator[int, None, None]:
         """The tokens of `generate`, each as soon as it is known; closing the iterator cancels the request."""
-        return self._tokens(self._request(prompt_ids, GenerationOptions.from_kwargs(options)))
+        request = self._request(prompt_ids, without_logprobs(options))
+        return self._tokens(request, lambda decoder, ids, first: ids)
 
-    def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        """log p(ids[i + 1] | ids[: i + 1]), float32 (len(ids) - 1,); the last id is only predicted, never read."""
-        return self._score(ids, keep_logits=False).logprobs()
+    def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """`generate` for 1 to 8 prompts that share each pass over the weights; each as if it were alone."""
+        if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not 1 <= len(prompts) <= MOST_SEQUENCES:
+            raise ValueError(f"prompts must be a list of 1 to {MOST_SEQUENCES} prompts, each a list of token ids")
+        checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+        return self._wait(self._start(self._arguments(checked, without_logprobs(options))))
+
+    def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
+        """`generate` with log-probabilities (option `logprobs`), the reason of the end, and statistics."""
+        request = self._request(prompt_ids, GenerationOptions.from_kwargs(options))
+
+        def read(decoder: _core.Decoder) -> Generation:
+            ids = decoder.outputs()[0]
+            reason = "stop" if ids and ids[-1] in request["stop_ids"] else "length"
+            tokens = described(decoder, ids, 0, request["top_logprobs"])
+            return Generation(tokens, reason, len(request["prompts"][0]), statistics_of(decoder))
+
+        return self._result(self._start(request), read)
+
+    def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generator[GeneratedToken, None, None]:
+        """The tokens of `generate_detailed`, each as soon as it is known."""
+        request = self._request(prompt_ids, GenerationOptions.from_kwargs(options))
+        return self._tokens(request, lambda d, ids, first: described(d, ids, first, request["top_logprobs"]))
+
+    def generate_text(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> str:
+        """Text after the prompt, without the stop string that ended it; needs a tokenizer."""
+        return "".join(self.stream_text(prompt, stop=stop, **options))
+
+    def stream_text(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Generator[str, None, None]:
+        """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "this engine has no tokenizer (the model folder holds no tokenizer.json), which text needs"
+            )
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt must be text, not {type(prompt).__name__}")
+        ids = self.tokenizer.encode(prompt).ids
+        tokens, stops = self.stream(ids, **options), StopStrings(stop)
+        return text_of(tokens, TextStream(self.tokenizer, ids), stops)
+
+    @overload
+    def logprobs(self, ids: Sequence[int], *, start: int = 1, reuse_prefix: bool = True) -> np.ndarray: ...
+    @overload
+    def logprobs(
+        self, ids: Sequence[int], *, top: int, start: int = 1, reuse_prefix: bool = True
+    ) -> PromptLogprobs: ...
+    def logprobs(
+        self, ids: Sequence[int], *, top: int | None = None, start: int = 1, reuse_prefix: bool = True
+    ) -> np.ndarray | PromptLogprobs:
+        """log p(ids[i] | ids[:i]) for i >= start, float32 (len(ids) - start,); with `top` also the likeliest ids.
+
+        The last id is only predicted, never read. A later `start` saves the head's work, and that of the positions
+        before it that are still in the KV cache, as when many continuations follow one context.
+        """
+        checked = self._prompt(ids, "ids", self.config.max_position_embeddings + 1)
+        first = in_range("start", start, int, 1, len(checked))
+        count = 0 if top is None else in_range("top", top, int, 0, min(MOST_LOGPROBS, self.config.vocab_size))
+        if not isinstance(reuse_prefix, bool):
+            raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
+        decoder = self._score(checked, first, count, reuse_prefix, False)
+
+        def read(decoder: _core.Decoder) -> np.ndarray | PromptLogprobs:
+            logprobs, top_ids, top_logprobs = decoder.scores(0, len(checked) - first)
+            if top is None:
+                return logprobs
+            top_ids, top_logprobs = (a.reshape(len(logprobs), count) for a in (top_ids, top_logprobs))
+            greedy = (top_ids[:, :1] == np.array(checked[first:], np.int32)[:, None]).any(1)
+            return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)
+
+        return self._result(decoder, read)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after every position, float32 (len(ids), V)."""
-        return self._score(ids, keep_logits=True).logits().reshape(-1, self.config.vocab_size)
+        decoder = self._score(self._prompt(ids, "ids"), 1, 0, False, True)
+        return self._result(decoder, lambda d: d.logits()).reshape(-1, self.config.vocab_size)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of the last request: reused positions, passes, guesses."""
+        return statistics_of(self._open())
 
     @property
     def threads(self) -> int:
@@ -141,55 +221,85 @@ class Engine:
         return checked
 
     def _request(self, prompt_ids: Sequence[int], options: GenerationOptions, probe_every: int = 0) -> dict[str, Any]:
-        """The checked arguments of the decoder's `start`."""
+        return self._arguments([self._prompt(prompt_ids, "prompt_ids")], options, probe_every)
+
+    def _arguments(self, prompts: list[list[int]], options: GenerationOptions, probe_every: int = 0) -> dict[str, Any]:
+        """The checked argument of the decoder's `start`."""
         self._open()
-        prompt = self._prompt(prompt_ids, "prompt_ids")
-        stops = checked_ids(options.stop_ids, self.config.vocab_size, "stop_ids")
-        stops += [] if options.ignore_eos else self.eos_ids
-        room = self.config.max_position_embeddings - len(prompt) + 1
-        sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-        new_tokens = min(options.max_new_tokens, room)
-        return {
-            "prompt": prompt,
-            "max_new_tokens": new_tokens,
-            "stop_ids": stops,
-            "probe_every": probe_every,
-            **sampling,
-        }
+        checked = options.for_decoder(self.config.vocab_size, self.eos_ids)
+        return {**checked, "prompts": prompts, "probe_every": probe_every}
 
     def _start(self, request: dict[str, Any]) -> _core.Decoder:
-        decoder = self._open()
-        decoder.start(**request)
-        return decoder
+        return self._begin(lambda decoder: decoder.start(request))
 
-    def _score(self, ids: Sequence[int], keep_logits: bool) -> _core.Decoder:
-        decoder = self._open()
-        longest = self.config.max_position_embeddings + (not keep_logits)
-        decoder.start_scoring(self._prompt(ids, "ids", longest), keep_logits)
-        self._wait(decoder)
-        return decoder
+    def _score(self, ids: list[int], start: int, top: int, reuse_prefix: bool, keep_logits: bool) -> _core.Decoder:
+        return self._begin(lambda decoder: decoder.start_scoring(ids, start, top, reuse_prefix, keep_logits))
 
-    def _wait(self, decoder: _core.Decoder) -> list[int]:
+    def _begin(self, start: Callable[[_core.Decoder], None]) -> _core.Decoder:
+        """The decoder with a running request, which `_finish` ends; RuntimeError while another one is not ended."""
+        decoder = self._open()
+        if not self._request_lock.acquire(blocking=False):
+            raise RuntimeError("the engine is busy with another request; finish or close its stream first")
         try:
-            while True:
-                tokens, finished = decoder.poll(0, SIGNAL_POLL_S, True)
-                if finished:
-                    return tokens
+            start(decoder)
         except BaseException:
-            cancel_and_wait(decoder)
+            self._request_lock.release()
             raise
+        return decoder
 
-    def _tokens(self, request: dict[str, Any]) -> Iterator[int]:
+    def _finish(self, decoder: _core.Decoder) -> None:
+        try:
+            cancel_and_wait(decoder)
+        finally:
+            self._request_lock.release()
+
+    def _wait(self, decoder: _core.Decoder) -> list[list[int]]:
+        """The new tokens of every sequence, at the request's end."""
+        return self._result(decoder, _core.Decoder.outputs)
+
+    def _result(self, decoder: _core.Decoder, read: Callable[[_core.Decoder], T]) -> T:
+        """What `read` finds at the request's end."""
+        try:
+            while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
+                pass
+            return read(decoder)
+        finally:
+            self._finish(decoder)
+
+    def _tokens(
+        self, request: dict[str, Any], read: Callable[[_core.Decoder, list[int], int], list[T]]
+    ) -> Generator[T, None, None]:
+        """What `read` makes of new token ids and the index of their first, one by one."""
         # started here and not by `stream`: an iterator that is never advanced must not leave a request running
         decoder = self._start(request)
         known, finished = 0, False
         try:
             while not finished:
                 tokens, finished = decoder.poll(known, SIGNAL_POLL_S, False)
+                yield from read(decoder, tokens, known)
                 known += len(tokens)
-                yield from tokens
         finally:
-            cancel_and_wait(decoder)
+            self._finish(decoder)
+
+
+def without_logprobs(options: dict[str, Any]) -> GenerationOptions:
+    if options.get("logprobs") is not None:
+        raise ValueError("logprobs: this call returns token ids only; use generate_detailed or stream_detailed")
+    return GenerationOptions.from_kwargs(options)
+
+
+def described(decoder: _core.Decoder, ids: list[int], first: int, top: int) -> list[GeneratedToken]:
+    """Tokens first, first + 1, ... of the running request, with their log-probabilities where they were asked for."""
+    if top < 0:
+        return [GeneratedToken(i) for i in ids]
+    logprobs, top_ids, top_logprobs = (values.tolist() for values in decoder.scores(first, len(ids)))
+    pairs = list(zip(top_ids, top_logprobs, strict=True))
+    return [GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top])) for n, i in enumerate(ids)]
+
+
+def statistics_of(decoder: _core.Decoder) -> Statistics:
+    values = decoder.statistics()
+    return Statistics(values["reused"], values["passes"], values["proposed"], values["accepted"])
 
 
 def check_device(device: str) -> None:

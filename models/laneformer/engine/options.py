@@ -5,11 +5,29 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+MOST_GUESSES = 31  # a pass holds so many columns after the known token's
+MOST_LOGPROBS = 100
+BIAS_RANGE = (-100.0, 100.0)  # OpenAI's: enough to forbid an id or to force it
+RANGES: dict[str, tuple[type, float, float]] = {
+    "max_new_tokens": (int, 1, 2**31 - 1),
+    "temperature": (float, 0.0, 1e6),
+    "top_k": (int, 0, 2**31 - 1),
+    "top_p": (float, 0.0, 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "seed": (int, 0, 2**64 - 1),
+    "repetition_penalty": (float, 0.01, 100.0),
+    "frequency_penalty": (float, -2.0, 2.0),
+    "presence_penalty": (float, -2.0, 2.0),
+    "min_new_tokens": (int, 0, 2**31 - 1),
+    "logprobs": (int, 0, MOST_LOGPROBS),
+    "speculate": (int, 0, MOST_GUESSES),
+}
 
 
 @dataclass(frozen=True)
@@ -17,11 +35,22 @@ class GenerationOptions:
     """Options of `Engine.generate` and `Engine.stream`; invalid values raise ValueError.
 
     max_new_tokens: at most so many; generation also ends where the context is full.
-    temperature: 0 is greedy (the lowest id wins a tie). Then in this order: top_k (0: off), top_p (the fewest likely
-    tokens that reach this probability), min_p (tokens at least so many times as likely as the likeliest).
-    seed: same seed and prompt give the same tokens, for any number of threads.
+    temperature: 0 is greedy (the lowest id wins a tie). seed: same seed and prompt give the same tokens, for any number
+    of threads. What happens to the logits of one token, in this order:
+    1. repetition_penalty (Hugging Face's definition): logits of ids in the prompt or the output are divided by it, or
+       multiplied where negative.
+    2. frequency_penalty and presence_penalty (OpenAI's): for ids in the output, less frequency_penalty times their
+       count, less presence_penalty.
+    3. logit_bias: {id: added}.
+    4. min_new_tokens: before so many tokens no stop id is possible.
+    5. temperature, then top_k (0: off), top_p (the fewest likely tokens that reach this probability), min_p (tokens at
+       least so many times as likely as the likeliest).
     stop_ids: end after one of these, which is returned as the last token; the model's own end-of-text ids are added
     unless ignore_eos.
+    logprobs: for each token its log-probability and those of so many likeliest ids, of the model's own distribution
+    (step 0); None: none. Only where the result can carry them (`generate_detailed`, `stream_detailed`).
+    reuse_prefix: start from keys and values of earlier requests where the prompt begins alike.
+    speculate: guess at most so many ids from earlier text and verify them in one pass; the tokens stay the same.
     """
 
     max_new_tokens: int = 128
@@ -30,29 +59,46 @@ class GenerationOptions:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    min_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    reuse_prefix: bool = True
+    speculate: int = 0
 
     def __post_init__(self) -> None:
-        self._check_range("max_new_tokens", int, 1, 2**31 - 1)
-        self._check_range("temperature", float, 0.0, 1e6)
-        self._check_range("top_k", int, 0, 2**31 - 1)
-        self._check_range("top_p", float, 0.0, 1.0)
-        self._check_range("min_p", float, 0.0, 1.0)
-        self._check_range("seed", int, 0, 2**64 - 1)
+        for name, (kind, low, high) in RANGES.items():
+            if name != "logprobs" or self.logprobs is not None:
+                object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
         if self.top_p == 0.0:
             raise ValueError("top_p = 0 would leave no token; use a value above 0, or temperature = 0 for greedy")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos = {self.ignore_eos!r} must be True or False")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens = {self.min_new_tokens} exceeds max_new_tokens = {self.max_new_tokens}")
+        for name in ("ignore_eos", "reuse_prefix"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be True or False")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias = {self.logit_bias!r} must map token ids to numbers, as {{42: -5.0}}")
+        low, high = BIAS_RANGE
+        bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", bias)
 
-    def _check_range(self, name: str, kind: type, low: float, high: float) -> None:
-        value = getattr(self, name)
-        allowed = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
-        if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
-            raise ValueError(f"{name} = {value!r} must be {'an integer' if kind is int else 'a finite number'}")
-        if not low <= value <= high:
-            raise ValueError(f"{name} = {value!r} is outside {low} to {high}")
-        object.__setattr__(self, name, kind(value))
+    def for_decoder(self, vocab_size: int, eos_ids: Sequence[int]) -> dict[str, Any]:
+        """The decoder's arguments, but for the prompts; ids are checked here."""
+        biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
+        stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
+        plain = {name: getattr(self, name) for name in RANGES if name != "logprobs"}
+        return {
+            **plain,
+            "logit_bias": list(zip(biased, self.logit_bias.values(), strict=True)),
+            "stop_ids": stops + ([] if self.ignore_eos else list(eos_ids)),
+            "reuse_prefix": self.reuse_prefix,
+            "top_logprobs": -1 if self.logprobs is None else min(self.logprobs, vocab_size),
+        }
 
     @classmethod
     def from_kwargs(cls, options: dict[str, Any]) -> GenerationOptions:
@@ -64,6 +110,16 @@ class GenerationOptions:
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {known}"
                 raise ValueError(f"unknown option {name!r}; {hint}")
         return cls(**options)
+
+
+def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:
+    """The value as `kind` (int or float) when it is one, finite, and in low .. high, else ValueError."""
+    allowed = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+        raise ValueError(f"{name} = {value!r} must be {'an integer' if kind is int else 'a finite number'}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} = {value!r} is outside {low} to {high}")
+    return kind(value)
 
 
 def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:

@@ -2,6 +2,7 @@
 // read beyond a buffer; everything that takes time runs without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -67,6 +68,41 @@ ModelSpec spec_from(nb::dict d) {
   return s;
 }
 
+SamplingOptions sampling_from(nb::dict d) {
+  const auto number = [&](const char* name) { return nb::cast<double>(d[name]); };
+  SamplingOptions s;
+  s.temperature = number("temperature"), s.top_p = number("top_p"), s.min_p = number("min_p");
+  s.repetition_penalty = number("repetition_penalty"), s.frequency_penalty = number("frequency_penalty");
+  s.presence_penalty = number("presence_penalty");
+  s.top_k = nb::cast<int>(d["top_k"]), s.min_new_tokens = nb::cast<int>(d["min_new_tokens"]);
+  s.seed = nb::cast<uint64_t>(d["seed"]);
+  s.logit_bias = nb::cast<std::vector<std::pair<int, double>>>(d["logit_bias"]);
+  s.stop_ids = nb::cast<std::vector<int>>(d["stop_ids"]);
+  return s;
+}
+
+Request generation_from(nb::dict d) {
+  Request request;
+  request.prompts = nb::cast<std::vector<std::vector<int>>>(d["prompts"]);
+  request.sampling = sampling_from(d);
+  request.max_new_tokens = nb::cast<int>(d["max_new_tokens"]);
+  request.reuse_prefix = nb::cast<bool>(d["reuse_prefix"]);
+  request.speculate = nb::cast<int>(d["speculate"]);
+  request.top_logprobs = nb::cast<int>(d["top_logprobs"]);
+  request.probe_every = nb::cast<int>(d["probe_every"]);
+  return request;
+}
+
+void expect_ids(const std::vector<int>& ids, int vocab) {
+  for (const int id : ids)
+    if (id < 0 || id >= vocab) throw std::invalid_argument("token id " + std::to_string(id) + " out of range");
+}
+
+void expect_sampling(const SamplingOptions& sampling, int vocab) {
+  expect_ids(sampling.stop_ids, vocab);
+  for (const auto& [id, bias] : sampling.logit_bias) expect_ids({id}, vocab);
+}
+
 class PyDecoder {
  public:
   PyDecoder(nb::dict spec, const std::string& dtype, int threads, const std::string& isa, bool bf16_math)
@@ -99,17 +135,13 @@ class PyDecoder {
     has_rope_ = true;
   }
 
-  void start(std::vector<int> prompt, int max_new_tokens, std::vector<int> stop_ids, double temperature, int top_k,
-             double top_p, double min_p, uint64_t seed, int probe_every) {
+  void start(nb::dict request) { submit(generation_from(request)); }
+  void start_scoring(std::vector<int> ids, int score_from, int top_logprobs, bool reuse_prefix, bool keep_logits) {
     Request request;
-    request.prompt = std::move(prompt), request.max_new_tokens = max_new_tokens;
-    request.stop_ids = std::move(stop_ids), request.probe_every = probe_every;
-    request.sampling = {temperature, top_k, top_p, min_p, seed};
-    submit(std::move(request));
-  }
-  void start_scoring(std::vector<int> ids, bool keep_logits) {
-    Request request;
-    request.prompt = std::move(ids), request.score_prompt = true, request.keep_logits = keep_logits;
+    request.prompts = {std::move(ids)}, request.keep_logits = keep_logits, request.reuse_prefix = reuse_prefix;
+    request.score_from = score_from, request.top_logprobs = top_logprobs;
+    if (score_from < 1 || score_from > static_cast<int>(request.prompts[0].size()) || top_logprobs < 0)
+      throw std::invalid_argument("score_from is outside the prompt, or top_logprobs negative");
     submit(std::move(request));
   }
   nb::tuple poll(size_t from, double timeout_s, bool until_done) {
@@ -123,7 +155,23 @@ class PyDecoder {
   }
   void cancel() { decoder_.cancel(); }
 
-  auto logprobs() const { return to_numpy(decoder_.logprobs()); }
+  auto outputs() { return decoder_.outputs(); }
+  // Scores of tokens from .. from + count - 1: log-probabilities, best ids, and theirs, flat.
+  nb::tuple scores(size_t from, size_t count) const {
+    const Scores& s = decoder_.scores();
+    if (from > s.logprobs.size() || count > s.logprobs.size() - from) throw std::invalid_argument("no such scores");
+    const auto part = [&](const auto& values, size_t each) {
+      const auto begin = values.begin() + static_cast<ptrdiff_t>(from * each);
+      return to_numpy(std::vector(begin, begin + static_cast<ptrdiff_t>(count * each)));
+    };
+    return nb::make_tuple(part(s.logprobs, 1), part(s.top_ids, s.top), part(s.top_logprobs, s.top));
+  }
+  nb::dict statistics() const {
+    const Statistics& s = decoder_.statistics();
+    nb::dict d;
+    d["reused"] = s.reused, d["proposed"] = s.proposed, d["accepted"] = s.accepted, d["passes"] = s.passes;
+    return d;
+  }
   auto logits() const { return to_numpy(decoder_.kept_logits()); }
   double first_token_s() const { return decoder_.timings().first_token_s; }
   auto token_s() const { return to_numpy(decoder_.timings().token_s); }
@@ -135,10 +183,18 @@ class PyDecoder {
  private:
   void submit(Request request) {
     if (!has_rope_) throw std::invalid_argument("the weights are not loaded yet");
-    if (request.prompt.empty() || request.positions() > spec_.context || request.max_new_tokens < 0)
-      throw std::invalid_argument("prompt is empty or longer than the context");
-    for (const int id : request.prompt)
-      if (id < 0 || id >= spec_.vocab) throw std::invalid_argument("token id out of range");
+    if (request.prompts.empty() || request.prompts.size() > kMaxSequences || request.max_new_tokens < 0)
+      throw std::invalid_argument("between 1 and " + std::to_string(kMaxSequences) + " prompts are possible");
+    for (const auto& prompt : request.prompts) {
+      const size_t longest = size_t(spec_.context) + (request.scores() && !request.keep_logits);
+      if (prompt.empty() || prompt.size() > longest)
+        throw std::invalid_argument("prompt is empty or longer than the context");
+      expect_ids(prompt, spec_.vocab);
+    }
+    expect_sampling(request.sampling, spec_.vocab);
+    if (request.top_logprobs > spec_.vocab || request.speculate < 0 || request.probe_every < 0)
+      throw std::invalid_argument("top_logprobs, speculate or probe_every is out of range");
+    nb::gil_scoped_release release;  // a new KV cache may have to be mapped
     decoder_.start(std::move(request));
   }
   ModelSpec spec_;
@@ -146,10 +202,14 @@ class PyDecoder {
   bool has_rope_ = false;
 };
 
-int sample(Floats logits, double temperature, int top_k, double top_p, double min_p, uint64_t seed, uint64_t index) {
-  Sampler sampler;
-  return sampler.choose(logits.data(), static_cast<int>(logits.size()), {temperature, top_k, top_p, min_p, seed},
-                        index);
+// One draw, for tests: after `prompt` and `output`, with the random number of token `index`.
+int sample(Floats logits, nb::dict options, std::vector<int> prompt, std::vector<int> output, uint64_t index) {
+  const int vocab = static_cast<int>(logits.size());
+  const SamplingOptions sampling = sampling_from(options);
+  expect_sampling(sampling, vocab), expect_ids(prompt, vocab), expect_ids(output, vocab);
+  Sampler sampler(sampling, vocab, prompt);
+  for (const int id : output) sampler.accept(id);
+  return sampler.choose(logits.data(), index);
 }
 
 void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
@@ -170,12 +230,14 @@ NB_MODULE(_core, m) {
       .def("set_embedding", &PyDecoder::set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &PyDecoder::set_norm, "index"_a, "data"_a, "dtype"_a)
       .def("set_rope", &PyDecoder::set_rope, "cosine"_a, "sine"_a)
-      .def("start", &PyDecoder::start, "prompt"_a, "max_new_tokens"_a, "stop_ids"_a, "temperature"_a, "top_k"_a,
-           "top_p"_a, "min_p"_a, "seed"_a, "probe_every"_a)
-      .def("start_scoring", &PyDecoder::start_scoring, "ids"_a, "keep_logits"_a)
+      .def("start", &PyDecoder::start, "request"_a)
+      .def("start_scoring", &PyDecoder::start_scoring, "ids"_a, "score_from"_a, "top_logprobs"_a, "reuse_prefix"_a,
+           "keep_logits"_a)
       .def("poll", &PyDecoder::poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
       .def("cancel", &PyDecoder::cancel)
-      .def("logprobs", &PyDecoder::logprobs)
+      .def("outputs", &PyDecoder::outputs)
+      .def("scores", &PyDecoder::scores, "from_index"_a, "count"_a)
+      .def("statistics", &PyDecoder::statistics)
       .def("logits", &PyDecoder::logits)
       .def("token_s", &PyDecoder::token_s)
       .def("probe_bytes_per_s", &PyDecoder::probe_bytes_per_s)
@@ -183,6 +245,6 @@ NB_MODULE(_core, m) {
       .def_prop_ro("isa", &PyDecoder::isa)
       .def_prop_ro("threads", &PyDecoder::threads)
       .def_prop_ro("weight_bytes", &PyDecoder::weight_bytes);
-  m.def("sample", &sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a, "index"_a);
+  m.def("sample", &sample, "logits"_a, "options"_a, "prompt"_a, "output"_a, "index"_a);
   m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);
 }

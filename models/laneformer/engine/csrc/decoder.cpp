@@ -1,4 +1,4 @@
-// Threads and requests: loading, the order of passes, sampling between them.
+// Threads, loading, and the bandwidth probe; requests.cpp has what a request does with them.
 #include "decoder.h"
 
 #include <algorithm>
@@ -11,18 +11,16 @@
 namespace laneformer {
 
 namespace {
-constexpr size_t kProbeBytes = size_t{256} << 20;  // far larger than the caches
-
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 int broadcast_delay(const ModelSpec& spec) {
   for (const auto& module : spec.adds_delayed)
     if (std::find(module.begin(), module.end(), 1) != module.end()) return spec.delay;
   return 0;
 }
 }  // namespace
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math)
     : spec_(spec),
@@ -56,14 +54,11 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels*
     w.query = floats(spec.query_heads * spec.padded_head_dim());
     w.mixed = floats(spec.query_heads * spec.padded_head_dim());
     w.scores = floats(round_up(spec.context, 16) + 32);
-    size_t cached = 0;
     for (int layer = 0; layer < spec.layers; ++layer) {
-      w.cache_offset.push_back(cached);
-      cached += heads * spec.cache_slots(layer) * spec.padded_head_dim();
+      w.cache_offset.push_back(w.cache_floats);
+      w.cache_floats += heads * spec.cache_slots(layer) * spec.padded_head_dim();
     }
-    w.keys = floats(cached), w.values = floats(cached);
   }
-  sampler_.reserve(spec.vocab);
   for (size_t t = 0; t < plans_.size(); ++t) threads_.emplace_back([this, t] { work(static_cast<int>(t)); });
 }
 
@@ -172,30 +167,7 @@ void Decoder::set_rope(const float* cosine, const float* sine) {
   sine_.assign(sine, sine + count);
 }
 
-// --- one request ------------------------------------------------------------------------------------------------
-
-void Decoder::start(Request request) {
-  std::unique_lock lock(mutex_);
-  if (jobs_left_) throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
-  request_ = std::move(request);
-  const size_t length = request_.prompt.size();
-  tokens_.clear(), tokens_.reserve(request_.max_new_tokens);
-  logprobs_.assign(request_.score_prompt ? length - 1 : 0, 0.0f);
-  kept_logits_.assign(request_.keep_logits ? length * spec_.vocab : 0, 0.0f);
-  timings_ = {}, timings_.token_s.reserve(request_.max_new_tokens);
-  if (request_.probe_every) timings_.probe_bytes_per_s.reserve(request_.max_new_tokens / request_.probe_every + 2);
-  if (request_.probe_every) probe_buffer_ = Pages(kProbeBytes, true);
-  cancel_ = false, probed_ = false, position_ = 0, pass_ = {};
-  post([this](int t) { serve(t); });
-}
-
-std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                    [&] { return jobs_left_ == 0 || (!until_done && tokens_.size() > from); });
-  finished = jobs_left_ == 0;
-  return {tokens_.begin() + static_cast<ptrdiff_t>(std::min(from, tokens_.size())), tokens_.end()};
-}
+// --- passes -----------------------------------------------------------------------------------------------------
 
 void Decoder::serve(int t) {
   if (request_.probe_every)  // untouched pages would all be the same zero page
@@ -230,53 +202,6 @@ void Decoder::meet(int t) {
   met_[t].value.store(number, std::memory_order_release);
   for (size_t peer = 0; peer < plans_.size(); ++peer)
     spin_until([&] { return met_[peer].value.load(std::memory_order_acquire) >= number; });
-}
-
-bool Decoder::over() const {
-  if (cancel_.load(std::memory_order_relaxed)) return true;
-  if (position_ < request_.positions()) return false;
-  if (request_.score_prompt || static_cast<int>(tokens_.size()) >= request_.max_new_tokens) return true;
-  if (position_ >= spec_.context) return true;
-  const auto& stops = request_.stop_ids;
-  return !tokens_.empty() && std::find(stops.begin(), stops.end(), tokens_.back()) != stops.end();
-}
-
-// By the first thread, while the others wait: what the last pass yielded, and what comes next.
-Decoder::Pass Decoder::next_pass() {
-  if (pass_.step == Step::layers) {
-    position_ += pass_.columns;
-    layers_run_ += spec_.layers;
-    if (pass_.head_columns && !request_.score_prompt) take_token();
-  }
-  const bool done = over(), decoding = !tokens_.empty();
-  const bool due = request_.probe_every && decoding && !probed_ &&
-                   (done || (tokens_.size() - 1) % request_.probe_every == 0);
-  if (due && !cancel_.load(std::memory_order_relaxed)) {
-    probed_ = true;
-    return {.step = Step::probe};
-  }
-  probed_ = false;
-  if (done) return {};
-  pass_began_s_ = now_s();
-  const int left = request_.positions() - position_;
-  if (left <= 0)
-    return {Step::layers, &last_token_, position_, 1, 1, layers_run_};
-  const int columns = std::min(left, kMaxColumns);
-  const int head_columns = request_.score_prompt ? columns : (columns == left ? 1 : 0);
-  return {Step::layers, request_.prompt.data() + position_, position_, columns, head_columns, layers_run_};
-}
-
-void Decoder::take_token() {
-  last_token_ = sampler_.choose(logits_.floats(), spec_.vocab, request_.sampling, tokens_.size());
-  if (tokens_.empty())
-    timings_.first_token_s = now_s() - request_began_s_;
-  else
-    timings_.token_s.push_back(now_s() - pass_began_s_);
-  {
-    std::lock_guard lock(mutex_);
-    tokens_.push_back(last_token_);
-  }
-  changed_.notify_all();
 }
 
 // The best of a few plain read loops over every thread's share of a large buffer.

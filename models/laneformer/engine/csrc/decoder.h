@@ -1,9 +1,11 @@
 // One request at a time on T persistent threads that own lanes.
 //
-// A pass sends a block of positions (1 while decoding, up to kMaxColumns of a prompt) through all layers. A thread runs
-// its lanes' modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its
-// own `modules_done`. Only a join that needs other lanes waits: PRESENT for this module, PAST for the module `delay`
-// layers ago. Two meetings of all threads a pass: before the first thread samples, and before the next pass.
+// A pass sends a block of columns through all layers; a column is one position of one sequence: a stretch of a prompt,
+// one new token of each sequence of a batch, or a new token and guesses at what follows it. A thread runs its lanes'
+// modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its own
+// `modules_done`. Only a join that needs other lanes waits: PRESENT for this module, PAST for the module `delay` layers
+// ago. Two meetings of all threads a pass: before the first thread samples, and before the next pass. No column's
+// result depends on which other columns it shares the pass with, not in a single bit.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -16,19 +18,34 @@
 #include "memory.h"
 #include "model.h"
 #include "sampler.h"
+#include "sequence.h"
 
 namespace laneformer {
 
+constexpr int kMaxSequences = 8;
+constexpr size_t kProbeBytes = size_t{256} << 20;  // far larger than the caches
+double now_s();
+
 struct Request {
-  std::vector<int> prompt;
-  int max_new_tokens = 0;
-  std::vector<int> stop_ids;
+  std::vector<std::vector<int>> prompts;  // 1 to kMaxSequences; one when scoring
   SamplingOptions sampling;
-  bool score_prompt = false;  // log-probabilities of the prompt instead of new tokens
-  bool keep_logits = false;   // ... and the logits themselves
-  // What runs through the layers: all of the prompt, but for its last id where that is only something to predict.
-  int positions() const { return static_cast<int>(prompt.size()) - (score_prompt && !keep_logits); }
-  int probe_every = 0;        // read-bandwidth probe before every this many decoded tokens; 0: none
+  int max_new_tokens = 0;
+  bool reuse_prefix = true;  // start from what a KV cache still holds
+  int speculate = 0;         // ids guessed from earlier text and verified in one pass, at most so many
+  int top_logprobs = -1;     // best ids to record for each token; -1: no log-probabilities
+  int score_from = 0;        // log-probabilities of the prompt's ids from this index on; 0: generate instead
+  bool keep_logits = false;  // scoring: the logits of every position as well
+  int probe_every = 0;       // read-bandwidth probe before every this many decoded tokens; 0: none
+
+  bool scores() const { return score_from > 0; }
+  // Scoring: all of the prompt, but for its last id where that is only something to predict.
+  int positions() const { return static_cast<int>(prompts[0].size()) - (scores() && !keep_logits); }
+};
+
+struct Statistics {
+  int reused = 0;                  // prompt positions found in a KV cache
+  int proposed = 0, accepted = 0;  // guessed ids
+  int passes = 0;
 };
 
 struct Timings {
@@ -49,12 +66,16 @@ class Decoder {
   void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
 
   void start(Request request);  // throws std::runtime_error while another request runs
-  // New tokens since `from`; waits until there are some or the request is over (`until_done`: only for the end).
+  // New tokens of the first sequence since `from`; waits until there are some or the request is over (`until_done`:
+  // only for the end).
   std::vector<int> poll(size_t from, double timeout_s, bool until_done, bool& finished);
+  std::vector<std::vector<int>> outputs();  // new tokens of every sequence
   void cancel() { cancel_.store(true, std::memory_order_relaxed); }
 
-  const std::vector<float>& logprobs() const { return logprobs_; }
+  // Of the last request; while one runs, scores are valid for the tokens that poll has returned.
+  const Scores& scores() const { return sequences_.at(0).scores; }
   const std::vector<float>& kept_logits() const { return kept_logits_; }
+  const Statistics& statistics() const { return statistics_; }
   const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
   int threads() const { return static_cast<int>(plans_.size()); }
@@ -62,47 +83,61 @@ class Decoder {
 
  private:
   enum class Step { layers, probe, end };
+  struct Column {
+    int token, position, cache;
+  };
   struct Pass {
     Step step = Step::end;
-    const int* tokens = nullptr;
-    int start = 0, columns = 0;  // positions start .. start + columns - 1
-    int head_columns = 0;        // logits for the last of them
-    uint64_t first_layer = 0;    // layers run before this pass, over all requests
+    uint64_t first_layer = 0;  // layers run before this pass, over all requests
+    int columns = 0, head_columns = 0;
+    Column column[kMaxColumns] = {};
+    int head[kMaxColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
   };
   struct alignas(64) Counter {
     std::atomic<uint64_t> value{0};
+  };
+  struct KvCache {
+    Pages keys, values;
   };
   struct Worker {  // what only one thread touches
     Pages tape;
     Pages streams;          // [own lane][column][hidden]
     Pages x, y, attended;   // [column][...]: a matrix's inputs, its outputs, attention's result
     Pages total, query, mixed, scores;
-    Pages keys, values;
+    std::vector<KvCache> caches;       // per sequence
     std::vector<size_t> cache_offset;  // per layer, in floats
+    size_t cache_floats = 0;
   };
 
-  // decoder.cpp: threads, requests, the order of passes
+  // decoder.cpp: threads, loading, the loop over passes
   void work(int t);
   void post(std::function<void(int)> job);
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
-  Pass next_pass();
-  void take_token();
-  bool over() const;
   void meet(int t);
   void probe(int t);
+
+  // requests.cpp: what a pass holds, and what its logits lead to
+  void begin_sequence(Sequence& sequence);
+  int take_cache(const std::vector<int>& prompt, int most);
+  Pass next_pass();
+  Pass plan_pass();
+  void finish_pass();
+  void take_tokens(Sequence& sequence, int row);
+  void take_token(Sequence& sequence, const float* logits);
+  bool over() const;
+  void score_positions(int t, const Pass& pass);
 
   // forward.cpp: one pass
   void run_layers(int t, const Pass& pass);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
-  void cache_position(int t, int layer, int own, const float* key, const float* value, int position);
-  void attend_position(int t, int layer, int own, const float* query, int position, float* out);
+  void cache_position(int t, int layer, int own, const float* key, const float* value, Column at);
+  void attend_position(int t, int layer, int own, const float* query, Column at, float* out);
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
   void join(int t, int layer, Module module, const Pass& pass);
   void run_head(int t, const Pass& pass);
   void run_lane_heads(int t, const Pass& pass);
   void run_replicated_head(int t, const Pass& pass);
-  void score_positions(int t, const Pass& pass);
   void multiply(int t, const Matrix& matrix, float* x, int x_stride, float* y, int y_stride, int columns);
   void rotate(const float* from, float* to, int position, int to_stride) const;
   float* mailbox(uint64_t layer, Module module, int lane) const;
@@ -135,14 +170,14 @@ class Decoder {
   // the request: while it runs, only the first thread writes these, between two meetings
   Request request_;
   Pass pass_;
-  Sampler sampler_;
+  std::vector<Sequence> sequences_;
+  std::vector<KvContents> contents_;  // of each KV cache
   std::atomic<bool> cancel_{false};
-  int position_ = 0, last_token_ = 0;
   bool probed_ = false;
-  uint64_t layers_run_ = 0;
+  uint64_t layers_run_ = 0, requests_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
-  std::vector<int> tokens_;  // also read by poll, under the mutex
-  std::vector<float> logprobs_, kept_logits_;
+  std::vector<float> kept_logits_;
+  Statistics statistics_;
   Timings timings_;
 };
 

@@ -45,7 +45,7 @@ void Decoder::run_layers(int t, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
   const int own_lanes = plan.last_lane - plan.first_lane;
   for (int c = 0; c < pass.columns; ++c) {
-    const size_t row = size_t(pass.tokens[c]) * spec_.hidden * bytes_of(dtype_);
+    const size_t row = size_t(pass.column[c].token) * spec_.hidden * bytes_of(dtype_);
     for (int own = 0; own < own_lanes; ++own)
       convert(embedding_.bytes() + row, dtype_, spec_.hidden, stream(t, own, c), DType::fp32);
   }
@@ -79,20 +79,23 @@ void Decoder::rotate(const float* from, float* to, int position, int to_stride) 
 }
 
 // Keys and values (kv_rows,) of one position into the ring.
-void Decoder::cache_position(int t, int layer, int own, const float* key, const float* value, int position) {
+void Decoder::cache_position(int t, int layer, int own, const float* key, const float* value, Column at) {
   Worker& w = workers_[t];
+  const KvCache& cache = w.caches[at.cache];
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), slots = spec_.cache_slots(layer);
-  const int heads = spec_.kv_heads / spec_.lanes, slot = position % slots;
+  const int heads = spec_.kv_heads / spec_.lanes, slot = at.position % slots;
   for (int head = 0; head < heads; ++head) {
     const size_t base = w.cache_offset[layer] + size_t(own * heads + head) * slots * dim;
-    rotate(key + head * d, w.keys.floats() + base + size_t(slot / 16) * 16 * dim + slot % 16, position, 16);
-    std::memcpy(w.values.floats() + base + size_t(slot) * dim, value + head * d, d * sizeof(float));
+    rotate(key + head * d, cache.keys.floats() + base + size_t(slot / 16) * 16 * dim + slot % 16, at.position, 16);
+    std::memcpy(cache.values.floats() + base + size_t(slot) * dim, value + head * d, d * sizeof(float));
   }
 }
 
 // One lane's query heads at one position against its cache: query (q_rows,) -> out (q_rows,).
-void Decoder::attend_position(int t, int layer, int own, const float* query, int position, float* out) {
+void Decoder::attend_position(int t, int layer, int own, const float* query, Column at, float* out) {
   Worker& w = workers_[t];
+  const KvCache& cache = w.caches[at.cache];
+  const int position = at.position;
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), slots = spec_.cache_slots(layer);
   const int heads = spec_.kv_heads / spec_.lanes, group = spec_.query_heads / spec_.kv_heads;
   const int window = spec_.window[layer];
@@ -100,7 +103,7 @@ void Decoder::attend_position(int t, int layer, int own, const float* query, int
   for (int head = 0; head < heads; ++head) {
     const size_t base = w.cache_offset[layer] + size_t(own * heads + head) * slots * dim;
     for (int q = 0; q < group; ++q) rotate(query + (head * group + q) * d, w.query.floats() + q * dim, position, 1);
-    kernels_->attend({w.query.floats(), w.keys.floats() + base, w.values.floats() + base, w.scores.floats(),
+    kernels_->attend({w.query.floats(), cache.keys.floats() + base, cache.values.floats() + base, w.scores.floats(),
                       w.mixed.floats(), group, dim, slots, first, position, 1.0f / std::sqrt(static_cast<float>(d))});
     for (int q = 0; q < group; ++q)
       std::memcpy(out + (head * group + q) * d, w.mixed.floats() + q * dim, d * sizeof(float));
@@ -119,10 +122,10 @@ void Decoder::attention(int t, int layer, int own, const Pass& pass, float* part
   multiply(t, matrices.qkv, w.x.floats(), hidden, w.y.floats(), qkv_stride, pass.columns);
   for (int c = 0; c < pass.columns; ++c) {
     const float* key = w.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
-    cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.start + c);
+    cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.column[c]);
   }
   for (int c = 0; c < pass.columns; ++c)
-    attend_position(t, layer, own, w.y.floats() + size_t(c) * qkv_stride, pass.start + c,
+    attend_position(t, layer, own, w.y.floats() + size_t(c) * qkv_stride, pass.column[c],
                     w.attended.floats() + size_t(c) * out_stride);
   multiply(t, matrices.wo, w.attended.floats(), out_stride, partial, hidden, pass.columns);
 }
@@ -176,7 +179,7 @@ void Decoder::run_head(int t, const Pass& pass) {
     run_replicated_head(t, pass);
   else
     run_lane_heads(t, pass);
-  if (!request_.score_prompt) return;
+  if (!request_.scores()) return;
   meet(t);
   score_positions(t, pass);
 }
@@ -184,13 +187,13 @@ void Decoder::run_head(int t, const Pass& pass) {
 void Decoder::run_lane_heads(int t, const Pass& pass) {
   Worker& w = workers_[t];
   const ThreadPlan& plan = plans_[t];
-  const int hidden = spec_.padded_hidden(), first = pass.columns - pass.head_columns, slice = spec_.q_rows();
+  const int hidden = spec_.padded_hidden(), slice = spec_.q_rows();
   const size_t vocab = round_up(spec_.vocab, 16);
   for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
     const int own = lane - plan.first_lane;
     for (int c = 0; c < pass.head_columns; ++c) {
       float* x = w.x.floats() + size_t(c) * hidden;
-      kernels_->rms_norm(stream(t, own, first + c), norm_scale(2 * spec_.layers, lane), spec_.norm_eps, spec_.hidden,
+      kernels_->rms_norm(stream(t, own, pass.head[c]), norm_scale(2 * spec_.layers, lane), spec_.norm_eps, spec_.hidden,
                          hidden, x);
       if (spec_.head == Head::lane) std::memmove(x, x + lane * slice, slice * sizeof(float));  // its slice of hidden
     }
@@ -212,14 +215,14 @@ void Decoder::run_lane_heads(int t, const Pass& pass) {
 void Decoder::run_replicated_head(int t, const Pass& pass) {
   Worker& w = workers_[t];
   const ThreadPlan& plan = plans_[t];
-  const int hidden = spec_.padded_hidden(), first = pass.columns - pass.head_columns, last_norm = 2 * spec_.layers;
+  const int hidden = spec_.padded_hidden(), last_norm = 2 * spec_.layers;
   const size_t lane_stride = size_t{kMaxColumns} * hidden;
   const auto norm = [&](const float* from, int lane, float* to) {
     kernels_->rms_norm(from, norm_scale(last_norm, lane), spec_.norm_eps, spec_.hidden, hidden, to);
   };
   for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
     for (int c = 0; c < pass.head_columns; ++c) {
-      const float* h = stream(t, lane - plan.first_lane, first + c);
+      const float* h = stream(t, lane - plan.first_lane, pass.head[c]);
       float* shared = final_streams_.floats() + lane * lane_stride + size_t(c) * hidden;
       if (spec_.sum_before_norm)
         std::memcpy(shared, h, hidden * sizeof(float));
@@ -242,20 +245,6 @@ void Decoder::run_replicated_head(int t, const Pass& pass) {
   }
   multiply(t, plan.head[0], w.x.floats(), hidden, logits_.floats() + plan.head_first_row,
            static_cast<int>(round_up(spec_.vocab, 16)), pass.head_columns);
-}
-
-// log p(next id) of the block's positions, shared out over the threads.
-void Decoder::score_positions(int t, const Pass& pass) {
-  const int length = static_cast<int>(request_.prompt.size());
-  for (int c = t; c < pass.columns; c += threads()) {
-    const float* row = logits_.floats() + size_t(c) * round_up(spec_.vocab, 16);
-    const int position = pass.start + c;
-    if (request_.keep_logits)
-      std::memcpy(kept_logits_.data() + size_t(position) * spec_.vocab, row, spec_.vocab * sizeof(float));
-    if (position + 1 < length)
-      logprobs_[position] =
-          static_cast<float>(row[request_.prompt[position + 1]] - kernels_->log_sum_exp(row, spec_.vocab));
-  }
 }
 
 }  // namespace laneformer

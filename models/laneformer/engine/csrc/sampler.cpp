@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace laneformer {
 
@@ -18,8 +19,60 @@ double uniform(uint64_t seed, uint64_t index) {
   return static_cast<double>((uint64_t{x[0]} << 21) ^ (x[1] >> 11)) * 0x1p-53;
 }
 
-int Sampler::choose(const float* logits, int vocab, const SamplingOptions& o, uint64_t index) {
-  const int best = static_cast<int>(std::max_element(logits, logits + vocab) - logits);
+bool SamplingOptions::stops_at(int id) const {
+  return std::find(stop_ids.begin(), stop_ids.end(), id) != stop_ids.end();
+}
+
+void best_ids(const float* logits, int vocab, int n, int* ids) {
+  const auto above = [&](int a, int b) {
+    return logits[a] > logits[b] || (std::isnan(logits[b]) && !std::isnan(logits[a]));
+  };
+  for (int id = 0, kept = 0; id < vocab && n; ++id) {
+    if (kept == n && !above(id, ids[n - 1])) continue;
+    int at = kept < n ? kept++ : n - 1;
+    for (; at > 0 && above(id, ids[at - 1]); --at) ids[at] = ids[at - 1];
+    ids[at] = id;
+  }
+}
+
+Sampler::Sampler(SamplingOptions options, int vocab, const std::vector<int>& prompt)
+    : options_(std::move(options)), vocab_(vocab) {
+  if (options_.penalises()) {
+    times_.assign(vocab, -1);
+    seen_.reserve(vocab);
+    for (const int id : prompt)
+      if (times_[id] < 0) times_[id] = 0, seen_.push_back(id);
+  }
+  if (options_.temperature > 0.0) candidates_.reserve(vocab);
+  if (options_.penalises() || !options_.logit_bias.empty() || options_.min_new_tokens) logits_.resize(vocab);
+}
+
+void Sampler::accept(int token) {
+  if (times_.empty()) return;
+  if (times_[token] < 0) times_[token] = 0, seen_.push_back(token);
+  ++times_[token];
+}
+
+const float* Sampler::adjusted(const float* logits, uint64_t index) {
+  if (logits_.empty()) return logits;
+  const SamplingOptions& o = options_;
+  std::copy(logits, logits + vocab_, logits_.begin());
+  for (const int id : seen_) {
+    double x = logits_[id];
+    x = x < 0.0 ? x * o.repetition_penalty : x / o.repetition_penalty;
+    if (times_[id]) x -= o.frequency_penalty * times_[id] + o.presence_penalty;
+    logits_[id] = static_cast<float>(x);
+  }
+  for (const auto& [id, bias] : o.logit_bias) logits_[id] = static_cast<float>(logits_[id] + bias);
+  if (index < static_cast<uint64_t>(o.min_new_tokens))
+    for (const int id : o.stop_ids) logits_[id] = -std::numeric_limits<float>::infinity();
+  return logits_.data();
+}
+
+int Sampler::choose(const float* raw, uint64_t index) {
+  const SamplingOptions& o = options_;
+  const float* logits = adjusted(raw, index);
+  const int best = static_cast<int>(std::max_element(logits, logits + vocab_) - logits);
   if (o.temperature == 0.0 || !std::isfinite(logits[best])) return best;  // weights that overflow leave no distribution
   const double top = logits[best], scale = 1.0 / o.temperature;
   const auto weight = [&](float logit) { return std::exp((logit - top) * scale); };
@@ -28,8 +81,8 @@ int Sampler::choose(const float* logits, int vocab, const SamplingOptions& o, ui
   };
 
   candidates_.clear();
-  for (int id = 0; id < vocab; ++id)
-    if (!std::isnan(logits[id])) candidates_.emplace_back(logits[id], id);
+  for (int id = 0; id < vocab_; ++id)
+    if (logits[id] > -std::numeric_limits<float>::infinity()) candidates_.emplace_back(logits[id], id);
   if (o.top_k > 0 && o.top_k < static_cast<int>(candidates_.size())) {
     std::nth_element(candidates_.begin(), candidates_.begin() + o.top_k - 1, candidates_.end(), likelier);
     candidates_.resize(o.top_k);
@@ -49,7 +102,7 @@ int Sampler::choose(const float* logits, int vocab, const SamplingOptions& o, ui
   if (o.min_p > 0.0)
     std::erase_if(candidates_, [&](const auto& c) { return weight(c.first) < o.min_p; });
   if (candidates_.empty()) return best;
-  if (static_cast<int>(candidates_.size()) < vocab)
+  if (static_cast<int>(candidates_.size()) < vocab_)
     std::sort(candidates_.begin(), candidates_.end(), [](auto& a, auto& b) { return a.second < b.second; });
 
   double total = 0.0;

@@ -1,0 +1,204 @@
+// Requests: which columns a pass holds, and what its logits lead to. All but `score_positions` runs on one thread,
+// between two meetings of all of them.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "decoder.h"
+
+namespace laneformer {
+
+// --- from Python ------------------------------------------------------------------------------------------------
+
+void Decoder::start(Request request) {
+  std::unique_lock lock(mutex_);
+  if (jobs_left_) throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
+  request_ = std::move(request);
+  ++requests_;
+  statistics_ = {}, timings_ = {};
+  sequences_.clear(), sequences_.reserve(request_.prompts.size());
+  for (auto& prompt : request_.prompts) {
+    sequences_.emplace_back(prompt, request_.sampling, spec_.vocab);
+    begin_sequence(sequences_.back());
+  }
+  kept_logits_.assign(request_.keep_logits ? request_.prompts[0].size() * spec_.vocab : 0, 0.0f);
+  const int most_tokens = std::max(0, sequences_[0].end - sequences_[0].prompt_length);
+  timings_.token_s.reserve(most_tokens);
+  if (request_.probe_every) timings_.probe_bytes_per_s.reserve(most_tokens / request_.probe_every + 2);
+  if (request_.probe_every) probe_buffer_ = Pages(kProbeBytes, true);
+  cancel_ = false, probed_ = false, pass_ = {};
+  post([this](int t) { serve(t); });
+}
+
+void Decoder::begin_sequence(Sequence& s) {
+  // Generating needs the logits of the last prompt id; scoring those of the id before the first scored one.
+  const int most = request_.keep_logits ? 0 : (request_.scores() ? request_.score_from : s.prompt_length) - 1;
+  s.cache = take_cache(s.ids, request_.reuse_prefix ? most : 0);
+  KvContents& contents = contents_[s.cache];
+  s.position = contents.reusable(spec_, s.ids, request_.reuse_prefix ? most : 0);
+  contents.ids.resize(s.position);
+  contents.ids.reserve(spec_.context);
+  if (s.position == 0) contents.written = 0;
+  statistics_.reused += s.position;
+
+  const int room = spec_.context - s.prompt_length + 1, wanted = std::min(request_.max_new_tokens, room);
+  s.end = request_.scores() ? request_.positions() : s.prompt_length + wanted;
+  s.finished = s.end <= s.position;
+  if (request_.scores())
+    s.scores.resize(s.prompt_length - request_.score_from, request_.top_logprobs);
+  else
+    s.ids.reserve(s.end);
+  if (!request_.scores() && request_.top_logprobs >= 0) s.scores.resize(wanted, request_.top_logprobs);
+  s.guesses.reserve(kMaxColumns);
+}
+
+// The free cache with the longest prefix of the prompt, the least recently used one of several; else a new one.
+int Decoder::take_cache(const std::vector<int>& prompt, int most) {
+  int best = -1, best_reused = -1;
+  for (int i = 0; i < static_cast<int>(contents_.size()); ++i) {
+    if (contents_[i].last_used == requests_) continue;
+    const int reused = contents_[i].reusable(spec_, prompt, most);
+    const bool older = best >= 0 && contents_[i].last_used < contents_[best].last_used;
+    if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
+  }
+  if (best < 0) {
+    for (auto& w : workers_)
+      w.caches.push_back({Pages(w.cache_floats * sizeof(float)), Pages(w.cache_floats * sizeof(float))});
+    best = static_cast<int>(contents_.size());
+    contents_.emplace_back();
+  }
+  contents_[best].last_used = requests_;
+  return best;
+}
+
+std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
+  std::unique_lock lock(mutex_);
+  const auto ready = [&] {
+    return jobs_left_ == 0 || (!until_done && static_cast<size_t>(sequences_[0].new_tokens()) > from);
+  };
+  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), ready);
+  finished = jobs_left_ == 0;
+  if (sequences_.empty()) return {};
+  const Sequence& s = sequences_[0];
+  return {s.ids.begin() + s.prompt_length + std::min(static_cast<int>(from), s.new_tokens()), s.ids.end()};
+}
+
+std::vector<std::vector<int>> Decoder::outputs() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::vector<int>> tokens;
+  for (const Sequence& s : sequences_) tokens.emplace_back(s.ids.begin() + s.prompt_length, s.ids.end());
+  return tokens;
+}
+
+// --- passes -----------------------------------------------------------------------------------------------------
+
+bool Decoder::over() const {
+  return cancel_.load(std::memory_order_relaxed) ||
+         std::all_of(sequences_.begin(), sequences_.end(), [](const Sequence& s) { return s.finished; });
+}
+
+// By the first thread, while the others wait: what the last pass yielded, and what comes next.
+Decoder::Pass Decoder::next_pass() {
+  if (pass_.step == Step::layers) finish_pass();
+  const bool done = over();
+  const int new_tokens = sequences_[0].new_tokens();
+  const bool due = request_.probe_every && new_tokens && !probed_ &&
+                   (done || (new_tokens - 1) % request_.probe_every == 0);
+  if (due && !cancel_.load(std::memory_order_relaxed)) {
+    probed_ = true;
+    return {.step = Step::probe};
+  }
+  probed_ = false;
+  if (done) return {};
+  pass_began_s_ = now_s();
+  return plan_pass();
+}
+
+// Every sequence's ids that have not run yet, as far as there is room, and guesses after its last one.
+Decoder::Pass Decoder::plan_pass() {
+  Pass pass{.step = Step::layers, .first_layer = layers_run_};
+  ++statistics_.passes;
+  for (Sequence& s : sequences_) {
+    s.guesses.clear(), s.columns = s.head_columns = 0;
+    if (s.finished) continue;
+    const int known = request_.scores() ? s.end : static_cast<int>(s.ids.size());
+    const int room = kMaxColumns - pass.columns, run = std::min(known - s.position, room);
+    const bool decodes = !request_.scores() && s.position + run == known;
+    if (decodes) s.guess(std::min({request_.speculate, room - run, s.end - known - 1}));
+    s.columns = run + static_cast<int>(s.guesses.size());
+    statistics_.proposed += s.columns - run;
+    for (int c = 0; c < s.columns; ++c) {
+      const int position = s.position + c;
+      if (request_.scores() ? position + 1 >= request_.score_from || request_.keep_logits : decodes && c >= run - 1)
+        pass.head[pass.head_columns++] = pass.columns, ++s.head_columns;
+      pass.column[pass.columns++] = {c < run ? s.ids[position] : s.guesses[c - run], position, s.cache};
+    }
+  }
+  return pass;
+}
+
+void Decoder::finish_pass() {
+  layers_run_ += spec_.layers;
+  int row = 0;
+  for (Sequence& s : sequences_) {
+    if (s.finished || !s.columns) continue;
+    KvContents& contents = contents_[s.cache];
+    contents.written = std::max(contents.written, s.position + s.columns);
+    s.position += s.columns - static_cast<int>(s.guesses.size());
+    if (request_.scores())
+      s.finished = s.position >= s.end;
+    else if (s.head_columns)
+      take_tokens(s, row);
+    row += s.head_columns;
+    contents.ids.insert(contents.ids.end(), s.ids.begin() + static_cast<ptrdiff_t>(contents.ids.size()),
+                        s.ids.begin() + s.position);
+  }
+}
+
+// One token, and one more for each guess that was right: what a pass of its own would have given, bit for bit.
+void Decoder::take_tokens(Sequence& s, int row) {
+  const bool timed = &s == &sequences_[0];
+  const int before = s.new_tokens();
+  for (int i = 0; i < s.head_columns; ++i) {
+    take_token(s, logits_.floats() + (row + i) * round_up(spec_.vocab, 16));
+    const bool right = i < static_cast<int>(s.guesses.size()) && s.guesses[i] == s.ids.back();
+    statistics_.accepted += right;
+    if (s.finished || !right) break;
+    ++s.position;  // the guess's keys and values stand
+  }
+  const int taken = s.new_tokens() - before;
+  if (!timed) return;
+  if (before == 0) timings_.first_token_s = now_s() - request_began_s_;
+  const double each_s = (now_s() - pass_began_s_) / taken;
+  for (int i = before ? 0 : 1; i < taken; ++i) timings_.token_s.push_back(each_s);
+}
+
+void Decoder::take_token(Sequence& s, const float* logits) {
+  const int token = s.sampler.choose(logits, s.new_tokens());
+  if (request_.top_logprobs >= 0)
+    s.scores.record(s.new_tokens(), logits, spec_.vocab, token, kernels_->log_sum_exp(logits, spec_.vocab));
+  s.sampler.accept(token);
+  {
+    std::lock_guard lock(mutex_);
+    s.ids.push_back(token);
+  }
+  s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
+  changed_.notify_all();
+}
+
+// Log-probabilities of the ids that follow the pass's positions, shared out over the threads.
+void Decoder::score_positions(int t, const Pass& pass) {
+  const std::vector<int>& ids = sequences_[0].ids;
+  for (int row = t; row < pass.head_columns; row += threads()) {
+    const float* logits = logits_.floats() + row * round_up(spec_.vocab, 16);
+    const int position = pass.column[pass.head[row]].position, next = position + 1;
+    if (request_.keep_logits)
+      std::memcpy(kept_logits_.data() + size_t(position) * spec_.vocab, logits, spec_.vocab * sizeof(float));
+    if (next < static_cast<int>(ids.size()) && next >= request_.score_from)
+      sequences_[0].scores.record(next - request_.score_from, logits, spec_.vocab, ids[next],
+                                  kernels_->log_sum_exp(logits, spec_.vocab));
+  }
+}
+
+}  // namespace laneformer

@@ -1,0 +1,97 @@
+"""Tokens to text while they come: no half characters, and nothing that may be the beginning of a stop string."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONTEXT_TOKENS = 6  # of the prompt, decoded with the first piece
+LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that lacks its last one, so also tokens
+
+
+class TextStream:
+    """Tokens to text, piece by piece. Text is held back while it ends in an unfinished UTF-8 sequence.
+
+    Decoding depends on the neighbours (a leading space, bytes that form one character), so a piece is the difference
+    between two decodings that start at the same token: the last one whose text is already out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
+        self.tokenizer = tokenizer
+        self.ids = list(prompt_ids)
+        self.start = max(0, len(self.ids) - CONTEXT_TOKENS)
+        self.shown = len(self.ids)
+
+    def push(self, token: int) -> str:
+        self.ids.append(token)
+        end = len(self.ids)
+        if self._decode(end).endswith("\ufffd"):
+            end -= LONGEST_UNFINISHED  # what is older cannot become a character any more
+        return self._piece(end) if end > self.shown else ""
+
+    def finish(self) -> str:
+        """What was held back, with its unfinished characters replaced."""
+        return self._piece(len(self.ids))
+
+    def _piece(self, end: int) -> str:
+        before, now = self._decode(self.shown), self._decode(end)
+        if len(now) > len(before):
+            self.start, self.shown = self.shown, end
+        return now[len(before) :]
+
+    def _decode(self, end: int) -> str:
+        return self.tokenizer.decode(self.ids[self.start : end])
+
+
+class StopStrings:
+    """Text up to the first stop string that is completed; the end of the text is held back while it may begin one.
+
+    How the text is cut into pieces changes nothing.
+    """
+
+    def __init__(self, stops: str | Iterable[str]):
+        self.stops = [stops] if isinstance(stops, str) else list(stops)
+        for stop in self.stops:
+            if not isinstance(stop, str) or not stop:
+                raise ValueError(f"stop holds {stop!r}; a stop string is a text of at least one character")
+        self.found: str | None = None
+        self.held = ""
+
+    def push(self, text: str) -> str:
+        """The part of the text so far that is new and certainly before any stop string."""
+        self.held += text
+        places = [(place + len(stop), place, stop) for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        if places:
+            _, end, self.found = min(places)
+        else:
+            end = len(self.held) - max((self._begun(stop) for stop in self.stops), default=0)
+        out, self.held = self.held[:end], self.held[end:]
+        return out
+
+    def finish(self) -> str:
+        """The text that was held back for a stop string that never came; empty when one was found."""
+        held, self.held = self.held, ""
+        return "" if self.found else held
+
+    def _begun(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins this stop string."""
+        longest = min(len(stop) - 1, len(self.held))
+        return next((n for n in range(longest, 0, -1) if stop.startswith(self.held[-n:])), 0)
+
+
+def text_of(tokens: Generator[int, None, None], text: TextStream, stops: StopStrings) -> Generator[str, None, None]:
+    """Pieces of text; closes `tokens` as soon as a stop string is complete."""
+    with contextlib.closing(tokens):
+        for token in tokens:
+            piece = stops.push(text.push(token))
+            if piece:
+                yield piece
+            if stops.found:
+                return
+        rest = stops.push(text.finish()) + stops.finish()
+        if rest:
+            yield rest
