@@ -34,7 +34,7 @@ class Generate:
     seed: int = 0
     device: Device = "auto"
     threads: int | None = None
-    """Default: all cores (never more than lanes)."""
+    """Default: all cores, in equal groups where they outnumber the lanes."""
 
 
 @dataclass

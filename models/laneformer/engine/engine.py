@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
+MAX_THREADS = 1024
 SIGNAL_POLL_S = 0.1  # how long Ctrl-C may wait while C++ works
 
 
@@ -50,8 +51,8 @@ class Engine:
             raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
         if dtype not in ("auto", *DTYPE_NAMES):
             raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *DTYPE_NAMES)}")
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-            raise ValueError(f"threads = {threads!r} must be a positive integer, or None for all cores")
+        if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
+            raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
         self.config = config
         self.dtype = tensors["lm_head.weight"].dtype if dtype == "auto" else dtype
         if math == "bf16" and self.dtype != "bf16":
@@ -60,7 +61,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
-        wanted = min(threads or usable_cores(), config.num_lanes)
+        wanted = threads or default_threads(config.num_lanes)
         self._decoder: _core.Decoder | None = _core.Decoder(core_spec(config), self.dtype, wanted, isa, math == "bf16")
         load_tensors(self._decoder, config, tensors)
 
@@ -102,7 +103,7 @@ class Engine:
 
     @property
     def threads(self) -> int:
-        """Threads that work: never more than lanes."""
+        """Threads that work; more than lanes share them."""
         return self._open().threads
 
     @property
@@ -199,8 +200,10 @@ def check_device(device: str) -> None:
         raise ValueError(f"device = {device!r} is unknown; choose 'auto' or 'cpu'")
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def default_threads(lanes: int) -> int:
+    """All usable cores, in equal groups where they outnumber the lanes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if cores <= lanes else cores // lanes * lanes
 
 
 def cancel_and_wait(decoder: _core.Decoder) -> None:

@@ -3,7 +3,8 @@
 // A pass sends a block of positions (1 while decoding, up to kMaxColumns of a prompt) through all layers. A thread runs
 // its lanes' modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its
 // own `modules_done`. Only a join that needs other lanes waits: PRESENT for this module, PAST for the module `delay`
-// layers ago. Two meetings of all threads a pass: before the first thread samples, and before the next pass.
+// layers ago. Where threads outnumber lanes, a group of threads shares each lane: its members own rows of the lane's
+// matrices, keep a copy each of its residual stream, and meet within a module. Two meetings of all threads a pass: before the first thread samples, and before the next pass.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -72,12 +73,14 @@ class Decoder {
   struct alignas(64) Counter {
     std::atomic<uint64_t> value{0};
   };
-  struct Worker {  // what only one thread touches
+  struct Worker {  // what one thread touches, or one lane's group of threads
     Pages tape;
     Pages streams;          // [own lane][column][hidden]
-    Pages x, y, attended;   // [column][...]: a matrix's inputs, its outputs, attention's result
+    Pages x, y;             // [column][...]: a matrix's inputs, its outputs
+    Pages rounded;          // ... the inputs in bf16
+    Pages attended, gated;  // [column][...]: inputs of wo and w2; of the leader, for all of a lane's group
     Pages total, query, mixed, scores;
-    Pages keys, values;
+    Pages keys, values;     // of the leader, too
     std::vector<size_t> cache_offset;  // per layer, in floats
   };
 
@@ -90,6 +93,8 @@ class Decoder {
   void take_token();
   bool over() const;
   void meet(int t);
+  void meet_group(int t);
+  void meet_among(Counter* met, int t, int first, int last);
   void probe(int t);
 
   // forward.cpp: one pass
@@ -103,12 +108,13 @@ class Decoder {
   void run_lane_heads(int t, const Pass& pass);
   void run_replicated_head(int t, const Pass& pass);
   void score_positions(int t, const Pass& pass);
-  void multiply(int t, const Matrix& matrix, float* x, int x_stride, float* y, int y_stride, int columns);
+  void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void rotate(const float* from, float* to, int position, int to_stride) const;
   float* mailbox(uint64_t layer, Module module, int lane) const;
   float* stream(int t, int own, int column) const;
   const float* norm_scale(int index, int lane) const;
-  void wait_for_peers(int t, uint64_t modules) const;
+  void wait_for(int t, int first, int last, uint64_t modules) const;
+  void wait_for_peers(int t, uint64_t modules) const { wait_for(t, 0, threads(), modules); }
 
   const ModelSpec spec_;
   const DType dtype_;
@@ -129,7 +135,8 @@ class Decoder {
   uint64_t job_number_ = 0;
   int jobs_left_ = 0;
   bool closing_ = false;
-  std::unique_ptr<Counter[]> modules_done_, met_;
+  std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
+  const int spin_turns_;  // before the core is given up: none where threads outnumber the cores
   Counter pass_issued_;
 
   // the request: while it runs, only the first thread writes these, between two meetings
