@@ -12,7 +12,13 @@ from laneformer.engine.engine import MAX_THREADS, default_threads
 
 from .engine_assets import TORCH_DTYPES, engine_of, random_ids, random_model, small_config, usable_isas
 
-EIGHT_LANES = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "num_lanes": 8}
+EIGHT_LANES = {
+    "hidden_size": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_lanes": 8,
+    "vocab_size": 104,
+}
 TWO_KV_HEADS_A_LANE = {"num_lanes": 2}
 SHAPES = {
     "four_lanes": {},

@@ -13,6 +13,7 @@ from ..config import LaneformerConfig
 from . import _core
 from .checkpoint import Tensor, read_checkpoint
 from .options import GenerationOptions, checked_ids
+from .packed import PackedWeights
 from .packing import RandomTensors, core_spec, load_tensors
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Engine:
         math: str = "exact",
         eos_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
+        packed: PackedWeights | None = None,
     ):
         """Pack checked tensors (`checkpoint.expected_shapes`); ValueError for unknown options and non-finite values."""
         check_device(device)
@@ -63,17 +65,27 @@ class Engine:
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
         wanted = threads or default_threads(config.num_lanes)
         self._decoder: _core.Decoder | None = _core.Decoder(core_spec(config), self.dtype, wanted, isa, math == "bf16")
-        load_tensors(self._decoder, config, tensors)
+        load_tensors(self._decoder, config, tensors, self.dtype, packed)
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, device: str = "auto", dtype: str = "auto", threads: int | None = None, **options: Any
+        cls,
+        path: str | Path,
+        device: str = "auto",
+        dtype: str = "auto",
+        threads: int | None = None,
+        cache: bool = True,
+        **options: Any,
     ) -> Engine:
-        """Load a Hugging Face folder; `options` are `isa` and `math` of Engine. ValueError when the folder is bad."""
+        """Load a Hugging Face folder; `options` are `isa` and `math` of Engine. ValueError when the folder is bad.
+
+        `cache` keeps the packed weights in `path`/.packed (or the user's cache directory) for the next start.
+        """
         check_device(device)
         folder = Path(path)
         checkpoint = read_checkpoint(folder)
         options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder)}
+        options |= {"packed": PackedWeights(folder, checkpoint.files)} if cache else {}
         return cls(checkpoint.config, checkpoint.tensors, dtype=dtype, threads=threads, **options)
 
     @classmethod

@@ -42,7 +42,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels*
   const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
 
-  embedding_ = Pages(size_t(spec.vocab) * spec.hidden * bytes_of(dtype));
+  embedding_ = Pages(embedding_bytes());
   norms_ = floats((2 * spec.layers + 1) * (spec.shared_scale ? 1 : spec.lanes) * hidden);
   mailbox_ = floats(ring_layers_ * 2 * size_t(spec.lanes) * kMaxColumns * hidden);
   logits_ = floats(kMaxColumns * vocab);
@@ -127,6 +127,7 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
     return static_cast<const char*>(data) + size_t(lane) * rows * inputs * bytes_of(from);
   };
   std::atomic<bool> finite{true};
+  if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
   on_all_threads([&](int t) {
     const ThreadPlan& plan = plans_[t];
     const auto pack = [&](const Matrix& to, const void* source, int rows, int inputs, int first_row, int half) {
@@ -157,6 +158,7 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
 }
 
 bool Decoder::set_embedding(const void* data, DType from) {
+  if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
   return convert(data, from, size_t(spec_.vocab) * spec_.hidden, embedding_.bytes(), dtype_);
 }
 

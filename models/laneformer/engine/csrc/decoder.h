@@ -49,6 +49,13 @@ class Decoder {
   bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
   void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
 
+  // What a cache of packed weights holds: every thread's tape, then the embedding. `map_part` replaces one by memory
+  // that stays valid, and is not written, as long as the decoder lives.
+  int parts() const { return threads() + 1; }
+  size_t part_bytes(int index) const { return index < threads() ? plans_[index].tape_bytes : embedding_bytes(); }
+  char* part(int index) { return part_pages(index).bytes(); }
+  void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
+
   void start(Request request);  // throws std::runtime_error while another request runs
   // New tokens since `from`; waits until there are some or the request is over (`until_done`: only for the end).
   std::vector<int> poll(size_t from, double timeout_s, bool until_done, bool& finished);
@@ -116,6 +123,9 @@ class Decoder {
   void wait_for(int t, int first, int last, uint64_t modules) const;
   void wait_for_peers(int t, uint64_t modules) const { wait_for(t, 0, threads(), modules); }
 
+  size_t embedding_bytes() const { return size_t(spec_.vocab) * spec_.hidden * bytes_of(dtype_); }
+  Pages& part_pages(int index) { return index < threads() ? workers_[index].tape : embedding_; }
+
   const ModelSpec spec_;
   const DType dtype_;
   const Kernels* kernels_;
@@ -126,6 +136,7 @@ class Decoder {
   std::vector<Worker> workers_;
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
+  bool mapped_ = false;  // tapes or embedding are read-only
 
   // jobs are handed over under the mutex; within a request only counters are used
   std::vector<std::thread> threads_;
