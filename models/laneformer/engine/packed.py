@@ -104,7 +104,7 @@ class PackedWeights:
                 file.write(len(text).to_bytes(8, "little") + text)
                 for (at, _, _), part in zip(header["parts"], parts, strict=True):
                     file.seek(at)
-                    file.write(memoryview(part))
+                    file.write(part.data)
                 file.truncate(end)
                 file.flush()
                 os.fsync(file.fileno())

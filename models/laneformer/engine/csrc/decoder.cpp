@@ -198,6 +198,7 @@ void Decoder::start(Request request) {
 
 std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
   std::unique_lock lock(mutex_);
+  wants_tokens_ = !until_done;  // else no token wakes the caller, which would take a core from the lanes
   changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
                     [&] { return jobs_left_ == 0 || (!until_done && tokens_.size() > from); });
   finished = jobs_left_ == 0;
@@ -287,11 +288,9 @@ void Decoder::take_token() {
     timings_.first_token_s = now_s() - request_began_s_;
   else
     timings_.token_s.push_back(now_s() - pass_began_s_);
-  {
-    std::lock_guard lock(mutex_);
-    tokens_.push_back(last_token_);
-  }
-  changed_.notify_all();
+  std::lock_guard lock(mutex_);
+  tokens_.push_back(last_token_);
+  if (wants_tokens_) changed_.notify_all();
 }
 
 // The best of a few plain read loops over every thread's share of a large buffer.

@@ -145,6 +145,7 @@ class Decoder {
   std::function<void(int)> job_;
   uint64_t job_number_ = 0;
   int jobs_left_ = 0;
+  bool wants_tokens_ = false;
   bool closing_ = false;
   std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
   const int spin_turns_;  // before the core is given up: none where threads outnumber the cores

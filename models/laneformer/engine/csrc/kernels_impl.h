@@ -172,7 +172,7 @@ INLINE void store_rows(float* y, V16 v, int valid) {
 }
 
 #ifndef LANEFORMER_PREFETCH
-#define LANEFORMER_PREFETCH 2048
+#define LANEFORMER_PREFETCH 4096  // bytes ahead; about one DRAM latency at full speed
 #endif
 
 // GROUPS groups of 16 rows of one tile times COLUMNS inputs. Even and odd inputs have accumulators of their own.
