@@ -49,7 +49,7 @@ class Generate:
     """Guess so many tokens from earlier text and verify them in one pass; the output stays the same."""
     device: Device = "auto"
     threads: int | None = None
-    """Default: all cores (never more than lanes)."""
+    """Default: all cores, in equal groups where they outnumber the lanes."""
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Checkpoint:
     config: LaneformerConfig
     tensors: dict[str, Tensor]
     eos_ids: tuple[int, ...]
+    files: list[Path]  # where the tensors are mapped from
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -51,11 +52,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(f"{folder / 'config.json'}: model_type = {values.get('model_type')!r}, expected 'laneformer'")
     config = config_of(values)
     tensors: dict[str, Tensor] = {}
-    for path in weight_files(folder):
+    files = weight_files(folder)
+    for path in files:
         for name, tensor in read_safetensors(path):
             tensors[name.removeprefix("model.")] = tensor
     check_tensors(config, tensors)
-    return Checkpoint(config, tensors, eos_ids(folder, values, config))
+    return Checkpoint(config, tensors, eos_ids(folder, values, config), files)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ..config import LaneformerConfig
 from . import _core
 from .checkpoint import Tensor, read_checkpoint
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
+from .packed import PackedWeights
 from .packing import RandomTensors, core_spec, load_tensors
 from .results import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .text import StopStrings, TextStream, text_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
+MAX_THREADS = 1024
 SIGNAL_POLL_S = 0.1  # how long Ctrl-C may wait while C++ works
 MOST_SEQUENCES = 8  # of one batch
 
@@ -49,6 +51,7 @@ class Engine:
         math: str = "exact",
         eos_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
+        packed: PackedWeights | None = None,
     ):
         """Pack checked tensors (`checkpoint.expected_shapes`); ValueError for unknown options and non-finite values."""
         check_device(device)
@@ -56,8 +59,8 @@ class Engine:
             raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
         if dtype not in ("auto", *DTYPE_NAMES):
             raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *DTYPE_NAMES)}")
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-            raise ValueError(f"threads = {threads!r} must be a positive integer, or None for all cores")
+        if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
+            raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
         self.config = config
         self.dtype = tensors["lm_head.weight"].dtype if dtype == "auto" else dtype
         if math == "bf16" and self.dtype != "bf16":
@@ -66,20 +69,30 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
-        wanted = min(threads or usable_cores(), config.num_lanes)
+        wanted = threads or default_threads(config.num_lanes)
         self._request_lock = threading.Lock()  # held from a request's start until its results are read
         self._decoder: _core.Decoder | None = _core.Decoder(core_spec(config), self.dtype, wanted, isa, math == "bf16")
-        load_tensors(self._decoder, config, tensors)
+        load_tensors(self._decoder, config, tensors, self.dtype, packed)
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, device: str = "auto", dtype: str = "auto", threads: int | None = None, **options: Any
+        cls,
+        path: str | Path,
+        device: str = "auto",
+        dtype: str = "auto",
+        threads: int | None = None,
+        cache: bool = True,
+        **options: Any,
     ) -> Engine:
-        """Load a Hugging Face folder; `options` are `isa` and `math` of Engine. ValueError when the folder is bad."""
+        """Load a Hugging Face folder; `options` are `isa` and `math` of Engine. ValueError when the folder is bad.
+
+        `cache` keeps the packed weights in `path`/.packed (or the user's cache directory) for the next start.
+        """
         check_device(device)
         folder = Path(path)
         checkpoint = read_checkpoint(folder)
         options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder)}
+        options |= {"packed": PackedWeights(folder, checkpoint.files)} if cache else {}
         return cls(checkpoint.config, checkpoint.tensors, dtype=dtype, threads=threads, **options)
 
     @classmethod
@@ -182,7 +195,7 @@ class Engine:
 
     @property
     def threads(self) -> int:
-        """Threads that work: never more than lanes."""
+        """Threads that work; more than lanes share them."""
         return self._open().threads
 
     @property
@@ -309,8 +322,10 @@ def check_device(device: str) -> None:
         raise ValueError(f"device = {device!r} is unknown; choose 'auto' or 'cpu'")
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def default_threads(lanes: int) -> int:
+    """All usable cores, in equal groups where they outnumber the lanes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if cores <= lanes else cores // lanes * lanes
 
 
 def cancel_and_wait(decoder: _core.Decoder) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from ..config import Join, LaneformerConfig
 from . import _core
 from .checkpoint import MATRICES, Tensor, expected_shapes
+from .packed import LAYOUT_VERSION, PackedWeights
 
 JOIN_CODES = {Join.PRESENT: 0, Join.NO_REDUCE: 1, Join.PAST: 2}
 HEAD_CODES = {"vocab_parallel": 0, "replicate": 1, "lane": 2}
@@ -33,8 +34,17 @@ def core_spec(config: LaneformerConfig) -> dict[str, Any]:
     }
 
 
-def load_tensors(decoder: _core.Decoder, config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Hand every tensor to the packer, one at a time; ValueError names the first one with a non-finite value."""
+def load_tensors(
+    decoder: _core.Decoder,
+    config: LaneformerConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: str,
+    packed: PackedWeights | None = None,
+) -> None:
+    """Hand every tensor to the packer, one at a time; ValueError names the first one with a non-finite value.
+
+    With `packed` the matrices and the embedding come from that cache, or are written to it once they are packed.
+    """
 
     def send(name: str, setter: Any, *where: Any) -> None:
         tensor = tensors[name]
@@ -42,14 +52,20 @@ def load_tensors(decoder: _core.Decoder, config: LaneformerConfig, tensors: Mapp
             raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)")
 
     decoder.set_rope(*rope_tables(config))
-    send("tok_embeddings.weight", decoder.set_embedding)
     for i in range(config.num_hidden_layers):
         send(f"layers.{i}.attention_norm.weight", decoder.set_norm, 2 * i)
         send(f"layers.{i}.ffn_norm.weight", decoder.set_norm, 2 * i + 1)
+    send("norm.weight", decoder.set_norm, 2 * config.num_hidden_layers)
+    plan = {"layout": LAYOUT_VERSION, "dtype": dtype, "threads": decoder.threads, "config": config.to_dict()}
+    if packed is not None and packed.load(decoder, plan):
+        return
+    send("tok_embeddings.weight", decoder.set_embedding)
+    for i in range(config.num_hidden_layers):
         for matrix in MATRICES:
             send(f"layers.{i}.{matrix}.weight", decoder.set_matrix, matrix.split(".")[1], i)
-    send("norm.weight", decoder.set_norm, 2 * config.num_hidden_layers)
     send("lm_head.weight", decoder.set_matrix, "lm_head", 0)
+    if packed is not None:
+        packed.save(decoder, plan)
 
 
 def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,9 @@
 
 #include <stdexcept>
 
+#include "content_hash.h"
 #include "decoder.h"
+#include "spin.h"
 
 namespace nb = nanobind;
 using namespace laneformer;
@@ -135,6 +137,17 @@ class PyDecoder {
     has_rope_ = true;
   }
 
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> part(nb::handle self, int index) {
+    expect_part(index);
+    return {reinterpret_cast<uint8_t*>(decoder_.part(index)), {decoder_.part_bytes(index)}, self};
+  }
+  void map_part(int index, Bytes data) {
+    expect_part(index);
+    expect_values(data, DType::bf16, decoder_.part_bytes(index) / 2, "part");
+    decoder_.map_part(index, data.data());
+  }
+  int parts() const { return decoder_.parts(); }
+
   void start(nb::dict request) { submit(generation_from(request)); }
   void start_scoring(std::vector<int> ids, int score_from, int top_logprobs, bool reuse_prefix, bool keep_logits) {
     Request request;
@@ -181,6 +194,9 @@ class PyDecoder {
   size_t weight_bytes() const { return decoder_.weight_bytes(); }
 
  private:
+  void expect_part(int index) const {
+    if (index < 0 || index >= decoder_.parts()) throw std::invalid_argument("no part " + std::to_string(index));
+  }
   void submit(Request request) {
     if (!has_rope_) throw std::invalid_argument("the weights are not loaded yet");
     if (request.prompts.empty() || request.prompts.size() > kMaxSequences || request.max_new_tokens < 0)
@@ -219,6 +235,11 @@ void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::st
   fill_random(out.data(), to, out.nbytes() / bytes_of(to), key, deviation);
 }
 
+std::string hash_of(Bytes data) {
+  nb::gil_scoped_release release;
+  return content_hash(data.data(), data.nbytes(), usable_cpus());
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -230,6 +251,9 @@ NB_MODULE(_core, m) {
       .def("set_embedding", &PyDecoder::set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &PyDecoder::set_norm, "index"_a, "data"_a, "dtype"_a)
       .def("set_rope", &PyDecoder::set_rope, "cosine"_a, "sine"_a)
+      .def("part", [](nb::handle self, int index) { return nb::cast<PyDecoder&>(self).part(self, index); }, "index"_a)
+      .def("map_part", &PyDecoder::map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
+      .def_prop_ro("parts", &PyDecoder::parts)
       .def("start", &PyDecoder::start, "request"_a)
       .def("start_scoring", &PyDecoder::start_scoring, "ids"_a, "score_from"_a, "top_logprobs"_a, "reuse_prefix"_a,
            "keep_logits"_a)
@@ -246,5 +270,6 @@ NB_MODULE(_core, m) {
       .def_prop_ro("threads", &PyDecoder::threads)
       .def_prop_ro("weight_bytes", &PyDecoder::weight_bytes);
   m.def("sample", &sample, "logits"_a, "options"_a, "prompt"_a, "output"_a, "index"_a);
+  m.def("content_hash", &hash_of, "data"_a);
   m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);
 }

@@ -29,16 +29,18 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels*
       bf16_math_(bf16_math),
       delay_(broadcast_delay(spec)),
       ring_layers_(2 * delay_ + 2),
-      plans_(plan_tapes(spec, std::min(threads, spec.lanes), dtype)),
+      plans_(plan_tapes(spec, threads, dtype)),
       workers_(plans_.size()),
       modules_done_(new Counter[plans_.size()]),
-      met_(new Counter[plans_.size()]) {
+      met_(new Counter[plans_.size()]),
+      group_met_(new Counter[plans_.size()]),
+      spin_turns_(threads <= usable_cpus() ? 1000 : 0) {
   const size_t hidden = spec.padded_hidden(), vocab = round_up(spec.vocab, 16);
   const size_t widest_in = std::max(hidden, round_up(spec.ff_rows(), 32));
   const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
 
-  embedding_ = Pages(size_t(spec.vocab) * spec.hidden * bytes_of(dtype));
+  embedding_ = Pages(embedding_bytes());
   norms_ = floats((2 * spec.layers + 1) * (spec.shared_scale ? 1 : spec.lanes) * hidden);
   mailbox_ = floats(ring_layers_ * 2 * size_t(spec.lanes) * kMaxColumns * hidden);
   logits_ = floats(kMaxColumns * vocab);
@@ -47,13 +49,17 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels*
   for (size_t t = 0; t < plans_.size(); ++t) {
     Worker& w = workers_[t];
     const size_t own = plans_[t].last_lane - plans_[t].first_lane, heads = own * (spec.kv_heads / spec.lanes);
+    const bool leads = plans_[t].leader == static_cast<int>(t);  // what a lane's group shares lies with its leader
     w.tape = Pages(plans_[t].tape_bytes, true);
     w.streams = floats(own * kMaxColumns * hidden);
     w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
-    w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32)), w.total = floats(kMaxColumns * hidden);
+    if (bf16_math) w.rounded = floats(kMaxColumns * widest_in);
+    if (leads) w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32));
+    if (leads) w.gated = floats(kMaxColumns * round_up(spec.ff_rows(), 32));
+    w.total = floats(kMaxColumns * hidden);
     w.query = floats(spec.query_heads * spec.padded_head_dim());
     w.mixed = floats(spec.query_heads * spec.padded_head_dim());
-    w.scores = floats(round_up(spec.context, 16) + 32);
+    w.scores = floats(kScoreRows * (round_up(spec.context, 16) + 32));
     for (int layer = 0; layer < spec.layers; ++layer) {
       w.cache_offset.push_back(w.cache_floats);
       w.cache_floats += heads * spec.cache_slots(layer) * spec.padded_head_dim();
@@ -116,6 +122,7 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
     return static_cast<const char*>(data) + size_t(lane) * rows * inputs * bytes_of(from);
   };
   std::atomic<bool> finite{true};
+  if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
   on_all_threads([&](int t) {
     const ThreadPlan& plan = plans_[t];
     const auto pack = [&](const Matrix& to, const void* source, int rows, int inputs, int first_row, int half) {
@@ -123,14 +130,13 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
         finite = false;
     };
     if (part == "lm_head" && spec_.head == Head::replicate)
-      return pack(plan.head[0], lane_data(plan.head_first_row, 1, spec_.hidden), plan.head[0].rows, spec_.hidden, 0,
-                  -1);
+      return pack(plan.head[0], data, spec_.vocab, spec_.hidden, 0, -1);
     const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
       const int own = lane - plan.first_lane;
       if (part == "lm_head") {
         const Matrix& head = plan.head[own];
-        pack(head, lane_data(lane, head.rows, head.inputs), head.rows, head.inputs, 0, -1);
+        pack(head, lane_data(lane, spec_.head_rows(), head.inputs), spec_.head_rows(), head.inputs, 0, -1);
         continue;
       }
       const LaneLayer& matrices = plan.layers[layer][own];
@@ -147,6 +153,7 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
 }
 
 bool Decoder::set_embedding(const void* data, DType from) {
+  if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
   return convert(data, from, size_t(spec_.vocab) * spec_.hidden, embedding_.bytes(), dtype_);
 }
 
@@ -182,7 +189,7 @@ void Decoder::serve(int t) {
       pass_ = next_pass();
       pass_issued_.value.store(seen, std::memory_order_release);
     } else {
-      spin_until([&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; });
+      spin_until(spin_turns_, [&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; });
     }
     const Pass pass = pass_;
     if (pass.step == Step::end) return;
@@ -197,11 +204,19 @@ void Decoder::serve(int t) {
 }
 
 // Everybody waits for everybody.
-void Decoder::meet(int t) {
-  const uint64_t number = met_[t].value.load(std::memory_order_relaxed) + 1;
-  met_[t].value.store(number, std::memory_order_release);
-  for (size_t peer = 0; peer < plans_.size(); ++peer)
-    spin_until([&] { return met_[peer].value.load(std::memory_order_acquire) >= number; });
+void Decoder::meet(int t) { meet_among(met_.get(), t, 0, threads()); }
+
+// The threads that share a lane wait for each other; nothing to do where a lane has one thread.
+void Decoder::meet_group(int t) {
+  const ThreadPlan& plan = plans_[t];
+  if (plan.members > 1) meet_among(group_met_.get(), t, plan.leader, plan.leader + plan.members);
+}
+
+void Decoder::meet_among(Counter* met, int t, int first, int last) {
+  const uint64_t number = met[t].value.load(std::memory_order_relaxed) + 1;
+  met[t].value.store(number, std::memory_order_release);
+  for (int peer = first; peer < last; ++peer)
+    spin_until(spin_turns_, [&] { return met[peer].value.load(std::memory_order_acquire) >= number; });
 }
 
 // The best of a few plain read loops over every thread's share of a large buffer.

@@ -4,8 +4,10 @@
 // one new token of each sequence of a batch, or a new token and guesses at what follows it. A thread runs its lanes'
 // modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its own
 // `modules_done`. Only a join that needs other lanes waits: PRESENT for this module, PAST for the module `delay` layers
-// ago. Two meetings of all threads a pass: before the first thread samples, and before the next pass. No column's
-// result depends on which other columns it shares the pass with, not in a single bit.
+// ago. Where threads outnumber lanes, a group of threads shares each lane: its members own rows of the lane's matrices,
+// keep a copy each of its residual stream, and meet within a module. Two meetings of all threads a pass: before the
+// first thread samples, and before the next pass. No column's result depends on which other columns it shares the pass
+// with, not in a single bit.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -65,6 +67,13 @@ class Decoder {
   bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
   void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
 
+  // What a cache of packed weights holds: every thread's tape, then the embedding. `map_part` replaces one by memory
+  // that stays valid, and is not written, as long as the decoder lives.
+  int parts() const { return threads() + 1; }
+  size_t part_bytes(int index) const { return index < threads() ? plans_[index].tape_bytes : embedding_bytes(); }
+  char* part(int index) { return part_pages(index).bytes(); }
+  void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
+
   void start(Request request);  // throws std::runtime_error while another request runs
   // New tokens of the first sequence since `from`; waits until there are some or the request is over (`until_done`:
   // only for the end).
@@ -99,12 +108,14 @@ class Decoder {
   struct KvCache {
     Pages keys, values;
   };
-  struct Worker {  // what only one thread touches
+  struct Worker {  // what one thread touches, or one lane's group of threads
     Pages tape;
     Pages streams;          // [own lane][column][hidden]
-    Pages x, y, attended;   // [column][...]: a matrix's inputs, its outputs, attention's result
+    Pages x, y;             // [column][...]: a matrix's inputs, its outputs
+    Pages rounded;          // ... the inputs in bf16
+    Pages attended, gated;  // [column][...]: inputs of wo and w2; of the leader, for all of a lane's group
     Pages total, query, mixed, scores;
-    std::vector<KvCache> caches;       // per sequence
+    std::vector<KvCache> caches;  // per sequence; of the leader, too
     std::vector<size_t> cache_offset;  // per layer, in floats
     size_t cache_floats = 0;
   };
@@ -115,6 +126,8 @@ class Decoder {
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
   void meet(int t);
+  void meet_group(int t);
+  void meet_among(Counter* met, int t, int first, int last);
   void probe(int t);
 
   // requests.cpp: what a pass holds, and what its logits lead to
@@ -138,12 +151,16 @@ class Decoder {
   void run_head(int t, const Pass& pass);
   void run_lane_heads(int t, const Pass& pass);
   void run_replicated_head(int t, const Pass& pass);
-  void multiply(int t, const Matrix& matrix, float* x, int x_stride, float* y, int y_stride, int columns);
+  void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void rotate(const float* from, float* to, int position, int to_stride) const;
   float* mailbox(uint64_t layer, Module module, int lane) const;
   float* stream(int t, int own, int column) const;
   const float* norm_scale(int index, int lane) const;
-  void wait_for_peers(int t, uint64_t modules) const;
+  void wait_for(int t, int first, int last, uint64_t modules) const;
+  void wait_for_peers(int t, uint64_t modules) const { wait_for(t, 0, threads(), modules); }
+
+  size_t embedding_bytes() const { return size_t(spec_.vocab) * spec_.hidden * bytes_of(dtype_); }
+  Pages& part_pages(int index) { return index < threads() ? workers_[index].tape : embedding_; }
 
   const ModelSpec spec_;
   const DType dtype_;
@@ -155,6 +172,7 @@ class Decoder {
   std::vector<Worker> workers_;
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
+  bool mapped_ = false;  // tapes or embedding are read-only
 
   // jobs are handed over under the mutex; within a request only counters are used
   std::vector<std::thread> threads_;
@@ -163,8 +181,10 @@ class Decoder {
   std::function<void(int)> job_;
   uint64_t job_number_ = 0;
   int jobs_left_ = 0;
+  bool wants_tokens_ = false;
   bool closing_ = false;
-  std::unique_ptr<Counter[]> modules_done_, met_;
+  std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
+  const int spin_turns_;  // before the core is given up: none where threads outnumber the cores
   Counter pass_issued_;
 
   // the request: while it runs, only the first thread writes these, between two meetings

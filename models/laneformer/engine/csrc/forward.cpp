@@ -24,21 +24,26 @@ const float* Decoder::norm_scale(int index, int lane) const {
   return norms_.floats() + row * spec_.padded_hidden();
 }
 
-void Decoder::wait_for_peers(int t, uint64_t modules) const {
-  for (int peer = 0; peer < threads(); ++peer)
-    if (peer != t) spin_until([&] { return modules_done_[peer].value.load(std::memory_order_acquire) >= modules; });
+void Decoder::wait_for(int t, int first, int last, uint64_t modules) const {
+  for (int peer = first; peer < last; ++peer)
+    if (peer != t)
+      spin_until(spin_turns_, [&] { return modules_done_[peer].value.load(std::memory_order_acquire) >= modules; });
 }
 
-void Decoder::multiply(int t, const Matrix& matrix, float* x, int x_stride, float* y, int y_stride, int columns) {
+// y[c][matrix.first_row ...] of all columns, from this thread's tape.
+void Decoder::multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns) {
   const void* tiles = workers_[t].tape.bytes() + matrix.offset;
   Matmul matmul = kernels_->matmul[static_cast<int>(dtype_)];
   if (bf16_math_) {
     const bool pairs = kernels_->matmul_bf16_pairs != nullptr;
+    float* rounded = workers_[t].rounded.floats();
     for (int c = 0; c < columns; ++c)
-      (pairs ? kernels_->to_bf16_pairs : kernels_->round_to_bf16)(x + size_t(c) * x_stride, 2 * matrix.k_pairs());
+      (pairs ? kernels_->to_bf16_pairs : kernels_->round_to_bf16)(x + size_t(c) * x_stride, 2 * matrix.k_pairs(),
+                                                                  rounded + size_t(c) * x_stride);
     if (pairs) matmul = kernels_->matmul_bf16_pairs;
+    x = rounded;
   }
-  matmul(tiles, matrix.rows, matrix.k_pairs(), x, x_stride, y, y_stride, columns);
+  matmul(tiles, matrix.rows, matrix.k_pairs(), x, x_stride, y + matrix.first_row, y_stride, columns);
 }
 
 void Decoder::run_layers(int t, const Pass& pass) {
@@ -91,27 +96,29 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
   }
 }
 
-// One lane's query heads at one position against its cache: query (q_rows,) -> out (q_rows,).
+// One lane's query heads at one position against its cache: query (q_rows,) -> out (q_rows,); a thread of a group
+// takes its share of the heads.
 void Decoder::attend_position(int t, int layer, int own, const float* query, Column at, float* out) {
-  Worker& w = workers_[t];
-  const KvCache& cache = w.caches[at.cache];
+  Worker &w = workers_[t], &shared = workers_[plans_[t].leader];
+  const KvCache& cache = shared.caches[at.cache];
   const int position = at.position;
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), slots = spec_.cache_slots(layer);
-  const int heads = spec_.kv_heads / spec_.lanes, group = spec_.query_heads / spec_.kv_heads;
-  const int window = spec_.window[layer];
+  const int kv_heads = spec_.kv_heads / spec_.lanes, group = spec_.query_heads / spec_.kv_heads;
+  const int member = t - plans_[t].leader, members = plans_[t].members, window = spec_.window[layer];
+  const int end = kv_heads * group * (member + 1) / members;
   const int first = window ? std::max(0, position - window + 1) : 0;
-  for (int head = 0; head < heads; ++head) {
-    const size_t base = w.cache_offset[layer] + size_t(own * heads + head) * slots * dim;
-    for (int q = 0; q < group; ++q) rotate(query + (head * group + q) * d, w.query.floats() + q * dim, position, 1);
+  for (int head = kv_heads * group * member / members, count; head < end; head += count) {
+    count = std::min(end, (head / group + 1) * group) - head;  // those that share a KV head
+    const size_t base = shared.cache_offset[layer] + size_t(own * kv_heads + head / group) * slots * dim;
+    for (int q = 0; q < count; ++q) rotate(query + (head + q) * d, w.query.floats() + q * dim, position, 1);
     kernels_->attend({w.query.floats(), cache.keys.floats() + base, cache.values.floats() + base, w.scores.floats(),
-                      w.mixed.floats(), group, dim, slots, first, position, 1.0f / std::sqrt(static_cast<float>(d))});
-    for (int q = 0; q < group; ++q)
-      std::memcpy(out + (head * group + q) * d, w.mixed.floats() + q * dim, d * sizeof(float));
+                      w.mixed.floats(), count, dim, slots, first, position, 1.0f / std::sqrt(static_cast<float>(d))});
+    for (int q = 0; q < count; ++q) std::memcpy(out + (head + q) * d, w.mixed.floats() + q * dim, d * sizeof(float));
   }
 }
 
 void Decoder::attention(int t, int layer, int own, const Pass& pass, float* partial) {
-  Worker& w = workers_[t];
+  Worker &w = workers_[t], &shared = workers_[plans_[t].leader];
   const LaneLayer& matrices = plans_[t].layers[layer][own];
   const int hidden = spec_.padded_hidden(), lane = plans_[t].first_lane + own;
   const int qkv_stride = static_cast<int>(round_up(spec_.qkv_rows(), 32));
@@ -119,29 +126,34 @@ void Decoder::attention(int t, int layer, int own, const Pass& pass, float* part
   for (int c = 0; c < pass.columns; ++c)
     kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer, lane), spec_.norm_eps, spec_.hidden, hidden,
                        w.x.floats() + size_t(c) * hidden);
-  multiply(t, matrices.qkv, w.x.floats(), hidden, w.y.floats(), qkv_stride, pass.columns);
-  for (int c = 0; c < pass.columns; ++c) {
-    const float* key = w.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
+  multiply(t, matrices.qkv, w.x.floats(), hidden, shared.y.floats(), qkv_stride, pass.columns);
+  meet_group(t);
+  for (int c = 0; t == plans_[t].leader && c < pass.columns; ++c) {
+    const float* key = shared.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
     cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.column[c]);
   }
+  meet_group(t);
   for (int c = 0; c < pass.columns; ++c)
-    attend_position(t, layer, own, w.y.floats() + size_t(c) * qkv_stride, pass.column[c],
-                    w.attended.floats() + size_t(c) * out_stride);
-  multiply(t, matrices.wo, w.attended.floats(), out_stride, partial, hidden, pass.columns);
+    attend_position(t, layer, own, shared.y.floats() + size_t(c) * qkv_stride, pass.column[c],
+                    shared.attended.floats() + size_t(c) * out_stride);
+  meet_group(t);
+  multiply(t, matrices.wo, shared.attended.floats(), out_stride, partial, hidden, pass.columns);
 }
 
 void Decoder::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
-  Worker& w = workers_[t];
+  Worker &w = workers_[t], &shared = workers_[plans_[t].leader];
   const LaneLayer& matrices = plans_[t].layers[layer][own];
   const int hidden = spec_.padded_hidden(), lane = plans_[t].first_lane + own, wide = spec_.gate_up_rows();
-  const int ff_stride = static_cast<int>(round_up(spec_.ff_rows(), 32));
+  const int ff_stride = static_cast<int>(round_up(spec_.ff_rows(), 32)), first = matrices.gate_up.first_row;
   for (int c = 0; c < pass.columns; ++c)
     kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer + 1, lane), spec_.norm_eps, spec_.hidden, hidden,
                        w.x.floats() + size_t(c) * hidden);
   multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
   for (int c = 0; c < pass.columns; ++c)
-    kernels_->silu_gate(w.y.floats() + size_t(c) * wide, wide / kTileRows, w.x.floats() + size_t(c) * ff_stride);
-  multiply(t, matrices.w2, w.x.floats(), ff_stride, partial, hidden, pass.columns);
+    kernels_->silu_gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(),
+                        shared.gated.floats() + size_t(c) * ff_stride + first / 2);
+  meet_group(t);
+  multiply(t, matrices.w2, shared.gated.floats(), ff_stride, partial, hidden, pass.columns);
 }
 
 // The update table of config.Join for the own lanes; sums over lanes are always in lane order.
@@ -153,6 +165,7 @@ void Decoder::join(int t, int layer, Module module, const Pass& pass) {
   const int n = pass.columns * spec_.padded_hidden();
   const uint64_t from = how == Join::present ? global : global - (delayed ? delay_ : 0);
   float* total = workers_[t].total.floats();
+  wait_for(t, plan.leader, plan.leader + plan.members, 2 * global + module + 1);  // the rest of the own lane's rows
   if (how == Join::present || delayed) {
     wait_for_peers(t, 2 * from + module + 1);
     const size_t stride = size_t{kMaxColumns} * spec_.padded_hidden();
@@ -197,7 +210,7 @@ void Decoder::run_lane_heads(int t, const Pass& pass) {
                          hidden, x);
       if (spec_.head == Head::lane) std::memmove(x, x + lane * slice, slice * sizeof(float));  // its slice of hidden
     }
-    float* out = spec_.head == Head::vocab_parallel ? logits_.floats() + size_t(lane) * plan.head[own].rows
+    float* out = spec_.head == Head::vocab_parallel ? logits_.floats() + size_t(lane) * spec_.head_rows()
                                                     : lane_logits_.floats() + lane * kMaxColumns * vocab;
     multiply(t, plan.head[own], w.x.floats(), hidden, out, static_cast<int>(vocab), pass.head_columns);
   }
@@ -220,7 +233,7 @@ void Decoder::run_replicated_head(int t, const Pass& pass) {
   const auto norm = [&](const float* from, int lane, float* to) {
     kernels_->rms_norm(from, norm_scale(last_norm, lane), spec_.norm_eps, spec_.hidden, hidden, to);
   };
-  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
+  for (int lane = plan.first_lane; t == plan.leader && lane < plan.last_lane; ++lane)
     for (int c = 0; c < pass.head_columns; ++c) {
       const float* h = stream(t, lane - plan.first_lane, pass.head[c]);
       float* shared = final_streams_.floats() + lane * lane_stride + size_t(c) * hidden;
@@ -243,7 +256,7 @@ void Decoder::run_replicated_head(int t, const Pass& pass) {
       kernels_->add_scaled(x, normed, 1.0f / static_cast<float>(scales), hidden);
     }
   }
-  multiply(t, plan.head[0], w.x.floats(), hidden, logits_.floats() + plan.head_first_row,
+  multiply(t, plan.head[0], w.x.floats(), hidden, logits_.floats(),
            static_cast<int>(round_up(spec_.vocab, 16)), pass.head_columns);
 }
 

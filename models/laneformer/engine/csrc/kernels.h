@@ -14,6 +14,7 @@ namespace laneformer {
 
 enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2 };
 constexpr int kGroupRows = 16, kTileRows = 32, kMaxColumns = 32;
+constexpr int kScoreRows = 2;  // query heads that share one pass over the keys and values
 
 static inline int bytes_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
 static inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -28,7 +29,7 @@ struct AttendArgs {
   const float* query;  // [heads][dim], rotated; dim is padded to 16 with zeros
   const float* keys;
   const float* values;
-  float* scores;  // scratch, 16 * (tiles between first and last)
+  float* scores;  // scratch, kScoreRows rows of 16 * (tiles between first and last)
   float* out;     // [heads][dim]
   int heads, dim, slots;
   int first, last;  // positions, both included
@@ -48,8 +49,8 @@ struct Kernels {
   void (*add_past)(float* h, const float* p, const float* total, const float* own, int n);  // h + p + (total - own)
   void (*sum_rows)(const float* rows, size_t stride, int count, float* out, int n);  // in row order
   double (*log_sum_exp)(const float* x, int n);
-  void (*round_to_bf16)(float* x, int n);  // in place, fp32 values with 8 bits of mantissa
-  void (*to_bf16_pairs)(float* x, int n);  // in place, to n / 2 packed pairs
+  void (*round_to_bf16)(const float* x, int n, float* out);  // fp32 values with 8 bits of mantissa
+  void (*to_bf16_pairs)(const float* x, int n, float* out);  // n / 2 packed pairs
   uint64_t (*read)(const void* bytes, size_t size, int variant);  // the bandwidth probe; size a multiple of 1024
 };
 constexpr int kReadVariants = 3;

@@ -23,6 +23,11 @@ class Pages {
     if (huge) madvise(start_, size, MADV_HUGEPAGE);  // a hint: without huge pages everything still works
 #endif
   }
+  static Pages borrowed(const void* data) {  // somebody else's memory, to be read only
+    Pages pages;
+    pages.start_ = static_cast<char*>(const_cast<void*>(data));
+    return pages;
+  }
   Pages(Pages&& other) noexcept { swap(other); }
   Pages& operator=(Pages&& other) noexcept {
     swap(other);

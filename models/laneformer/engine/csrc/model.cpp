@@ -1,6 +1,7 @@
 // Packing: the layout of the tapes, conversions between the three weight types, and random weights for benchmarks.
 #include "model.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -78,8 +79,10 @@ bool pack_rows_as(const PackJob& job, const Matrix& matrix, char* tape) {
   bool finite = true;
   for (int r = 0; r < job.rows; ++r) {
     const auto* in = source + size_t(r) * job.inputs;
-    const int row =
+    const int whole =
         job.interleave_half < 0 ? job.first_row + r : r / 16 * kTileRows + 16 * job.interleave_half + r % 16;
+    const int row = whole - matrix.first_row;
+    if (row < 0 || row >= matrix.rows) continue;
     const int in_group = row % 16;
     auto* group = reinterpret_cast<Out*>(tape + matrix.offset + row / kTileRows * tile_bytes(pairs, To)) +
                   row % kTileRows / 16 * 32;
@@ -115,6 +118,20 @@ uint64_t mix_bits(uint64_t x) {  // splitmix64's finaliser
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
   return x ^ (x >> 31);
+}
+
+// Whole lanes while there are enough of them, as evenly as their number allows; else each lane gets a group of threads.
+void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
+  plan.first_lane = lanes * t / threads;
+  plan.leader = t;
+  if (threads <= lanes) {
+    plan.last_lane = lanes * (t + 1) / threads;
+    return;
+  }
+  const auto first_of = [&](int lane) { return (lane * threads + lanes - 1) / lanes; };
+  plan.last_lane = plan.first_lane + 1;
+  plan.leader = first_of(plan.first_lane);
+  plan.members = first_of(plan.last_lane) - plan.leader;
 }
 
 }  // namespace
@@ -156,34 +173,34 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
   std::vector<ThreadPlan> plans(threads);
   for (int t = 0; t < threads; ++t) {
     ThreadPlan& plan = plans[t];
-    plan.first_lane = spec.lanes * t / threads;
-    plan.last_lane = spec.lanes * (t + 1) / threads;
-    const int own = plan.last_lane - plan.first_lane;
-    const auto place = [&](Matrix& matrix, int rows, int inputs) {
-      matrix = {rows, inputs, plan.tape_bytes};
+    share_lanes(spec.lanes, threads, t, plan);
+    const int own = plan.last_lane - plan.first_lane, member = t - plan.leader;
+    const auto place = [&](Matrix& matrix, int rows, int inputs, int part, int parts) {
+      const int tiles = (rows + kTileRows - 1) / kTileRows;
+      const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
+      matrix = {std::min(end, rows) - std::min(first, rows), inputs, plan.tape_bytes, first};
       plan.tape_bytes += matrix.bytes(dtype);
+    };
+    const auto place_own = [&](Matrix& matrix, int rows, int inputs) {
+      place(matrix, rows, inputs, member, plan.members);
     };
     plan.layers.assign(spec.layers, std::vector<LaneLayer>(own));
     for (auto& layer : plan.layers) {
       for (auto& lane : layer) {
-        place(lane.qkv, spec.qkv_rows(), spec.hidden);
-        place(lane.wo, spec.hidden, spec.q_rows());
+        place_own(lane.qkv, spec.qkv_rows(), spec.hidden);
+        place_own(lane.wo, spec.hidden, spec.q_rows());
       }
       for (auto& lane : layer) {
-        place(lane.gate_up, spec.gate_up_rows(), spec.hidden);
-        place(lane.w2, spec.hidden, spec.ff_rows());
+        place_own(lane.gate_up, spec.gate_up_rows(), spec.hidden);
+        place_own(lane.w2, spec.hidden, spec.ff_rows());
       }
     }
-    if (spec.head == Head::replicate) {
-      plan.head_first_row = static_cast<int>(int64_t{spec.vocab} * t / threads);
-      const int end = static_cast<int>(int64_t{spec.vocab} * (t + 1) / threads);
-      plan.head.resize(1);
-      place(plan.head[0], end - plan.head_first_row, spec.hidden);
-    } else {
-      plan.head.resize(own);
-      const bool sliced = spec.head == Head::vocab_parallel;
-      for (auto& head : plan.head)
-        place(head, sliced ? spec.vocab / spec.lanes : spec.vocab, sliced ? spec.hidden : spec.q_rows());
+    plan.head.resize(spec.head == Head::replicate ? 1 : own);
+    for (auto& head : plan.head) {
+      if (spec.head == Head::replicate)
+        place(head, spec.vocab, spec.hidden, t, threads);
+      else
+        place_own(head, spec.head_rows(), spec.head == Head::lane ? spec.q_rows() : spec.hidden);
     }
   }
   return plans;

@@ -29,6 +29,7 @@ struct ModelSpec {
   int q_rows() const { return hidden / lanes; }
   int kv_rows() const { return kv_heads / lanes * head_dim(); }
   int qkv_rows() const { return q_rows() + 2 * kv_rows(); }
+  int head_rows() const { return head == Head::vocab_parallel ? vocab / lanes : vocab; }  // of a lane's, or the one
   int ff_rows() const { return intermediate / lanes; }
   int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
   int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }
@@ -40,10 +41,12 @@ struct ModelSpec {
   }
 };
 
-// One packed matrix: rows x inputs at `offset` bytes of its thread's tape.
+// One packed matrix, or the rows of it from `first_row` that one member of a lane's group owns, at `offset` bytes of
+// its thread's tape.
 struct Matrix {
   int rows = 0, inputs = 0;
   size_t offset = 0;
+  int first_row = 0;
   int k_pairs() const { return (inputs + 1) / 2; }
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   size_t bytes(DType dtype) const { return tiles() * tile_bytes(k_pairs(), dtype); }
@@ -55,19 +58,20 @@ struct LaneLayer {
 
 // The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order:
 // layer by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2); the head.
+// More threads than lanes share a lane: `members` consecutive threads from `leader` own some tiles of each matrix.
 struct ThreadPlan {
   int first_lane = 0, last_lane = 0;
+  int leader = 0, members = 1;
   std::vector<std::vector<LaneLayer>> layers;  // [layer][own lane]
   std::vector<Matrix> head;                    // one per own lane; for `replicate` one row range
-  int head_first_row = 0;                      // `replicate`: first row of the range
   size_t tape_bytes = 0;
 };
 
 std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype);
 
 // A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row + r; with
-// `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Returns false when a
-// value is not finite in the target type.
+// `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Rows that the matrix
+// does not own are left to their owner. Returns false when a value is not finite in the target type.
 struct PackJob {
   const void* source;
   DType from;

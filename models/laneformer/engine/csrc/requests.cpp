@@ -64,7 +64,7 @@ int Decoder::take_cache(const std::vector<int>& prompt, int most) {
   }
   if (best < 0) {
     for (auto& w : workers_)
-      w.caches.push_back({Pages(w.cache_floats * sizeof(float)), Pages(w.cache_floats * sizeof(float))});
+      w.caches.push_back({Pages(w.cache_floats * sizeof(float), true), Pages(w.cache_floats * sizeof(float), true)});
     best = static_cast<int>(contents_.size());
     contents_.emplace_back();
   }
@@ -74,6 +74,7 @@ int Decoder::take_cache(const std::vector<int>& prompt, int most) {
 
 std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
   std::unique_lock lock(mutex_);
+  wants_tokens_ = !until_done;  // else no token wakes the caller, which would take a core from the lanes
   const auto ready = [&] {
     return jobs_left_ == 0 || (!until_done && static_cast<size_t>(sequences_[0].new_tokens()) > from);
   };
@@ -182,9 +183,9 @@ void Decoder::take_token(Sequence& s, const float* logits) {
   {
     std::lock_guard lock(mutex_);
     s.ids.push_back(token);
+    if (wants_tokens_) changed_.notify_all();
   }
   s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
-  changed_.notify_all();
 }
 
 // Log-probabilities of the ids that follow the pass's positions, shared out over the threads.

@@ -1,6 +1,10 @@
 // Waiting for another thread: first spin, as the answer is usually less than a microsecond away; then give the core up,
-// as on a shared machine the other thread may need it.
+// as on a shared machine the other thread may need it. With more threads than cores it always does.
 #pragma once
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #include <thread>
 
 namespace laneformer {
@@ -13,10 +17,18 @@ inline void pause_briefly() {
 #endif
 }
 
+inline int usable_cpus() {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+#endif
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
 template <class Ready>
-void spin_until(const Ready& ready) {
+void spin_until(int most_turns, const Ready& ready) {
   for (int turns = 0; !ready(); ++turns) {
-    if (turns < 1000)
+    if (turns < most_turns)
       pause_briefly();
     else
       std::this_thread::yield();

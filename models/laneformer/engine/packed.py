@@ -1,0 +1,126 @@
+"""Packed weights kept beside the model: the next start maps them instead of packing again.
+
+A file holds one thread plan's tapes and the embedding, each at a multiple of 2 MiB so that the kernel can map it with
+huge pages. Its name is a hash of the layout, dtype and thread plan; its header holds hashes of the safetensors that it
+was made from and of every part, all of which are checked before use. Anything that does not fit is packed anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import _core
+
+LAYOUT_VERSION = 1  # of tiles, tapes and this file; raise it when any of them changes
+FOLDER = ".packed"
+ALIGNMENT = 2 << 20
+log = logging.getLogger(__name__)
+
+
+class PackedWeights:
+    """The cache of one model folder for one plan: `load` into a decoder, or `save` what it has packed."""
+
+    def __init__(self, folder: Path, files: list[Path]):
+        self.folder, self.files = folder.resolve(), files
+        self._content: str | None = None
+
+    def load(self, decoder: _core.Decoder, plan: dict[str, Any]) -> bool:
+        """Map the tapes of a valid file into the decoder; False where there is none."""
+        for directory in self._directories():
+            path = directory / file_name(plan)
+            if path.is_file() and self._load(decoder, plan, path):
+                return True
+        return False
+
+    def save(self, decoder: _core.Decoder, plan: dict[str, Any]) -> None:
+        """Write the decoder's tapes into the first directory that takes them; nothing half-written stays behind."""
+        for directory in self._directories():
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._save(decoder, plan, directory / file_name(plan))
+                return
+            except OSError as error:
+                log.info("packed weights cannot be kept in %s: %s", directory, error)
+
+    def _directories(self) -> list[Path]:
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return [self.folder / FOLDER, user / "laneformer" / hashlib.sha256(str(self.folder).encode()).hexdigest()[:16]]
+
+    def _load(self, decoder: _core.Decoder, plan: dict[str, Any], path: Path) -> bool:
+        try:
+            data, header = read_header(path)
+            if header["plan"] != plan or not self._is_source_of(header):
+                return False
+            parts = [data[at : at + size] for at, size, _ in header["parts"]]
+            sizes = [len(decoder.part(i)) for i in range(decoder.parts)]
+            intact = [_core.content_hash(part) for part in parts] == [digest for _, _, digest in header["parts"]]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.info("%s is damaged and will be replaced: %r", path, error)
+            return False
+        if not intact or [len(part) for part in parts] != sizes:
+            log.info("%s is damaged and will be replaced", path)
+            return False
+        for i, part in enumerate(parts):
+            decoder.map_part(i, part)
+        return True
+
+    def _is_source_of(self, header: dict[str, Any]) -> bool:
+        """Untouched files (their inodes' change time cannot be set by hand) need not be read; others are compared."""
+        return header.get("stamps") == self._stamps() or header.get("content") == self._source_hash()
+
+    def _stamps(self) -> list[list[int]]:
+        stats = [path.stat() for path in self.files]
+        return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in stats]
+
+    def _source_hash(self) -> str:
+        if self._content is None:
+            hashes = [_core.content_hash(np.memmap(path, np.uint8, "r")) for path in self.files]
+            self._content = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+        return self._content
+
+    def _save(self, decoder: _core.Decoder, plan: dict[str, Any], path: Path) -> None:
+        parts = [decoder.part(i) for i in range(decoder.parts)]
+        header: dict[str, Any] = {"plan": plan, "stamps": self._stamps(), "content": self._source_hash(), "parts": []}
+        end = ALIGNMENT
+        for part in parts:
+            header["parts"].append([end, len(part), _core.content_hash(part)])
+            end += -(-len(part) // ALIGNMENT) * ALIGNMENT
+        if shutil.disk_usage(path.parent).free < 2 * end:
+            raise OSError(f"{end / 1e9:.1f} GB would fill more than half of the free space")
+        text = json.dumps(header).encode()
+        assert len(text) + 8 <= ALIGNMENT, "the header outgrew its place"
+        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            with open(unfinished, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for (at, _, _), part in zip(header["parts"], parts, strict=True):
+                    file.seek(at)
+                    file.write(part.data)
+                file.truncate(end)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def file_name(plan: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16] + ".bin"
+
+
+def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """The file as mapped bytes, and its header; ValueError where it is no such file."""
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
+    with open(path, "rb") as file:
+        data = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8)
+    size = int.from_bytes(data[:8].tobytes(), "little")
+    return data, json.loads(data[8 : 8 + min(size, ALIGNMENT)].tobytes())
