@@ -14,12 +14,9 @@ import datetime
 import json
 import os
 import platform
-import select
 import shlex
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,14 +29,11 @@ from rich.markup import escape
 
 from laneformer import LaneformerConfig
 from laneformer.provenance import code_version, write_atomically
-from tools.bench_rivals import CONTESTANTS, Dtype
+from tools.bench_rivals import CONTESTANTS, ROOT, ContestantProcess, Dtype
 
-ROOT = Path(__file__).resolve().parents[1]
 OURS = "laneformer"
 PREFILL_LENGTHS = (128, 512)
 PREFILL_ROUNDS = 3
-SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
-REPLY_TIMEOUT_S = 900.0
 SPREAD = ("median", "p10", "p90")
 FILE_START = """# Decode speed on CPU, in paired runs
 
@@ -47,7 +41,9 @@ Each section is one run of its command. Random weights of one shape in 16 bits, 
 every contestant once, in alternating order, each in a process of its own while the others sleep; a read probe (that of
 `laneformer bench`: the same threads, a sequential read of a buffer far larger than the caches) runs before and after
 every turn. "% of probe": weight bytes read per second over the mean of the two probes around the turn; keys and values
-are not counted. Ratios are taken within a round, since the bandwidth of a shared machine moves."""
+are not counted. "Other CPUs": CPU time that other processes used during the turns, per second; near 0 on a quiet
+machine. Ratios are taken within a round, since a shared machine changes; on a busy one they also say who copes better
+with neighbours."""
 Result = dict[str, Any]
 
 
@@ -115,55 +111,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(result))
 
 
-class ContestantProcess:
-    """One contestant in a process of its own: started, asked, closed. `missing` says what it lacks, else None."""
-
-    def __init__(self, name: str, options: Options):
-        self.name = name
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
-        command = [sys.executable, "-m", "tools.bench_rivals", "--name", name, "--flavor", options.flavor]
-        command += ["--dtype", options.dtype, "--threads", str(options.threads)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        self.facts = self._reply()
-        self.missing: str | None = self.facts.get("missing")
-
-    def ask(self, do: str, **command: Any) -> Any:
-        """Its answer to one command; RuntimeError with the end of its log if it died or fell silent."""
-        time.sleep(SETTLE_S)
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
-        return self._reply()
-
-    def _reply(self) -> Any:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], REPLY_TIMEOUT_S)
-        line = self.process.stdout.readline() if ready else ""
-        if not line:
-            self.close()
-            self.log.seek(0)
-            raise RuntimeError(f"{self.name} gave no answer; its last lines:\n{self.log.read()[-1500:]}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
 def compare(options: Options, names: list[str], console: Console) -> Result:
     """Start everyone, measure, stop everyone; every figure of the report."""
     started, load_before = datetime.datetime.now(datetime.UTC), os.getloadavg()[0]
@@ -205,7 +152,7 @@ def start(
     """Fill `running` with what starts and `missing` with what a rival lacks; RuntimeError when ours does not start."""
     for name in names:
         with console.status(f"starting {name}"):
-            process = ContestantProcess(name, options)
+            process = ContestantProcess(name, options.flavor, options.dtype, options.threads)
         if process.missing is None:
             running[name] = process
             console.print(f"{name}: {process.facts['version']}; {process.facts['settings']}", style="dim")
@@ -230,13 +177,17 @@ def decode_rounds(options: Options, running: dict[str, ContestantProcess], conso
     for index in range(options.pairs):
         order = list(running) if index % 2 == 0 else list(running)[::-1]
         prompt = rng.integers(3, options.config.vocab_size, max(options.depth, 1)).tolist()
-        probes, speed, percent = [probe()], {}, {}
+        probes, speed, percent, others = [probe()], {}, {}, {}
         for name in order:
+            before = running[name].cpu_clocks()
             speed[name] = running[name].ask("decode", prompt=prompt, new_tokens=options.new_tokens)
+            wall_s, own_s, busy_s = (b - a for a, b in zip(before, running[name].cpu_clocks(), strict=True))
+            others[name] = max(0.0, busy_s - own_s) / wall_s
             probes.append(probe())
             bytes_per_s = speed[name] * running[name].facts["weight_bytes_per_token"]
             percent[name] = 100 * bytes_per_s / (sum(probes[-2:]) / 2)
-        rounds.append({"order": order, "tokens_per_s": speed, "percent_of_probe": percent, "probes": probes})
+        values = {"tokens_per_s": speed, "percent_of_probe": percent, "other_cpus": others}
+        rounds.append({"order": order, **values, "probes": probes})
         said = ", ".join(f"{name} {speed[name]:.1f} ({percent[name]:.0f}%)" for name in running)
         console.print(f"round {index + 1} of {options.pairs}: {said}; probe {np.mean(probes) / 1e9:.1f} GB/s")
     return rounds
@@ -265,8 +216,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def summary(name: str, facts: Result, rounds: list[Result], prefill: dict[str, float]) -> Result:
     return {
         **facts,
-        "tokens_per_s": spread([r["tokens_per_s"][name] for r in rounds]),
-        "percent_of_probe": spread([r["percent_of_probe"][name] for r in rounds]),
+        **{k: spread([r[k][name] for r in rounds]) for k in ("tokens_per_s", "percent_of_probe", "other_cpus")},
         "prefill_tokens_per_s": prefill,
     }
 
@@ -308,14 +258,15 @@ Table = tuple[list[str], list[list[str]]]  # columns and rows
 
 def speeds(result: Result) -> Table:
     lengths = result["contestants"][OURS]["prefill_tokens_per_s"]
-    columns = ["", "tokens/s", "p10", "p90", "MB/token", "% of probe", "p10", "p90"]
+    columns = ["", "tokens/s", "p10", "p90", "MB/token", "% of probe", "p10", "p90", "other CPUs"]
     columns += [f"prefill {length}" for length in lengths]
     rows = []
     for name, c in result["contestants"].items():
         speed = [f"{c['tokens_per_s'][k]:.1f}" for k in SPREAD]
         percent = [f"{c['percent_of_probe'][k]:.0f}" for k in SPREAD]
+        others = f"{c['other_cpus']['median']:.2f}"
         prefill = [f"{value:.0f}" for value in c["prefill_tokens_per_s"].values()]
-        rows.append([name, *speed, f"{c['weight_bytes_per_token'] / 1e6:.1f}", *percent, *prefill])
+        rows.append([name, *speed, f"{c['weight_bytes_per_token'] / 1e6:.1f}", *percent, others, *prefill])
     return columns, rows
 
 

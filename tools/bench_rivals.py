@@ -14,7 +14,10 @@ import io
 import itertools
 import json
 import os
+import select
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +28,7 @@ import tyro
 
 from laneformer import LaneformerConfig
 
+ROOT = Path(__file__).resolve().parents[1]
 Name = Literal["laneformer", "llamacpp", "transformers"]
 Dtype = Literal["bf16", "fp16"]
 LLAMACPP_FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
@@ -36,6 +40,65 @@ PIP_LINES = {
     "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.14" "transformers>=4.57,<6"',
 }
 TRIAL_TOKENS = 12  # decides between two ways of one rival
+SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
+REPLY_TIMEOUT_S = 900.0
+CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+
+
+class ContestantProcess:
+    """One contestant in a process of its own: started, asked, closed. `missing` says what it lacks, else None."""
+
+    def __init__(self, name: str, flavor: str, dtype: Dtype, threads: int):
+        self.name = name
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
+        command = [sys.executable, "-m", "tools.bench_rivals", "--name", name, "--flavor", flavor]
+        command += ["--dtype", dtype, "--threads", str(threads)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        self.facts = self._reply()
+        self.missing: str | None = self.facts.get("missing")
+
+    def ask(self, do: str, **command: Any) -> Any:
+        """Its answer to one command; RuntimeError with the end of its log if it died or fell silent."""
+        time.sleep(SETTLE_S)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+        self.process.stdin.flush()
+        return self._reply()
+
+    def _reply(self) -> Any:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], REPLY_TIMEOUT_S)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            self.close()
+            self.log.seek(0)
+            raise RuntimeError(f"{self.name} gave no answer; its last lines:\n{self.log.read()[-1500:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def cpu_clocks(self) -> tuple[float, float, float]:
+        """Seconds: of the wall, of CPU in this process, and of CPU in use on the machine (stolen time included)."""
+        own = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        busy = user + nice + system + irq + softirq + steal
+        return time.perf_counter(), (int(own[11]) + int(own[12])) / CLOCK_HZ, busy / CLOCK_HZ
 
 
 class Contestant(Protocol):
@@ -173,8 +236,8 @@ class LlamaCppContestant:
         step = self.api.llama_n_batch(self.context)
         for first in range(0, len(ids), step):
             part = ids[first : first + step]
-            batch = self.api.llama_batch_get_one((ctypes.c_int32 * len(part))(*part), len(part))
-            status = self.api.llama_decode(self.context, batch)
+            tokens = (ctypes.c_int32 * len(part))(*part)  # the batch holds only its address
+            status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(tokens, len(part)))
             if status:
                 raise RuntimeError(f"llama_decode failed with status {status}")
         logits = self.api.llama_get_logits_ith(self.context, -1)
