@@ -173,7 +173,7 @@ def decode_rounds(options: Options, running: dict[str, ContestantProcess], conso
 
     rounds = []
     for process in running.values():
-        process.ask("decode", prompt=[5], new_tokens=4)  # warm: pages, clocks
+        process.ask("decode", prompt=[5], new_tokens=options.new_tokens)  # warm: pages, clocks
     for index in range(options.pairs):
         order = list(running) if index % 2 == 0 else list(running)[::-1]
         prompt = rng.integers(3, options.config.vocab_size, max(options.depth, 1)).tolist()

@@ -35,7 +35,7 @@ LLAMACPP_FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so t
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
 PIP_LINES = {
     "laneformer": "make setup",
-    "llamacpp": f'CMAKE_ARGS="-DGGML_NATIVE=on -DLLAMA_CURL=OFF" {sys.executable} -m pip install '
+    "llamacpp": f'CMAKE_ARGS="-DGGML_NATIVE=on -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF" {sys.executable} -m pip install '
     f"--target {LLAMACPP_FOLDER} llama-cpp-python gguf",
     "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.14" "transformers>=4.57,<6"',
 }
