@@ -1,0 +1,338 @@
+"""Is the decode engine right? Logits, probabilities, greedy tokens and bits against PyTorch; planted faults must fail.
+
+    python -m tools.check_engine runs/demo/hf        python -m tools.check_engine tiny
+
+The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32 forward on
+the same weights shows it, and the engine, which sums in another order, gets four times its largest error. The same gate
+must refuse an engine with one fault in it, else it proves nothing. A flavor gets random weights of unit gain, so that
+every module matters to the logits.
+
+    S positions   V vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from laneformer import Engine, Laneformer, LaneformerConfig
+from laneformer.config import FLAVORS, MODULES, Join
+from laneformer.engine.checkpoint import Tensor
+from laneformer.hf.configuration_laneformer import FIELDS, LaneformerHFConfig
+from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
+from laneformer.provenance import code_version
+from tools.import_hf import read_weights
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
+FAULT_POSITIONS = 48
+REPEATED_POSITIONS = 24
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Options:
+    """Check the engine; a table, and the last line of stdout is JSON. Exit status 1 when a check fails."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A Hugging Face folder, or a flavor (2b, 300m, tiny) with random bf16 weights."""
+    prompts: int = 8
+    """Prompts whose greedy continuation is compared token for token."""
+    new_tokens: int = 32
+    """Length of those continuations."""
+    runs: int = 100
+    """Repeated runs for each number of threads, which must agree to the last bit."""
+    threads: tuple[int, ...] = (1, 2, 3)
+    """Numbers of threads that must give the same bits."""
+    math: Literal["exact", "bf16"] = "exact"
+    """The engine's arithmetic; with bf16 the allowed error is that of Transformers in bf16."""
+    json: bool = False
+    """Print nothing but the JSON line."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
+    try:
+        config, weights = load(options.model)
+        report = check(config, weights, options, console)
+    except ValueError as error:
+        print(f"check_engine: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    console.print(table(report))
+    console.print("[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]")
+    print(json.dumps(report))
+    raise SystemExit(not report["ok"])
+
+
+def load(name: str) -> tuple[LaneformerConfig, Weights]:
+    """Config and weights of a folder, or of a flavor with random weights."""
+    if name in FLAVORS:
+        config = LaneformerConfig.from_flavor(name)
+        return config, random_weights(config)
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}")
+    values = json.loads((folder / "config.json").read_text())
+    config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
+    return config, read_weights(folder, config)
+
+
+def random_weights(config: LaneformerConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Weights:
+    """Matrices that keep the size of what goes through them, norm scales around one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Laneformer(config).state_dict().items()}
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        gain = 1.0 if name.startswith("tok_embeddings") else shape[-1] ** -0.5
+        weights[name] = (1 + 0.2 * noise if name.endswith("norm.weight") else gain * noise).to(dtype)
+    return weights
+
+
+def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
+    """Every check on one model; the report that main prints, with `ok` and the names of what `failed`."""
+    started = time.monotonic()
+    length = min(
+        config.max_position_embeddings, 40 + max(config.window(i) or 0 for i in range(config.num_hidden_layers))
+    )
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+    with console.status(f"float64 reference on {length} positions"):
+        reference = plain_logits(config, weights, ids)
+    with console.status("Transformers in bf16 and float32"):
+        half = hf_logits(hf_model(config, weights, torch.bfloat16), ids)
+        single_model = hf_model(config, weights, torch.float32)
+        single = hf_logits(single_model, ids)
+    errors = {"hf_fp32": relative_errors(single, reference), "hf_bf16": relative_errors(half, reference)}
+    factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
+    allowed = float(factor * errors[yardstick].max())
+    # where two logits are closer than what both sides may err, either may come first
+    worst = {"hf_fp32": float(np.abs(single - reference).max()), "hf_bf16": float(np.abs(half - reference).max())}
+    tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])
+
+    with console.status("the engine"), engine_of(config, weights, options) as engine:
+        isa, logits = engine.isa, engine.logits(ids)
+        errors["engine"] = relative_errors(logits, reference)
+        greedy = compare_greedy(engine, single_model, options, tie)
+    kl = {"engine": mean_kl(single, logits), "hf_bf16": mean_kl(single, half)}
+    with console.status(f"{options.runs} repeated runs each on {options.threads} threads"):
+        differing = differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
+    faults = {}
+    for name, wrong_config, wrong_weights in planted_faults(config, weights):
+        with console.status(f"planted: {name}"):
+            faults[name] = fault_error(wrong_config, wrong_weights, ids, reference, options)
+    passed = {
+        "relative error": bool(errors["engine"].max() <= allowed),
+        "KL": kl["engine"] <= kl["hf_bf16"],
+        "greedy tokens": greedy["unexplained"] == 0,
+        "repeated runs": differing == 0,
+        **{f"refuses: {name}": error > allowed for name, error in faults.items()},
+    }
+    failed = [name for name, held in passed.items() if not held]
+    by_depth = {d: {who: float(error[d - 1]) for who, error in errors.items()} for d in depths(config, length)}
+    return {
+        "model": options.model, "code_version": code_version(Path(__file__).parent), "math": options.math, "isa": isa,
+        "positions": length, "allowed": allowed, "relative_error": by_depth,
+        "relative_error_max": {who: float(error.max()) for who, error in errors.items()},
+        "kl": kl, "greedy": greedy, "runs": options.runs, "threads": list(options.threads),
+        "differing_runs": differing, "faults": faults, "passed": passed, "failed": failed, "ok": not failed,
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+# --- the sides of the comparison ---------------------------------------------------------------------------------
+
+
+def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
+    tensors = {
+        name: Tensor(DTYPE_NAMES[w.dtype], (w if w.dtype == torch.float32 else w.view(torch.uint16)).numpy())
+        for name, w in weights.items()
+    }
+    return Engine(config, tensors, threads=threads, math=options.math)
+
+
+@torch.no_grad()
+def plain_logits(config: LaneformerConfig, weights: Weights, ids: list[int]) -> np.ndarray:
+    """model.py in float64, (S, V)."""
+    with torch.device("meta"):
+        model = Laneformer(config).eval()
+    model.load_state_dict({name: w.double() for name, w in weights.items()}, assign=True)
+    return model(torch.tensor([ids]))[0].numpy()
+
+
+def hf_model(config: LaneformerConfig, weights: Weights, dtype: torch.dtype) -> LaneformerForCausalLM:
+    with torch.device("meta"):
+        model = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict())).eval()
+    named = {n if n == "lm_head.weight" else f"model.{n}": w.to(dtype) for n, w in weights.items()}
+    model.load_state_dict(named, assign=True)
+    return model
+
+
+@torch.no_grad()
+def hf_logits(model: LaneformerForCausalLM, ids: list[int]) -> np.ndarray:
+    """(S, V) in the model's dtype, handed out as float32."""
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+
+
+# --- logits and probabilities ------------------------------------------------------------------------------------
+
+
+def depths(config: LaneformerConfig, length: int) -> list[int]:
+    """Positions to show: the first ones, and those around the edge of each window."""
+    edges = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
+    wanted = {1, 2, 11, length} | {edge + step for edge in edges if edge for step in (-1, 0, 1, 17)}
+    return sorted(d for d in wanted if 1 <= d <= length)
+
+
+def relative_errors(logits: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """For each position the distance of two logit vectors over the spread of the reference's, (S,)."""
+    spread = reference - reference.mean(-1, keepdims=True)
+    return np.linalg.norm(logits - reference, axis=-1) / np.linalg.norm(spread, axis=-1)
+
+
+def mean_kl(logits: np.ndarray, others: np.ndarray) -> float:
+    """KL(softmax(logits) || softmax(others)), mean over positions, in nats."""
+    p, q = (torch.log_softmax(torch.from_numpy(x).double(), -1) for x in (logits, others))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+# --- greedy tokens -----------------------------------------------------------------------------------------------
+
+
+def compare_greedy(engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float) -> dict[str, Any]:
+    """Continuations of random prompts, short ones and some beyond the window; where they part, and by what lead."""
+    config, rng = engine.config, np.random.default_rng(1)
+    longest = config.max_position_embeddings - options.new_tokens
+    lengths = [1, 5, 11, min(config.sliding_window + 3, 200)]
+    parted, leads = [], []
+    for index in range(options.prompts):
+        prompt = rng.integers(0, config.vocab_size, max(1, min(longest, lengths[index % 4]))).tolist()
+        ours = engine.generate(prompt, max_new_tokens=options.new_tokens, ignore_eos=True)
+        theirs, lead = hf_greedy(model, prompt, len(ours))
+        leads.append(min(lead))
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if first is not None:
+            parted.append({"prompt": index, "token": first, "lead": lead[first]})
+    return {
+        "prompts": options.prompts, "new_tokens": options.new_tokens, "same": options.prompts - len(parted),
+        "parted": parted, "tie": tie, "smallest_lead": min(leads, default=None),
+        "unexplained": sum(p["lead"] > tie for p in parted),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def hf_greedy(model: LaneformerForCausalLM, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens of Transformers with its cache, and how far each one's logit was ahead of the second."""
+    tokens: list[int] = []
+    leads: list[float] = []
+    ids, cache = torch.tensor([prompt]), None
+    for _ in range(new_tokens):
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        best, cache = out.logits[0, -1].topk(2), out.past_key_values
+        leads.append(float(best.values[0] - best.values[1]))
+        tokens.append(int(best.indices[0]))
+        ids = best.indices[:1][None]
+    return tokens, leads
+
+
+# --- the same bits, always ---------------------------------------------------------------------------------------
+
+
+def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], options: Options) -> int:
+    """How many repeated runs, over all numbers of threads, differ in a bit from the first: logits, sampled tokens."""
+    first: tuple[bytes, list[int]] | None = None
+    differing = 0
+    for threads in options.threads:
+        with engine_of(config, weights, options, threads) as engine:
+            for _ in range(options.runs):
+                sampled = engine.generate(ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True)
+                run = engine.logits(ids).tobytes(), sampled
+                first = first or run
+                differing += run != first
+    return differing
+
+
+# --- planted faults ----------------------------------------------------------------------------------------------
+
+
+def planted_faults(config: LaneformerConfig, weights: Weights) -> Iterator[tuple[str, LaneformerConfig, Weights]]:
+    """One fault at a time, each as small as such a fault can be; those that this architecture has not are left out."""
+    if config.num_lanes < 2:
+        return
+    name = f"layers.{config.num_hidden_layers // 2}.feed_forward.w2.weight"
+    swapped = weights[name].clone()
+    swapped[[0, 1]] = weights[name][[1, 0]]
+    yield "two lanes of one matrix swapped", config, {**weights, name: swapped}
+    modules = [(i, m) for i in range(config.num_hidden_layers) for m in MODULES]
+    sent = [module for module in modules if config.broadcasts(*module)]
+    if sent:
+        lost = type("OneMessageLost", (LaneformerConfig,), {"broadcasts": all_but(sent[-1])})
+        yield "one module's remote partials dropped", lost.from_dict(config.to_dict()), weights
+    if any(config.join(*module) == Join.PAST for module in modules):
+        later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
+        yield "delay one more", later, weights
+
+
+def all_but(lost: tuple[int, str]) -> Callable[[LaneformerConfig, int, str], bool]:
+    """`LaneformerConfig.broadcasts` without one message: the last one, which has the fewest layers to act on."""
+    return lambda self, layer, module: (layer, module) != lost and LaneformerConfig.broadcasts(self, layer, module)
+
+
+def fault_error(
+    config: LaneformerConfig, weights: Weights, ids: list[int], reference: np.ndarray, options: Options
+) -> float:
+    """What the gate measures on a faulty engine: its largest relative error on the first positions."""
+    with engine_of(config, weights, options) as engine:
+        logits = engine.logits(ids[:FAULT_POSITIONS])
+    return float(relative_errors(logits, reference[:FAULT_POSITIONS]).max())
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+def table(report: dict[str, Any]) -> Table:
+    shown = Table(title=f"{report['model']}: engine ({report['isa']}, math {report['math']}) against PyTorch")
+    for column in ("", "engine", "HF float32", "HF bf16", "allowed", ""):
+        shown.add_column(column, justify="right" if column else "left")
+    rows = {f"logits at depth {d}": row for d, row in report["relative_error"].items()}
+    rows["logits, worst of all depths"] = report["relative_error_max"]
+    for name, row in rows.items():
+        cells = [f"{row[who]:.2e}" for who in ("engine", "hf_fp32", "hf_bf16")]
+        shown.add_row(name, *cells, f"{report['allowed']:.2e}", mark(row["engine"] <= report["allowed"]))
+    kl, greedy, passed = report["kl"], report["greedy"], report["passed"]
+    shown.add_section()
+    limit = f"{kl['hf_bf16']:.2e}"
+    shown.add_row("KL against HF float32, nats", f"{kl['engine']:.2e}", "0", limit, limit, mark(passed["KL"]))
+    same = f"{greedy['same']} of {greedy['prompts']}"
+    shown.add_row("greedy continuations alike", same, "", "", "", mark(passed["greedy tokens"]))
+    for p in greedy["parted"]:
+        lead = f"lead {p['lead']:.2e}"
+        shown.add_row(f"  prompt {p['prompt']} parts at {p['token']}", lead, "", "", f"{greedy['tie']:.2e}", "")
+    runs = f"{report['differing_runs']} of {report['runs'] * len(report['threads'])}"
+    shown.add_row(f"runs that differ, threads {report['threads']}", runs, "", "", "0", mark(passed["repeated runs"]))
+    shown.add_section()
+    for name, error in report["faults"].items():
+        refused = mark(passed[f"refuses: {name}"])
+        shown.add_row(f"planted: {name}", f"{error:.2e}", "", "", f"> {report['allowed']:.2e}", refused)
+    return shown
+
+
+def mark(held: bool) -> str:
+    return "[green]ok[/]" if held else "[red]FAILED[/]"
+
+
+if __name__ == "__main__":
+    main()
