@@ -237,7 +237,7 @@ def ratio(rounds: list[Result], rival: str) -> Result:
 def machine_facts() -> dict[str, str]:
     """What lscpu says about the machine, and its memory; empty values where the system does not tell."""
     lines = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
-    said = dict((part.strip() for part in line.split(":", 1)) for line in lines.splitlines() if ":" in line)
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines.splitlines())}
     flags = said.get("Flags", "").split()
     wanted = [flag for flag in ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import io
 import itertools
@@ -187,7 +188,7 @@ class LlamaCppContestant:
         # a mapped file has small pages; memory of its own may get huge ones
         modes = {"mmap": llama_cpp.LLAMA_LOAD_MODE_MMAP, "none": llama_cpp.LLAMA_LOAD_MODE_NONE}
         opened = {name: self.open(path, mode) for name, mode in modes.items()}
-        best = fastest({name: lambda model=model: self.trial(*model) for name, model in opened.items()})
+        best = fastest({name: functools.partial(self.trial, *pair) for name, pair in opened.items()})
         self.model, self.context = opened.pop(best)
         for model, context in opened.values():
             llama_cpp.llama_free(context)
@@ -335,7 +336,7 @@ class TransformersContestant:
         self.model: Any = transformers.LlamaForCausalLM(shape).eval()
         caches = {"growing": self.growing_cache, "static": self.static_cache}
         self.new_cache: Callable[[int], Any] = self.growing_cache
-        best = fastest({name: lambda make=make: self.trial(make) for name, make in caches.items()})
+        best = fastest({name: functools.partial(self.trial, make) for name, make in caches.items()})
         self.new_cache = caches[best]
         parameters = sum(p.numel() for p in self.model.parameters()) - self.model.get_input_embeddings().weight.numel()
         self.facts = {
