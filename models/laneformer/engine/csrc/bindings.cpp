@@ -113,10 +113,11 @@ class PyDecoder {
   int parts() const { return decoder_.parts(); }
 
   void start(std::vector<int> prompt, int max_new_tokens, std::vector<int> stop_ids, double temperature, int top_k,
-             double top_p, double min_p, uint64_t seed, int probe_every) {
+             double top_p, double min_p, uint64_t seed, int probe_every, bool compare_barriers) {
     Request request;
     request.prompt = std::move(prompt), request.max_new_tokens = max_new_tokens;
     request.stop_ids = std::move(stop_ids), request.probe_every = probe_every;
+    request.compare_barriers = compare_barriers && probe_every > 0;
     request.sampling = {temperature, top_k, top_p, min_p, seed};
     submit(std::move(request));
   }
@@ -195,7 +196,7 @@ NB_MODULE(_core, m) {
       .def("map_part", &PyDecoder::map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
       .def_prop_ro("parts", &PyDecoder::parts)
       .def("start", &PyDecoder::start, "prompt"_a, "max_new_tokens"_a, "stop_ids"_a, "temperature"_a, "top_k"_a,
-           "top_p"_a, "min_p"_a, "seed"_a, "probe_every"_a)
+           "top_p"_a, "min_p"_a, "seed"_a, "probe_every"_a, "compare_barriers"_a = false)
       .def("start_scoring", &PyDecoder::start_scoring, "ids"_a, "keep_logits"_a)
       .def("poll", &PyDecoder::poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
       .def("cancel", &PyDecoder::cancel)

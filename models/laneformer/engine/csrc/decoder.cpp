@@ -276,7 +276,8 @@ Decoder::Pass Decoder::next_pass() {
   pass_began_s_ = now_s();
   const int left = request_.positions() - position_;
   if (left <= 0)
-    return {Step::layers, &last_token_, position_, 1, 1, layers_run_};
+    return {Step::layers, &last_token_, position_, 1, 1, layers_run_,
+            request_.compare_barriers && (tokens_.size() - 1) / request_.probe_every % 2 == 1};
   const int columns = std::min(left, kMaxColumns);
   const int head_columns = request_.score_prompt ? columns : (columns == left ? 1 : 0);
   return {Step::layers, request_.prompt.data() + position_, position_, columns, head_columns, layers_run_};

@@ -29,6 +29,7 @@ struct Request {
   bool keep_logits = false;   // ... and the logits themselves
   // What runs through the layers: all of the prompt, but for its last id where that is only something to predict.
   int positions() const { return static_cast<int>(prompt.size()) - (score_prompt && !keep_logits); }
+  bool compare_barriers = false;  // every second stretch of `probe_every` tokens: a barrier after every module
   int probe_every = 0;        // read-bandwidth probe before every this many decoded tokens; 0: none
 };
 
@@ -76,6 +77,7 @@ class Decoder {
     int start = 0, columns = 0;  // positions start .. start + columns - 1
     int head_columns = 0;        // logits for the last of them
     uint64_t first_layer = 0;    // layers run before this pass, over all requests
+    bool barriers = false;       // all threads meet after every module
   };
   struct alignas(64) Counter {
     std::atomic<uint64_t> value{0};
