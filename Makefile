@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
 
-.PHONY: setup demo test lint browser wheel clean
+.PHONY: setup demo test lint browser sanitize wheel clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +41,14 @@ lint: setup
 
 test: lint browser $(VENV)/transformers-4.57
 	$(BIN)/python -m pytest
+
+# the engine's C++ core under AddressSanitizer with UBSan, then under ThreadSanitizer
+sanitize: setup
+	@for kind in address,undefined thread; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$kind -DLANEFORMER_SANITIZE=$$kind >/dev/null \
+	  && $(BIN)/cmake --build build/sanitize-$$kind --parallel >/dev/null \
+	  && build/sanitize-$$kind/_core && echo "$$kind: clean" || exit 1; \
+	done
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation

@@ -65,8 +65,10 @@ class Bench:
     """auto: the checkpoint's, or bf16 for random weights."""
     math: Literal["exact", "bf16"] = "exact"
     """bf16 rounds activations to bf16 before every matrix product."""
-    depth: int = 0
-    """Cached positions before the measured tokens."""
+    depth: tuple[int, ...] = (0,)
+    """Cached positions before the measured tokens; of several, the JSON holds the others under "depths"."""
+    barriers: bool = False
+    """Also decode with a barrier after every module, in turn with the normal stretches."""
     threads: int | None = None
     json: bool = False
     """Print nothing but the JSON line."""
@@ -108,7 +110,11 @@ def bench(command: Bench) -> None:
     with console.status("loading weights"):
         engine = open_engine(command)
     with engine, console.status("measuring"):
-        figures = benchmark(engine, command.depth, lambda line: console.print(line, style="dim"))
+        figures, *deeper = [
+            benchmark(engine, depth, lambda line: console.print(line, style="dim"), command.barriers)
+            for depth in command.depth or (0,)
+        ]
+    figures |= {"depths": deeper} if deeper else {}
     figures["model"] = command.random_weights or str(command.hf_dir)
     if not command.json:
         console.print(

@@ -3,6 +3,9 @@
 A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of three within
 minutes. So the decode loop stops every few tokens and lets the same threads read a large buffer from end to end; a
 stretch of tokens is compared with the probes on both sides of it.
+
+The ablation runs every second stretch with a barrier of all threads after each module, as tensor parallelism without a
+delay would: neighbouring stretches then show what the delay is worth at that moment.
 """
 
 from __future__ import annotations
@@ -22,8 +25,13 @@ STRETCHES = 12
 MIN_STRETCH_S = 0.25  # long enough that one tick of another process does not decide it
 
 
-def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = print) -> dict[str, Any]:
-    """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`."""
+def benchmark(
+    engine: Engine, depth: int = 0, progress: Callable[[str], None] = print, barriers: bool = False
+) -> dict[str, Any]:
+    """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`.
+
+    `barriers` adds the ablation: as many stretches again, which are in no other figure.
+    """
     context = engine.config.max_position_embeddings
     if not 0 <= depth <= context - 64:
         raise ValueError(f"depth = {depth} is outside 0 to {context - 64} (the context of {context} less 64 to decode)")
@@ -34,7 +42,7 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
     token_s = measured(engine, prompt, 9, 0)[0]
     stretch = max(1, round(MIN_STRETCH_S / float(np.median(token_s))))
-    stretch = max(1, min(stretch, (context - len(prompt)) // STRETCHES))
+    stretch = max(1, min(stretch, (context - len(prompt)) // (2 * STRETCHES)))
     progress(f"{STRETCHES} stretches of {stretch} tokens, a read probe before and after each")
     token_s, probes = measured(engine, prompt, STRETCHES * stretch + 1, stretch)
 
@@ -44,6 +52,7 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
     probe = (probes[:stretches] + probes[1 : stretches + 1]) / 2
     bytes_per_token = engine.weight_bytes + cached_bytes(engine, len(prompt) + stretches * stretch / 2)
     percent = 100 * bytes_per_token * tokens_per_s / probe
+    ablation = measure_barriers(engine, prompt, stretch) if barriers else {}
     return {
         "tokens_per_s": float(np.median(tokens_per_s)),
         "tokens_per_s_p10": float(np.percentile(tokens_per_s, 10)),
@@ -65,13 +74,30 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
         "threads": engine.threads,
         "isa": engine.isa,
         "cpu": cpu_name(),
+        **ablation,
     }
 
 
-def measured(engine: Engine, prompt: list[int], tokens: int, probe_every: int) -> tuple[np.ndarray, np.ndarray]:
+def measure_barriers(engine: Engine, prompt: list[int], stretch: int) -> dict[str, float]:
+    """Tokens/s of stretches with a barrier after every module, and how much faster their neighbours without are."""
+    pairs = min(STRETCHES, (engine.config.max_position_embeddings - len(prompt)) // (2 * stretch))
+    token_s, _ = measured(engine, prompt, 2 * pairs * stretch + 1, stretch, compare_barriers=True)
+    delayed_s, barrier_s = token_s[: 2 * pairs * stretch].reshape(pairs, 2, stretch).sum(2).T
+    ratio = barrier_s / delayed_s
+    return {
+        "barriers_tokens_per_s": float(np.median(stretch / barrier_s)),
+        "delay_over_barriers": float(np.median(ratio)),
+        "delay_over_barriers_p10": float(np.percentile(ratio, 10)),
+        "delay_over_barriers_p90": float(np.percentile(ratio, 90)),
+    }
+
+
+def measured(
+    engine: Engine, prompt: list[int], tokens: int, probe_every: int, **request: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of every token after the first, and the probes in between, bytes/s."""
     options = GenerationOptions(max_new_tokens=tokens, ignore_eos=True)
-    decoder = engine._start(engine._request(prompt, options, probe_every))
+    decoder = engine._start({**engine._request(prompt, options, probe_every), **request})
     engine._wait(decoder)
     return decoder.token_s(), decoder.probe_bytes_per_s()
 

@@ -92,6 +92,7 @@ Request generation_from(nb::dict d) {
   request.speculate = nb::cast<int>(d["speculate"]);
   request.top_logprobs = nb::cast<int>(d["top_logprobs"]);
   request.probe_every = nb::cast<int>(d["probe_every"]);
+  request.compare_barriers = d.contains("compare_barriers") && nb::cast<bool>(d["compare_barriers"]);
   return request;
 }
 

@@ -38,6 +38,7 @@ struct Request {
   int score_from = 0;        // log-probabilities of the prompt's ids from this index on; 0: generate instead
   bool keep_logits = false;  // scoring: the logits of every position as well
   int probe_every = 0;       // read-bandwidth probe before every this many decoded tokens; 0: none
+  bool compare_barriers = false;  // every second stretch of `probe_every` tokens: a barrier after every module
 
   bool scores() const { return score_from > 0; }
   // Scoring: all of the prompt, but for its last id where that is only something to predict.
@@ -99,6 +100,7 @@ class Decoder {
     Step step = Step::end;
     uint64_t first_layer = 0;  // layers run before this pass, over all requests
     int columns = 0, head_columns = 0;
+    bool barriers = false;  // all threads meet after every module
     Column column[kMaxColumns] = {};
     int head[kMaxColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
   };

@@ -66,6 +66,7 @@ void Decoder::run_layers(int t, const Pass& pass) {
         module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
       }
       modules_done_[t].value.store(2 * global + module + 1, std::memory_order_release);
+      if (pass.barriers) meet(t);
       join(t, layer, module, pass);
     }
   }

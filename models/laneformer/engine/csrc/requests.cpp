@@ -119,6 +119,9 @@ Decoder::Pass Decoder::next_pass() {
 // Every sequence's ids that have not run yet, as far as there is room, and guesses after its last one.
 Decoder::Pass Decoder::plan_pass() {
   Pass pass{.step = Step::layers, .first_layer = layers_run_};
+  const int decoded = sequences_[0].new_tokens() - 1;
+  if (request_.compare_barriers && request_.probe_every && decoded >= 0)
+    pass.barriers = decoded / request_.probe_every % 2 == 1;
   ++statistics_.passes;
   for (Sequence& s : sequences_) {
     s.guesses.clear(), s.columns = s.head_columns = 0;
