@@ -51,10 +51,14 @@ void load_random(Decoder& decoder, const ModelSpec& s) {
 std::vector<int> finished(Decoder& decoder) {
   bool over = false;
   std::vector<int> tokens;
-  while (!over) tokens = decoder.poll(tokens.size() + 1, 0.01, false, over);
+  while (!over) {
+    const std::vector<int> more = decoder.poll(tokens.size(), 10.0, false, over);
+    tokens.insert(tokens.end(), more.begin(), more.end());
+  }
   return tokens;
 }
 
+// The ablation reads the probe's large buffer, which is slow under a sanitizer: it runs once.
 std::vector<int> run(Decoder& decoder, const ModelSpec& s, double temperature, bool compare_barriers) {
   Request request;
   for (int i = 0; i < 45; ++i) request.prompt.push_back(i * 37 % s.vocab);  // two blocks, six windows
@@ -79,12 +83,13 @@ int main() {
   for (const Head head : {Head::vocab_parallel, Head::replicate, Head::lane})
     for (const char* isa : {"auto", "portable"})
       for (const bool rounded : {false, true}) {
+        if (rounded && head != Head::vocab_parallel) continue;  // the head changes nothing about rounding
         const ModelSpec spec = small_spec(head);
         std::vector<int> expected;
-        for (const int threads : {1, 2, 3, 4, 5, 9}) {
+        for (const int threads : {1, 2, 3, 9}) {
           Decoder decoder(spec, DType::bf16, threads, choose_kernels(isa), rounded);
           load_random(decoder, spec);
-          const std::vector<int> tokens = run(decoder, spec, 1.0, threads == 2 && !rounded);
+          const std::vector<int> tokens = run(decoder, spec, 1.0, threads == 2 && rounded && isa[0] == 'a');
           if (expected.empty()) expected = tokens;
           if (tokens.size() != 30 || tokens != expected) {
             std::printf("%d threads (%s) gave other tokens than one\n", threads, isa);
