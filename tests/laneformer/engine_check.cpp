@@ -58,6 +58,7 @@ std::vector<int> finished(Decoder& decoder) {
   return tokens;
 }
 
+// The ablation reads the probe's large buffer, which is slow under a sanitizer: it runs once.
 std::vector<int> run(Decoder& decoder, const ModelSpec& s, double temperature, bool compare_barriers) {
   Request request;
   request.prompts.resize(1);
@@ -89,12 +90,13 @@ int main() {
   for (const Head head : {Head::vocab_parallel, Head::replicate, Head::lane})
     for (const char* isa : {"auto", "portable"})
       for (const bool rounded : {false, true}) {
+        if (rounded && head != Head::vocab_parallel) continue;  // the head changes nothing about rounding
         const ModelSpec spec = small_spec(head);
         std::vector<int> expected;
-        for (const int threads : {1, 2, 3, 4, 5, 9}) {
+        for (const int threads : {1, 2, 3, 9}) {
           Decoder decoder(spec, DType::bf16, threads, choose_kernels(isa), rounded);
           load_random(decoder, spec);
-          const std::vector<int> tokens = run(decoder, spec, 1.0, threads == 2 && !rounded);
+          const std::vector<int> tokens = run(decoder, spec, 1.0, threads == 2 && rounded && isa[0] == 'a');
           if (expected.empty()) expected = tokens;
           if (tokens.size() != 30 || tokens != expected) {
             std::printf("%d threads (%s) gave other tokens than one\n", threads, isa);
