@@ -50,8 +50,8 @@ class PhaseCheckpointManager(CheckpointManager):
         if not self.enable:
             self._require_fresh_start("checkpoint.enable = false")
             return False
-        own = on_rank_zero(lambda: newest_complete_checkpoint(Path(self.folder)))
-        own = own if step == -1 else Path(self.folder) / f"step-{step}"
+        folder = Path(self.folder)
+        own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest_complete_checkpoint(folder))
         if own is not None:
             self._load(own, list(self.states))
             self.started_from = own
