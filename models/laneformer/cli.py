@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -50,6 +50,8 @@ class Generate:
     device: Device = "auto"
     threads: int | None = None
     """Default: all cores, in equal groups where they outnumber the lanes."""
+    pin: bool = False
+    """Keep each thread on a CPU of its own."""
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Bench:
     barriers: bool = False
     """Also decode with a barrier after every module, in turn with the normal stretches."""
     threads: int | None = None
+    pin: bool = False
     json: bool = False
     """Print nothing but the JSON line."""
 
@@ -92,7 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
 def generate(command: Generate) -> None:
     options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
     GenerationOptions(**options)  # a mistake shows before the weights are loaded
-    with Engine.from_pretrained(command.hf_dir, device=command.device, threads=command.threads) as engine:
+    options_of_engine: dict[str, Any] = {"device": command.device, "threads": command.threads, "pin": command.pin}
+    with Engine.from_pretrained(command.hf_dir, **options_of_engine) as engine:
         for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
             print(piece, end="", flush=True)
         print(flush=True)
@@ -126,14 +130,11 @@ def bench(command: Bench) -> None:
 
 
 def open_engine(command: Bench) -> Engine:
+    options: dict[str, Any] = {name: getattr(command, name) for name in ("device", "threads", "math", "pin")}
     if command.hf_dir is not None:
-        return Engine.from_pretrained(
-            command.hf_dir, device=command.device, dtype=command.dtype, threads=command.threads, math=command.math
-        )
+        return Engine.from_pretrained(command.hf_dir, dtype=command.dtype, **options)
     dtype = "bf16" if command.dtype == "auto" else command.dtype
-    return Engine.random(
-        command.random_weights or "", dtype, threads=command.threads, device=command.device, math=command.math
-    )
+    return Engine.random(command.random_weights or "", dtype, **options)
 
 
 if __name__ == "__main__":

@@ -110,3 +110,16 @@ def test_no_stop_id_before_min_new_tokens():
         assert engine.generate([1], max_new_tokens=5, logit_bias=bias, ignore_eos=True) == [4] * 5
         everything = list(range(100))  # nothing is left: an end, and no hang
         assert len(engine.generate([1], max_new_tokens=5, stop_ids=everything, min_new_tokens=3)) <= 5
+
+
+def test_greedy_takes_the_first_of_the_largest_and_never_nan():
+    rng, greedy = np.random.default_rng(1), GenerationOptions()
+    for vocab in (1, 2, 15, 16, 17, 40, 333):
+        for _ in range(20):
+            logits = rng.integers(-3, 3, vocab).astype(np.float32)  # ties everywhere
+            assert drawn(logits, [0], [], greedy) == logits.argmax()
+            logits[rng.integers(0, vocab, vocab // 3)] = np.nan
+            if not np.isnan(logits).all():
+                assert drawn(logits, [0], [], greedy) == np.nanargmax(logits)
+        assert drawn(np.full(vocab, np.nan, np.float32), [0], [], greedy) == 0
+        assert drawn(np.full(vocab, -np.inf, np.float32), [0], [], greedy) == 0

@@ -5,10 +5,13 @@ The threads far outnumber the cores here, so every wait also meets a peer that i
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from laneformer.engine.engine import MAX_THREADS, default_threads
+from laneformer.engine.engine import MAX_THREADS, default_threads, one_cpu_a_core_first
 
 from .engine_assets import TORCH_DTYPES, engine_of, random_ids, random_model, small_config, usable_isas
 
@@ -86,3 +89,32 @@ def test_default_threads_come_in_equal_groups(monkeypatch):
 def test_too_many_threads_are_refused():
     with pytest.raises(ValueError, match=f"threads = {MAX_THREADS + 1} must be an integer from 1 to {MAX_THREADS}"):
         engine_of(random_model(small_config()), threads=MAX_THREADS + 1)
+
+
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+def test_a_head_of_many_shares_goes_to_whoever_is_free(head):
+    """Hundreds of shares on more threads than cores: which thread takes which differs from run to run."""
+    config = small_config(vocab_size=16384, lm_head_type=head)
+    model = random_model(config, seed=5, dtype="bf16")
+    ids = random_ids(config, 9)
+    with engine_of(model, threads=1) as one:
+        expected = one.logits(ids)
+    for threads in (2, 3, 7):
+        with engine_of(model, threads=threads) as engine:
+            for _ in range(3):
+                np.testing.assert_array_equal(engine.logits(ids), expected, err_msg=f"{threads} threads")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no CPU affinity")
+def test_pinned_threads_stay_on_one_allowed_cpu_each():
+    model = random_model(small_config(), seed=6)
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
+    cpus = sorted(os.sched_getaffinity(0))
+    assert sorted(one_cpu_a_core_first()) == cpus
+    with engine_of(model, threads=2, pin=True) as pinned, engine_of(model, threads=2) as free:
+        ids = random_ids(model.config, 9)
+        np.testing.assert_array_equal(pinned.logits(ids), free.logits(ids))
+        threads = [int(t.name) for t in Path("/proc/self/task").iterdir() if t.name not in before]
+        places = [sorted(os.sched_getaffinity(thread)) for thread in threads]
+        assert sorted(p for p in places if p != cpus or len(cpus) == 1)[:2] == sorted([cpu] for cpu in cpus)[:2]
+    assert os.sched_getaffinity(0) == set(cpus)

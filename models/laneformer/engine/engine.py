@@ -36,7 +36,8 @@ class Engine:
     `math="exact"` widens weights to fp32 and keeps fp32 activations: greedy output equals the float32 model's.
     `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
     `isa` chooses the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment
-    variable LANEFORMER_ISA sets the default.
+    variable LANEFORMER_ISA sets the default. `pin` keeps each thread on a CPU of its own, one a core while they last:
+    for an engine that has the machine to itself.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Engine:
         threads: int | None = None,
         isa: str | None = None,
         math: str = "exact",
+        pin: bool = False,
         eos_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
         packed: PackedWeights | None = None,
@@ -71,7 +73,10 @@ class Engine:
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
         wanted = threads or default_threads(config.num_lanes)
         self._request_lock = threading.Lock()  # held from a request's start until its results are read
-        self._decoder: _core.Decoder | None = _core.Decoder(core_spec(config), self.dtype, wanted, isa, math == "bf16")
+        cpus = one_cpu_a_core_first() if pin else []
+        self._decoder: _core.Decoder | None = _core.Decoder(
+            core_spec(config), self.dtype, wanted, isa, math == "bf16", cpus
+        )
         load_tensors(self._decoder, config, tensors, self.dtype, packed)
 
     @classmethod
@@ -84,7 +89,7 @@ class Engine:
         cache: bool = True,
         **options: Any,
     ) -> Engine:
-        """Load a Hugging Face folder; `options` are `isa` and `math` of Engine. ValueError when the folder is bad.
+        """Load a Hugging Face folder; `options` are `isa`, `math`, `pin` of Engine. ValueError when the folder is bad.
 
         `cache` keeps the packed weights in `path`/.packed (or the user's cache directory) for the next start.
         """
@@ -326,6 +331,21 @@ def default_threads(lanes: int) -> int:
     """All usable cores, in equal groups where they outnumber the lanes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if cores <= lanes else cores // lanes * lanes
+
+
+def one_cpu_a_core_first() -> list[int]:
+    """The CPUs this process may use: the first of each physical core, then their siblings."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    rank: dict[str, int] = {}
+
+    def sibling_number(cpu: int) -> int:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        core = path.read_text() if path.exists() else str(cpu)
+        rank[core] = rank.get(core, -1) + 1
+        return rank[core]
+
+    return [cpu for _, cpu in sorted((sibling_number(cpu), cpu) for cpu in sorted(os.sched_getaffinity(0)))]
 
 
 def cancel_and_wait(decoder: _core.Decoder) -> None:

@@ -108,9 +108,10 @@ void expect_sampling(const SamplingOptions& sampling, int vocab) {
 
 class PyDecoder {
  public:
-  PyDecoder(nb::dict spec, const std::string& dtype, int threads, const std::string& isa, bool bf16_math)
+  PyDecoder(nb::dict spec, const std::string& dtype, int threads, const std::string& isa, bool bf16_math,
+            std::vector<int> cpus)
       : spec_(spec_from(spec)),
-        decoder_(spec_, dtype_named(dtype), threads, choose_kernels(isa.c_str()), bf16_math) {}
+        decoder_(spec_, dtype_named(dtype), threads, choose_kernels(isa.c_str()), bf16_math, std::move(cpus)) {}
 
   bool set_matrix(const std::string& part, int layer, Bytes data, const std::string& dtype) {
     const DType from = dtype_named(dtype);
@@ -246,8 +247,8 @@ std::string hash_of(Bytes data) {
 NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<PyDecoder>(m, "Decoder")
-      .def(nb::init<nb::dict, const std::string&, int, const std::string&, bool>(), "spec"_a, "dtype"_a, "threads"_a,
-           "isa"_a, "bf16_math"_a)
+      .def(nb::init<nb::dict, const std::string&, int, const std::string&, bool, std::vector<int>>(), "spec"_a,
+           "dtype"_a, "threads"_a, "isa"_a, "bf16_math"_a, "cpus"_a)
       .def("set_matrix", &PyDecoder::set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &PyDecoder::set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &PyDecoder::set_norm, "index"_a, "data"_a, "dtype"_a)

@@ -22,13 +22,15 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math)
+Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math,
+                 std::vector<int> cpus)
     : spec_(spec),
       dtype_(dtype),
       kernels_(kernels),
       bf16_math_(bf16_math),
       delay_(broadcast_delay(spec)),
       ring_layers_(2 * delay_ + 2),
+      cpus_(std::move(cpus)),
       plans_(plan_tapes(spec, threads, dtype)),
       workers_(plans_.size()),
       modules_done_(new Counter[plans_.size()]),
@@ -57,6 +59,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels*
     if (leads) w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32));
     if (leads) w.gated = floats(kMaxColumns * round_up(spec.ff_rows(), 32));
     w.total = floats(kMaxColumns * hidden);
+    w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
     w.query = floats(spec.query_heads * spec.padded_head_dim());
     w.mixed = floats(spec.query_heads * spec.padded_head_dim());
     w.scores = floats(kScoreRows * (round_up(spec.context, 16) + 32));
@@ -88,6 +91,7 @@ size_t Decoder::weight_bytes() const {
 // --- threads ----------------------------------------------------------------------------------------------------
 
 void Decoder::work(int t) {
+  if (!cpus_.empty()) pin_to(cpus_[t % cpus_.size()]);
   uint64_t done = 0;
   std::unique_lock lock(mutex_);
   for (;;) {

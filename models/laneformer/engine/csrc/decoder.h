@@ -25,6 +25,7 @@
 namespace laneformer {
 
 constexpr int kMaxSequences = 8;
+constexpr int kHeadShareTiles = 2;  // what a thread takes of the head at a time
 constexpr size_t kProbeBytes = size_t{256} << 20;  // far larger than the caches
 double now_s();
 
@@ -59,7 +60,9 @@ struct Timings {
 
 class Decoder {
  public:
-  Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math);
+  // Thread t stays on cpus[t % size]; with no cpus the system decides.
+  Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math,
+          std::vector<int> cpus = {});
   ~Decoder();
 
   // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
@@ -117,6 +120,8 @@ class Decoder {
     Pages rounded;          // ... the inputs in bf16
     Pages attended, gated;  // [column][...]: inputs of wo and w2; of the leader, for all of a lane's group
     Pages total, query, mixed, scores;
+    Pages head_inputs;                 // [head matrix][column][hidden]
+    Counter head_ready, head_taken;    // number of the pass whose inputs are there; shares of the head begun in it
     std::vector<KvCache> caches;  // per sequence; of the leader, too
     std::vector<size_t> cache_offset;  // per layer, in floats
     size_t cache_floats = 0;
@@ -151,9 +156,13 @@ class Decoder {
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
   void join(int t, int layer, Module module, const Pass& pass);
   void run_head(int t, const Pass& pass);
-  void run_lane_heads(int t, const Pass& pass);
-  void run_replicated_head(int t, const Pass& pass);
-  void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
+  void replicated_inputs(int t, const Pass& pass);
+  void lane_inputs(int t, const Pass& pass);
+  void share_head(int t, const Pass& pass);
+  bool multiply_head_share(int t, int owner, uint64_t share, const Pass& pass);
+  void sum_lane_logits(int t, const Pass& pass);
+  void multiply(int t, int owner, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride,
+                int columns);
   void rotate(const float* from, float* to, int position, int to_stride) const;
   float* mailbox(uint64_t layer, Module module, int lane) const;
   float* stream(int t, int own, int column) const;
@@ -170,6 +179,7 @@ class Decoder {
   const bool bf16_math_;
   const int delay_;        // 0 where no output ever arrives late
   const int ring_layers_;  // slots of the mailbox
+  const std::vector<int> cpus_;
   std::vector<ThreadPlan> plans_;
   std::vector<Worker> workers_;
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;

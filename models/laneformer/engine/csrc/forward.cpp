@@ -30,9 +30,10 @@ void Decoder::wait_for(int t, int first, int last, uint64_t modules) const {
       spin_until(spin_turns_, [&] { return modules_done_[peer].value.load(std::memory_order_acquire) >= modules; });
 }
 
-// y[c][matrix.first_row ...] of all columns, from this thread's tape.
-void Decoder::multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns) {
-  const void* tiles = workers_[t].tape.bytes() + matrix.offset;
+// y[c][matrix.first_row ...] of all columns, from the tape of `owner`.
+void Decoder::multiply(int t, int owner, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride,
+                       int columns) {
+  const void* tiles = workers_[owner].tape.bytes() + matrix.offset;
   Matmul matmul = kernels_->matmul[static_cast<int>(dtype_)];
   if (bf16_math_) {
     const bool pairs = kernels_->matmul_bf16_pairs != nullptr;
@@ -127,7 +128,7 @@ void Decoder::attention(int t, int layer, int own, const Pass& pass, float* part
   for (int c = 0; c < pass.columns; ++c)
     kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer, lane), spec_.norm_eps, spec_.hidden, hidden,
                        w.x.floats() + size_t(c) * hidden);
-  multiply(t, matrices.qkv, w.x.floats(), hidden, shared.y.floats(), qkv_stride, pass.columns);
+  multiply(t, t, matrices.qkv, w.x.floats(), hidden, shared.y.floats(), qkv_stride, pass.columns);
   meet_group(t);
   for (int c = 0; t == plans_[t].leader && c < pass.columns; ++c) {
     const float* key = shared.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
@@ -138,7 +139,7 @@ void Decoder::attention(int t, int layer, int own, const Pass& pass, float* part
     attend_position(t, layer, own, shared.y.floats() + size_t(c) * qkv_stride, pass.column[c],
                     shared.attended.floats() + size_t(c) * out_stride);
   meet_group(t);
-  multiply(t, matrices.wo, shared.attended.floats(), out_stride, partial, hidden, pass.columns);
+  multiply(t, t, matrices.wo, shared.attended.floats(), out_stride, partial, hidden, pass.columns);
 }
 
 void Decoder::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
@@ -149,12 +150,12 @@ void Decoder::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
   for (int c = 0; c < pass.columns; ++c)
     kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer + 1, lane), spec_.norm_eps, spec_.hidden, hidden,
                        w.x.floats() + size_t(c) * hidden);
-  multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
+  multiply(t, t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
   for (int c = 0; c < pass.columns; ++c)
     kernels_->silu_gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(),
                         shared.gated.floats() + size_t(c) * ff_stride + first / 2);
   meet_group(t);
-  multiply(t, matrices.w2, shared.gated.floats(), ff_stride, partial, hidden, pass.columns);
+  multiply(t, t, matrices.w2, shared.gated.floats(), ff_stride, partial, hidden, pass.columns);
 }
 
 // The update table of config.Join for the own lanes; sums over lanes are always in lane order.
@@ -190,34 +191,72 @@ void Decoder::join(int t, int layer, Module module, const Pass& pass) {
 
 void Decoder::run_head(int t, const Pass& pass) {
   if (spec_.head == Head::replicate)
-    run_replicated_head(t, pass);
+    replicated_inputs(t, pass);
   else
-    run_lane_heads(t, pass);
+    lane_inputs(t, pass);
+  share_head(t, pass);
+  if (spec_.head == Head::lane) sum_lane_logits(t, pass);
   if (!request_.scores()) return;
   meet(t);
   score_positions(t, pass);
 }
 
-void Decoder::run_lane_heads(int t, const Pass& pass) {
-  Worker& w = workers_[t];
+// This thread's matrices of the head, then what slower threads have left of theirs: nobody waits long at the end of a
+// token for a thread that lost its core for a moment. Each row is one thread's work, so no sum changes.
+void Decoder::share_head(int t, const Pass& pass) {
+  const uint64_t ready = pass.first_layer + 1;
+  workers_[t].head_taken.value.store(0, std::memory_order_relaxed);
+  workers_[t].head_ready.value.store(ready, std::memory_order_release);
+  for (int i = 0; i < threads(); ++i) {
+    const int owner = (t + i) % threads();
+    Worker& w = workers_[owner];
+    spin_until(spin_turns_, [&] { return w.head_ready.value.load(std::memory_order_acquire) == ready; });
+    while (multiply_head_share(t, owner, w.head_taken.value.fetch_add(1, std::memory_order_relaxed), pass)) {
+    }
+  }
+}
+
+// A few tiles of a thread's part of the head; false past its end.
+bool Decoder::multiply_head_share(int t, int owner, uint64_t share, const Pass& pass) {
+  const ThreadPlan& plan = plans_[owner];
+  for (size_t i = 0; i < plan.head.size(); ++i) {
+    const Matrix& head = plan.head[i];
+    const uint64_t shares = (head.tiles() + kHeadShareTiles - 1) / kHeadShareTiles;
+    if (share >= shares) {
+      share -= shares;
+      continue;
+    }
+    const int lane = plan.first_lane + static_cast<int>(i), hidden = spec_.padded_hidden();
+    const size_t vocab = round_up(spec_.vocab, 16);
+    float* out = logits_.floats();
+    if (spec_.head == Head::vocab_parallel) out += size_t(lane) * spec_.head_rows();
+    if (spec_.head == Head::lane) out = lane_logits_.floats() + lane * kMaxColumns * vocab;
+    multiply(t, owner, head.tiles_from(share * kHeadShareTiles, kHeadShareTiles, dtype_),
+             workers_[owner].head_inputs.floats() + i * kMaxColumns * hidden, hidden, out, static_cast<int>(vocab),
+             pass.head_columns);
+    return true;
+  }
+  return false;
+}
+
+// Each lane's head reads that lane's normed stream; a `lane` head only its slice of it.
+void Decoder::lane_inputs(int t, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
   const int hidden = spec_.padded_hidden(), slice = spec_.q_rows();
-  const size_t vocab = round_up(spec_.vocab, 16);
   for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
     const int own = lane - plan.first_lane;
     for (int c = 0; c < pass.head_columns; ++c) {
-      float* x = w.x.floats() + size_t(c) * hidden;
+      float* x = workers_[t].head_inputs.floats() + (size_t(own) * kMaxColumns + c) * hidden;
       kernels_->rms_norm(stream(t, own, pass.head[c]), norm_scale(2 * spec_.layers, lane), spec_.norm_eps, spec_.hidden,
                          hidden, x);
-      if (spec_.head == Head::lane) std::memmove(x, x + lane * slice, slice * sizeof(float));  // its slice of hidden
+      if (spec_.head == Head::lane) std::memmove(x, x + lane * slice, slice * sizeof(float));
     }
-    float* out = spec_.head == Head::vocab_parallel ? logits_.floats() + size_t(lane) * spec_.head_rows()
-                                                    : lane_logits_.floats() + lane * kMaxColumns * vocab;
-    multiply(t, plan.head[own], w.x.floats(), hidden, out, static_cast<int>(vocab), pass.head_columns);
   }
-  if (spec_.head != Head::lane) return;
+}
+
+void Decoder::sum_lane_logits(int t, const Pass& pass) {
   meet(t);
-  const size_t share = round_up((vocab + threads() - 1) / threads(), 16);
+  const size_t vocab = round_up(spec_.vocab, 16), share = round_up((vocab + threads() - 1) / threads(), 16);
   const size_t from = std::min(vocab, t * share), to = std::min(vocab, from + share);
   for (int c = 0; c < pass.head_columns; ++c)
     if (to > from)
@@ -225,8 +264,8 @@ void Decoder::run_lane_heads(int t, const Pass& pass) {
                          logits_.floats() + c * vocab + from, static_cast<int>(to - from));
 }
 
-// The lanes' mean of normed streams (or the norm of their sum), then this thread's rows of the one head.
-void Decoder::run_replicated_head(int t, const Pass& pass) {
+// The lanes' mean of normed streams, or the norm of their sum: the one input of all threads' rows.
+void Decoder::replicated_inputs(int t, const Pass& pass) {
   Worker& w = workers_[t];
   const ThreadPlan& plan = plans_[t];
   const int hidden = spec_.padded_hidden(), last_norm = 2 * spec_.layers;
@@ -245,7 +284,7 @@ void Decoder::run_replicated_head(int t, const Pass& pass) {
     }
   meet(t);
   for (int c = 0; c < pass.head_columns; ++c) {
-    float* x = w.x.floats() + size_t(c) * hidden;
+    float* x = w.head_inputs.floats() + size_t(c) * hidden;
     float* total = w.total.floats();
     kernels_->sum_rows(final_streams_.floats() + size_t(c) * hidden, lane_stride, spec_.lanes, total, hidden);
     std::fill(x, x + hidden, 0.0f);
@@ -257,8 +296,6 @@ void Decoder::run_replicated_head(int t, const Pass& pass) {
       kernels_->add_scaled(x, normed, 1.0f / static_cast<float>(scales), hidden);
     }
   }
-  multiply(t, plan.head[0], w.x.floats(), hidden, logits_.floats(),
-           static_cast<int>(round_up(spec_.vocab, 16)), pass.head_columns);
 }
 
 }  // namespace laneformer

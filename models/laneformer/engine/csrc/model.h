@@ -50,6 +50,10 @@ struct Matrix {
   int k_pairs() const { return (inputs + 1) / 2; }
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   size_t bytes(DType dtype) const { return tiles() * tile_bytes(k_pairs(), dtype); }
+  Matrix tiles_from(int tile, int count, DType dtype) const {
+    const int skipped = tile * kTileRows, most = count * kTileRows, left = rows - skipped;
+    return {left < most ? left : most, inputs, offset + tile * tile_bytes(k_pairs(), dtype), first_row + skipped};
+  }
 };
 
 struct LaneLayer {

@@ -23,6 +23,19 @@ bool SamplingOptions::stops_at(int id) const {
   return std::find(stop_ids.begin(), stop_ids.end(), id) != stop_ids.end();
 }
 
+int best_id(const float* logits, int vocab) {
+  constexpr int kChains = 16;  // independent maxima, which the compiler keeps in vectors
+  float best[kChains];
+  std::fill(best, best + kChains, -std::numeric_limits<float>::infinity());
+  int id = 0;
+  for (; id + kChains <= vocab; id += kChains)
+    for (int i = 0; i < kChains; ++i) best[i] = logits[id + i] > best[i] ? logits[id + i] : best[i];
+  for (; id < vocab; ++id) best[0] = logits[id] > best[0] ? logits[id] : best[0];
+  const float top = *std::max_element(best, best + kChains);
+  const auto found = std::find(logits, logits + vocab, top);
+  return found == logits + vocab ? 0 : static_cast<int>(found - logits);
+}
+
 void best_ids(const float* logits, int vocab, int n, int* ids) {
   const auto above = [&](int a, int b) {
     return logits[a] > logits[b] || (std::isnan(logits[b]) && !std::isnan(logits[a]));
@@ -72,7 +85,7 @@ const float* Sampler::adjusted(const float* logits, uint64_t index) {
 int Sampler::choose(const float* raw, uint64_t index) {
   const SamplingOptions& o = options_;
   const float* logits = adjusted(raw, index);
-  const int best = static_cast<int>(std::max_element(logits, logits + vocab_) - logits);
+  const int best = best_id(logits, vocab_);
   if (o.temperature == 0.0 || !std::isfinite(logits[best])) return best;  // weights that overflow leave no distribution
   const double top = logits[best], scale = 1.0 / o.temperature;
   const auto weight = [&](float logit) { return std::exp((logit - top) * scale); };

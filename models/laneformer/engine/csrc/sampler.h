@@ -32,6 +32,9 @@ struct SamplingOptions {
 
 double uniform(uint64_t seed, uint64_t index);  // in [0, 1)
 
+// The first of the largest logits; NaN counts as none, and where there is nothing else the answer is 0.
+int best_id(const float* logits, int vocab);
+
 // The n largest logits, largest first; the lowest id first in a tie, NaN last. n <= vocab.
 void best_ids(const float* logits, int vocab, int n, int* ids);
 

@@ -25,6 +25,18 @@ inline int usable_cpus() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
+// The calling thread stays on one CPU; false where the system has no such call or does not allow it.
+inline bool pin_to(int cpu) {
+#if defined(__linux__)
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(cpu, &only);
+  return sched_setaffinity(0, sizeof only, &only) == 0;
+#else
+  return cpu < 0;
+#endif
+}
+
 template <class Ready>
 void spin_until(int most_turns, const Ready& ready) {
   for (int turns = 0; !ready(); ++turns) {
