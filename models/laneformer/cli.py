@@ -50,6 +50,8 @@ class Generate:
     device: Device = "auto"
     threads: int | None = None
     """Default: all cores, in equal groups where they outnumber the lanes."""
+    cache: bool = True
+    """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start."""
 
 
 @dataclass
@@ -70,6 +72,8 @@ class Bench:
     barriers: bool = False
     """Also decode with a barrier after every module, in turn with the normal stretches."""
     threads: int | None = None
+    cache: bool = True
+    """Keep the packed weights of a folder on disk for the next start."""
     json: bool = False
     """Print nothing but the JSON line."""
 
@@ -92,7 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
 def generate(command: Generate) -> None:
     options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
     GenerationOptions(**options)  # a mistake shows before the weights are loaded
-    with Engine.from_pretrained(command.hf_dir, device=command.device, threads=command.threads) as engine:
+    loading = {"device": command.device, "threads": command.threads, "cache": command.cache}
+    with Engine.from_pretrained(command.hf_dir, **loading) as engine:
         for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
             print(piece, end="", flush=True)
         print(flush=True)
@@ -128,8 +133,9 @@ def bench(command: Bench) -> None:
 def open_engine(command: Bench) -> Engine:
     if command.hf_dir is not None:
         return Engine.from_pretrained(
-            command.hf_dir, device=command.device, dtype=command.dtype, threads=command.threads, math=command.math
-        )
+            command.hf_dir, device=command.device, dtype=command.dtype, threads=command.threads, math=command.math,
+            cache=command.cache,
+        )  # fmt: skip
     dtype = "bf16" if command.dtype == "auto" else command.dtype
     return Engine.random(
         command.random_weights or "", dtype, threads=command.threads, device=command.device, math=command.math

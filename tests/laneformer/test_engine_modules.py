@@ -131,7 +131,9 @@ def test_a_lost_message_is_located_where_it_was_due(message):
     assert compared(model, config=wrong)[2]["first_wrong"] == expected
 
 
-@pytest.mark.parametrize(("delay", "wrong_delay", "expected"), [(2, 3, [2, "mlp"]), (2, 1, [1, "mlp"]), (1, 0, [1, "mlp"])])
+@pytest.mark.parametrize(
+    ("delay", "wrong_delay", "expected"), [(2, 3, [2, "mlp"]), (2, 1, [1, "mlp"]), (1, 0, [1, "mlp"])]
+)
 def test_a_wrong_delay_is_located(delay, wrong_delay, expected):
     model = random_model(small_config(broadcast_delay=delay), seed=7)
     wrong = dataclasses.replace(model.config, broadcast_delay=wrong_delay)
