@@ -96,8 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 def generate(command: Generate) -> None:
     options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
     GenerationOptions(**options)  # a mistake shows before the weights are loaded
-    loading = {"device": command.device, "threads": command.threads, "cache": command.cache}
-    with Engine.from_pretrained(command.hf_dir, **loading) as engine:
+    with Engine.from_pretrained(command.hf_dir, command.device, "auto", command.threads, command.cache) as engine:
         for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
             print(piece, end="", flush=True)
         print(flush=True)
