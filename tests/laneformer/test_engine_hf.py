@@ -24,6 +24,7 @@ from .engine_assets import TORCH_DTYPES, engine_of, random_ids
 from .hf_assets import random_model
 
 NEW_TOKENS = 32
+PROMPTS_EACH = 4
 LENGTHS = (1, 2, 5, 15, 16, 17, 40, 90)  # around the window of 16 and far beyond it
 MODELS = {"as published": {}, "other joins": {"broadcast_delay": 1, "lm_head_type": "replicate", "swa_layers": (0, 2)}}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -51,34 +52,31 @@ def rounding_bound(model: Laneformer, logits: np.ndarray, depth: int) -> float:
     return float(2 * 2 * 5 * allowed_error(config, depth, "exact")[-1, 0] * typical_size)
 
 
-def partings(model: Laneformer, engine: Engine, theirs, prompts: list[list[int]]) -> list[dict]:
+def partings(model: Laneformer, engine: Engine, theirs) -> list[dict]:
     """For each prompt whose continuations differ: the first such token, generate's lead there, and the bound."""
     found = []
-    for index, prompt in enumerate(prompts):
-        ours = engine.generate(prompt, max_new_tokens=NEW_TOKENS)
+    for length in LENGTHS:
+        prompts = [random_ids(model.config, length, seed) for seed in range(PROMPTS_EACH)]
         answer = theirs.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
-            max_new_tokens=NEW_TOKENS, output_logits=True, return_dict_in_generate=True,
+            torch.tensor(prompts), attention_mask=torch.ones(len(prompts), length, dtype=torch.int64), do_sample=False,
+            max_new_tokens=NEW_TOKENS, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-        expected = answer.sequences[0, len(prompt) :].tolist()
-        at = next((i for i, (a, b) in enumerate(zip(ours, expected, strict=False)) if a != b), None)
-        if at is None:
-            assert ours == expected, f"prompt {index}: {len(ours)} tokens, generate gave {len(expected)}"
-            continue
-        logits = answer.logits[at][0].double().numpy()
-        found.append({
-            "prompt": index, "token": at, "lead": float(logits[expected[at]] - logits[ours[at]]),
-            "bound": rounding_bound(model, logits, len(prompt) + at),
-        })  # fmt: skip
+        for index, prompt in enumerate(prompts):
+            ours = engine.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            expected = answer.sequences[index, length:].tolist()
+            at = next((i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b), None)
+            if at is None:
+                continue
+            logits = answer.logits[at][index].double().numpy()
+            found.append({
+                "length": length, "prompt": index, "token": at, "lead": float(logits[expected[at]] - logits[ours[at]]),
+                "bound": rounding_bound(model, logits, length + at),
+            })  # fmt: skip
     return found
 
 
 def load(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-
-
-def prompts_of(model: Laneformer) -> list[list[int]]:
-    return [random_ids(model.config, length, seed) for seed in range(2) for length in LENGTHS]
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
@@ -88,7 +86,7 @@ def test_greedy_equals_generate(tmp_path, overrides, dtype):
     folder = exported(tmp_path / "hf", model, dtype)
     with Engine.from_pretrained(folder, threads=2, cache=False) as engine:
         assert engine.dtype == dtype
-        parted = partings(model, engine, load(folder), prompts_of(model))
+        parted = partings(model, engine, load(folder))
     print(f"{len(parted)} prompts part: {parted}")
     assert all(p["lead"] <= p["bound"] for p in parted), parted
 
@@ -103,10 +101,10 @@ def test_a_tie_is_told_from_an_error(tmp_path):
     folder = exported(tmp_path / "hf", model, "fp32")
     theirs = load(folder)
     with Engine.from_pretrained(folder, cache=False) as engine:
-        parted = partings(model, engine, theirs, prompts_of(model))
+        parted = partings(model, engine, theirs)
     print(f"{len(parted)} prompts part: {parted}")
     assert parted, "no tie was met, so nothing was told apart"
     assert all(p["lead"] <= p["bound"] for p in parted), parted
     with engine_of(model, dataclasses.replace(model.config, broadcast_delay=1)) as wrong:
-        parted = partings(model, wrong, theirs, prompts_of(model))
-    assert sum(p["lead"] > p["bound"] for p in parted) >= len(prompts_of(model)) // 2, parted
+        parted = partings(model, wrong, theirs)
+    assert sum(p["lead"] > p["bound"] for p in parted) >= PROMPTS_EACH * len(LENGTHS) // 2, parted
