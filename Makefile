@@ -33,7 +33,7 @@ browser:
 
 # the engine's core is also compiled for aarch64 and run there, emulated
 cross:
-	@command -v aarch64-linux-gnu-g++ qemu-aarch64-static >/dev/null \
+	@(command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64-static) >/dev/null \
 	  || (apt-get update -q && apt-get install -qy --no-install-recommends g++-aarch64-linux-gnu qemu-user-static) \
 	  || echo "no aarch64 compiler or emulator: the NEON test skips itself"
 
