@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
 
-.PHONY: setup demo test lint browser sanitize wheel clean
+.PHONY: setup demo test lint browser cross sanitize wheel clean
 
 setup: $(VENV)/.ready
 
@@ -31,6 +31,12 @@ browser:
 	@command -v chromium >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends chromium) \
 	  || echo "no chromium: the browser test skips itself"
 
+# the engine's core is also compiled for aarch64 and run there, emulated
+cross:
+	@(command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64-static) >/dev/null \
+	  || (apt-get update -q && apt-get install -qy --no-install-recommends g++-aarch64-linux-gnu qemu-user-static) \
+	  || echo "no aarch64 compiler or emulator: the NEON test skips itself"
+
 demo: setup
 	$(BIN)/python -m tools.demo
 
@@ -39,16 +45,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint browser $(VENV)/transformers-4.57
+test: lint browser cross $(VENV)/transformers-4.57
 	$(BIN)/python -m pytest
 
-# the engine's C++ core under AddressSanitizer with UBSan, then under ThreadSanitizer
-sanitize: setup
-	@for kind in address,undefined thread; do \
-	  $(BIN)/cmake -S . -B build/sanitize-$$kind -DLANEFORMER_SANITIZE=$$kind >/dev/null \
-	  && $(BIN)/cmake --build build/sanitize-$$kind --parallel >/dev/null \
-	  && build/sanitize-$$kind/_core && echo "$$kind: clean" || exit 1; \
-	done
+# the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
+sanitize: setup cross
+	$(BIN)/python -m pytest tests/laneformer/test_engine_native.py
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation

@@ -1,11 +1,11 @@
-"""Is the decode engine right? Logits, probabilities, greedy tokens and bits against PyTorch; planted faults must fail.
+"""Is the decode engine right? Modules, logits, greedy tokens and bits against PyTorch; planted faults must fail.
 
     python -m tools.check_engine runs/demo/hf        python -m tools.check_engine tiny
 
 The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32 forward on
 the same weights shows it, and the engine, which sums in another order, gets four times its largest error. The same gate
-must refuse an engine with one fault in it, else it proves nothing. A flavor gets random weights of unit gain, so that
-every module matters to the logits.
+must refuse an engine with one fault in it, else it proves nothing; and the modules' own outputs (check_modules.py) must
+name the module where the fault sits. A flavor gets random weights of unit gain, so that every module matters.
 
     S positions   V vocabulary
 """
@@ -16,7 +16,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +33,14 @@ from laneformer.engine.checkpoint import Tensor
 from laneformer.hf.configuration_laneformer import FIELDS, LaneformerHFConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from laneformer.provenance import code_version
+from tools.check_modules import (
+    chosen_positions,
+    first_affected,
+    model_outputs,
+    module_report,
+    module_table,
+    ring_slots,
+)
 from tools.import_hf import read_weights
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -72,6 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         print(f"check_engine: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    console.print(module_table(report["modules"]))
     console.print(table(report))
     console.print("[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]")
     print(json.dumps(report))
@@ -107,12 +116,12 @@ def random_weights(config: LaneformerConfig, seed: int = 0, dtype: torch.dtype =
 def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
     """Every check on one model; the report that main prints, with `ok` and the names of what `failed`."""
     started = time.monotonic()
-    length = min(
-        config.max_position_embeddings, 40 + max(config.window(i) or 0 for i in range(config.num_hidden_layers))
-    )
+    windows = [config.window(i) or 0 for i in range(config.num_hidden_layers)]
+    length = min(config.max_position_embeddings, 8 + ring_slots(max(windows)))
+    positions = chosen_positions(config, length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"float64 reference on {length} positions", style="dim")
-    reference = plain_logits(config, weights, ids)
+    reference, outputs = model_outputs(plain_model(config, weights), ids, positions)
     console.print("Transformers in bf16 and float32", style="dim")
     half = hf_logits(hf_model(config, weights, torch.bfloat16), ids[:BF16_POSITIONS])
     single_model = hf_model(config, weights, torch.float32)
@@ -130,21 +139,29 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
     console.print("the engine", style="dim")
     with engine_of(config, weights, options) as engine:
         isa, logits = engine.isa, engine.logits(ids)
+        modules = module_report(config, engine._partials(ids, positions), outputs, positions, options.math)
         errors["engine"] = relative_errors(logits, reference)
         greedy = compare_greedy(engine, single_model, options, tie)
     kl = {"engine": mean_kl(single, logits), "hf_bf16": mean_kl(single[: len(half)], half)}
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
     differing = differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
-    faults = {}
-    for name, wrong_config, wrong_weights in planted_faults(config, weights):
+    faults, found = {}, {}
+    near = [position for position in positions if position < FAULT_POSITIONS]
+    for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
         console.print(f"planted: {name}", style="dim")
-        faults[name] = fault_error(wrong_config, wrong_weights, ids, reference, options)
+        with engine_of(wrong_config, wrong_weights, options) as engine:
+            wrong, partials = engine.logits(ids[:FAULT_POSITIONS]), engine._partials(ids[:FAULT_POSITIONS], near)
+        faults[name] = float(relative_errors(wrong, reference[:FAULT_POSITIONS]).max())
+        seen = module_report(config, partials, outputs[: len(near)], near, options.math)["first_wrong"]
+        found[name] = {"planted_in": planted_in, "first_wrong": seen}
     passed = {
+        "modules": modules["first_wrong"] is None,
         "relative error": bool(errors["engine"].max() <= allowed),
         "KL": kl["engine"] <= kl["hf_bf16"],
         "greedy tokens": greedy["unexplained"] == 0,
         "repeated runs": differing == 0,
         **{f"refuses: {name}": error > allowed for name, error in faults.items()},
+        **{f"locates: {name}": where["planted_in"] == where["first_wrong"] for name, where in found.items()},
     }
     failed = [name for name, held in passed.items() if not held]
     by_depth = {d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)}
@@ -152,7 +169,8 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         "model": options.model, "code_version": code_version(Path(__file__).parent), "math": options.math, "isa": isa,
         "positions": length, "allowed": allowed, "relative_error": by_depth,
         "relative_error_max": {who: float(error.max()) for who, error in errors.items()},
-        "kl": kl, "greedy": greedy, "runs": options.runs, "threads": list(options.threads),
+        "modules": modules, "located": found, "kl": kl, "greedy": greedy,
+        "runs": options.runs, "threads": list(options.threads),
         "differing_runs": differing, "faults": faults, "passed": passed, "failed": failed, "ok": not failed,
         "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
@@ -169,13 +187,12 @@ def engine_of(config: LaneformerConfig, weights: Weights, options: Options, thre
     return Engine(config, tensors, threads=threads, math=options.math)
 
 
-@torch.no_grad()
-def plain_logits(config: LaneformerConfig, weights: Weights, ids: list[int]) -> np.ndarray:
-    """model.py in float64, (S, V)."""
+def plain_model(config: LaneformerConfig, weights: Weights) -> Laneformer:
+    """model.py in float64."""
     with torch.device("meta"):
         model = Laneformer(config).eval()
     model.load_state_dict({name: w.double() for name, w in weights.items()}, assign=True)
-    return model(torch.tensor([ids]))[0].numpy()
+    return model
 
 
 def hf_model(config: LaneformerConfig, weights: Weights, dtype: torch.dtype) -> LaneformerForCausalLM:
@@ -273,36 +290,39 @@ def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], o
 # --- planted faults ----------------------------------------------------------------------------------------------
 
 
-def planted_faults(config: LaneformerConfig, weights: Weights) -> Iterator[tuple[str, LaneformerConfig, Weights]]:
-    """One fault at a time, each as small as such a fault can be; those that this architecture has not are left out."""
+def planted_faults(
+    config: LaneformerConfig, weights: Weights
+) -> Iterator[tuple[str, list[Any] | None, LaneformerConfig, Weights]]:
+    """One fault at a time, each as small as such a fault can be; those that this architecture has not are left out.
+
+    With each the module whose output is the first to be wrong; None where only the logits are.
+    """
     if config.num_lanes < 2:
         return
-    name = f"layers.{config.num_hidden_layers // 2}.feed_forward.w2.weight"
+    layer = config.num_hidden_layers // 2
+    name = f"layers.{layer}.feed_forward.w2.weight"
     swapped = weights[name].clone()
     swapped[[0, 1]] = weights[name][[1, 0]]
-    yield "two lanes of one matrix swapped", config, {**weights, name: swapped}
+    yield "two lanes of one matrix swapped", [layer, "mlp"], config, {**weights, name: swapped}
     modules = [(i, m) for i in range(config.num_hidden_layers) for m in MODULES]
     sent = [module for module in modules if config.broadcasts(*module)]
-    if sent:
-        lost: type[LaneformerConfig] = type("Lost", (LaneformerConfig,), {"broadcasts": all_but(sent[-1])})
-        yield "one module's remote partials dropped", lost.from_dict(config.to_dict()), weights
+    lost = [without_message(config, module) for module in sent]
+    if lost:  # the last one that a module still reads, not the head alone
+        wrong = next((c for c in reversed(lost) if first_affected(config, c)), lost[-1])
+        yield "one module's remote partials dropped", first_affected(config, wrong), wrong, weights
     if any(config.join(*module) == Join.PAST for module in modules):
         later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
-        yield "delay one more", later, weights
+        yield "delay one more", first_affected(config, later), later, weights
 
 
-def all_but(lost: tuple[int, str]) -> Callable[[LaneformerConfig, int, str], bool]:
-    """`LaneformerConfig.broadcasts` without one message: the last one, which has the fewest layers to act on."""
-    return lambda self, layer, module: (layer, module) != lost and LaneformerConfig.broadcasts(self, layer, module)
+def without_message(config: LaneformerConfig, lost: tuple[int, str]) -> LaneformerConfig:
+    """The config, but the other lanes never get what (layer, module) sends them."""
 
+    def broadcasts(self: LaneformerConfig, layer: int, module: str) -> bool:
+        return (layer, module) != lost and LaneformerConfig.broadcasts(self, layer, module)
 
-def fault_error(
-    config: LaneformerConfig, weights: Weights, ids: list[int], reference: np.ndarray, options: Options
-) -> float:
-    """What the gate measures on a faulty engine: its largest relative error on the first positions."""
-    with engine_of(config, weights, options) as engine:
-        logits = engine.logits(ids[:FAULT_POSITIONS])
-    return float(relative_errors(logits, reference[:FAULT_POSITIONS]).max())
+    deaf: type[LaneformerConfig] = type("Deaf", (LaneformerConfig,), {"broadcasts": broadcasts})
+    return deaf.from_dict(config.to_dict())
 
 
 # --- the report --------------------------------------------------------------------------------------------------
@@ -332,6 +352,8 @@ def table(report: dict[str, Any]) -> Table:
     for name, error in report["faults"].items():
         refused = mark(passed[f"refuses: {name}"])
         shown.add_row(f"planted: {name}", f"{error:.2e}", "", "", f"> {report['allowed']:.2e}", refused)
+        where = report["located"][name]
+        shown.add_row(f"  first wrong module {where['first_wrong']}", "", "", "", "", mark(passed[f"locates: {name}"]))
     return shown
 
 

@@ -52,6 +52,8 @@ class Generate:
     """Default: all cores, in equal groups where they outnumber the lanes."""
     pin: bool = False
     """Keep each thread on a CPU of its own."""
+    cache: bool = True
+    """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start."""
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Bench:
     """Also decode with a barrier after every module, in turn with the normal stretches."""
     threads: int | None = None
     pin: bool = False
+    cache: bool = True
+    """Keep the packed weights of a folder on disk for the next start."""
     json: bool = False
     """Print nothing but the JSON line."""
 
@@ -95,8 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
 def generate(command: Generate) -> None:
     options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
     GenerationOptions(**options)  # a mistake shows before the weights are loaded
-    options_of_engine: dict[str, Any] = {"device": command.device, "threads": command.threads, "pin": command.pin}
-    with Engine.from_pretrained(command.hf_dir, **options_of_engine) as engine:
+    wanted: dict[str, Any] = {name: getattr(command, name) for name in ("device", "threads", "pin", "cache")}
+    with Engine.from_pretrained(command.hf_dir, **wanted) as engine:
         for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
             print(piece, end="", flush=True)
         print(flush=True)
@@ -132,7 +136,7 @@ def bench(command: Bench) -> None:
 def open_engine(command: Bench) -> Engine:
     options: dict[str, Any] = {name: getattr(command, name) for name in ("device", "threads", "math", "pin")}
     if command.hf_dir is not None:
-        return Engine.from_pretrained(command.hf_dir, dtype=command.dtype, **options)
+        return Engine.from_pretrained(command.hf_dir, dtype=command.dtype, cache=command.cache, **options)
     dtype = "bf16" if command.dtype == "auto" else command.dtype
     return Engine.random(command.random_weights or "", dtype, **options)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 
 from laneformer.cli import main
 from laneformer.engine import Engine, TextStream
+from laneformer.engine.packed import FOLDER
 
 from .engine_assets import byte_tokenizer, random_model, small_config, write_folder
 
@@ -53,6 +55,17 @@ def test_flags_reach_the_engine(folder, capsys):
         ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--stop", "xyz", "--stop", stop]
     )
     assert capsys.readouterr().out == expected[: expected.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a b", "--max-new-tokens", "2"], ["bench", "--json"]])
+def test_packed_weights_are_kept_unless_told_not_to(tmp_path, monkeypatch, folder, command):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    copy = shutil.copytree(folder, tmp_path / "hf", ignore=shutil.ignore_patterns(FOLDER))
+    main([command[0], str(copy), *command[1:], "--no-cache"])
+    assert not (copy / FOLDER).exists()
+    assert not (tmp_path / "user").exists()
+    main([command[0], str(copy), *command[1:]])
+    assert list((copy / FOLDER).iterdir())
 
 
 def test_streamed_pieces_add_up_and_never_hold_half_a_character():

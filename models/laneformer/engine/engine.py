@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from ..config import LaneformerConfig
+from ..config import MODULES, LaneformerConfig
 from . import _core
 from .checkpoint import Tensor, read_checkpoint
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
@@ -192,6 +192,14 @@ class Engine:
         """The logits after every position, float32 (len(ids), V)."""
         decoder = self._score(self._prompt(ids, "ids"), 1, 0, False, True)
         return self._result(decoder, lambda d: d.logits()).reshape(-1, self.config.vocab_size)
+
+    def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """What each module put out at some positions (ascending), for checks: float32 (positions, layers, 2, L, D)."""
+        checked = self._prompt(ids, "ids")
+        decoder = self._begin(lambda d: d.start_scoring(checked, len(checked), 0, False, True, list(positions)))
+        c = self.config
+        shape = len(positions), c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size
+        return self._result(decoder, lambda d: d.partials()).reshape(shape)
 
     @property
     def statistics(self) -> Statistics:

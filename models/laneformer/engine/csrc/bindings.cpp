@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <utility>
 
 #include "content_hash.h"
 #include "decoder.h"
@@ -151,12 +152,19 @@ class PyDecoder {
   int parts() const { return decoder_.parts(); }
 
   void start(nb::dict request) { submit(generation_from(request)); }
-  void start_scoring(std::vector<int> ids, int score_from, int top_logprobs, bool reuse_prefix, bool keep_logits) {
+  void start_scoring(std::vector<int> ids, int score_from, int top_logprobs, bool reuse_prefix, bool keep_logits,
+                     std::vector<int> keep_partials) {
     Request request;
     request.prompts = {std::move(ids)}, request.keep_logits = keep_logits, request.reuse_prefix = reuse_prefix;
     request.score_from = score_from, request.top_logprobs = top_logprobs;
     if (score_from < 1 || score_from > static_cast<int>(request.prompts[0].size()) || top_logprobs < 0)
       throw std::invalid_argument("score_from is outside the prompt, or top_logprobs negative");
+    int next = 0;
+    for (const int position : keep_partials)
+      if (position < std::exchange(next, position + 1) || position >= static_cast<int>(request.prompts[0].size()))
+        throw std::invalid_argument("keep_partials must be positions of the prompt in ascending order");
+    if (!keep_partials.empty() && !keep_logits) throw std::invalid_argument("keep_partials needs keep_logits");
+    request.keep_partials = std::move(keep_partials);
     submit(std::move(request));
   }
   nb::tuple poll(size_t from, double timeout_s, bool until_done) {
@@ -188,6 +196,7 @@ class PyDecoder {
     return d;
   }
   auto logits() const { return to_numpy(decoder_.kept_logits()); }
+  auto partials() const { return to_numpy(decoder_.kept_partials()); }
   double first_token_s() const { return decoder_.timings().first_token_s; }
   auto token_s() const { return to_numpy(decoder_.timings().token_s); }
   auto probe_bytes_per_s() const { return to_numpy(decoder_.timings().probe_bytes_per_s); }
@@ -258,13 +267,14 @@ NB_MODULE(_core, m) {
       .def_prop_ro("parts", &PyDecoder::parts)
       .def("start", &PyDecoder::start, "request"_a)
       .def("start_scoring", &PyDecoder::start_scoring, "ids"_a, "score_from"_a, "top_logprobs"_a, "reuse_prefix"_a,
-           "keep_logits"_a)
+           "keep_logits"_a, "keep_partials"_a = std::vector<int>())
       .def("poll", &PyDecoder::poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
       .def("cancel", &PyDecoder::cancel)
       .def("outputs", &PyDecoder::outputs)
       .def("scores", &PyDecoder::scores, "from_index"_a, "count"_a)
       .def("statistics", &PyDecoder::statistics)
       .def("logits", &PyDecoder::logits)
+      .def("partials", &PyDecoder::partials)
       .def("token_s", &PyDecoder::token_s)
       .def("probe_bytes_per_s", &PyDecoder::probe_bytes_per_s)
       .def_prop_ro("first_token_s", &PyDecoder::first_token_s)

@@ -26,7 +26,10 @@ namespace laneformer {
 
 constexpr int kMaxSequences = 8;
 constexpr int kHeadShareTiles = 2;  // what a thread takes of the head at a time
-constexpr size_t kProbeBytes = size_t{256} << 20;  // far larger than the caches
+#ifndef LANEFORMER_PROBE_MIB
+#define LANEFORMER_PROBE_MIB 256  // far larger than the caches
+#endif
+constexpr size_t kProbeBytes = size_t{LANEFORMER_PROBE_MIB} << 20;
 double now_s();
 
 struct Request {
@@ -38,6 +41,7 @@ struct Request {
   int top_logprobs = -1;     // best ids to record for each token; -1: no log-probabilities
   int score_from = 0;        // log-probabilities of the prompt's ids from this index on; 0: generate instead
   bool keep_logits = false;  // scoring: the logits of every position as well
+  std::vector<int> keep_partials;  // with keep_logits: positions, ascending, whose modules' outputs are kept as well
   int probe_every = 0;       // read-bandwidth probe before every this many decoded tokens; 0: none
   bool compare_barriers = false;  // every second stretch of `probe_every` tokens: a barrier after every module
 
@@ -88,6 +92,7 @@ class Decoder {
   // Of the last request; while one runs, scores are valid for the tokens that poll has returned.
   const Scores& scores() const { return sequences_.at(0).scores; }
   const std::vector<float>& kept_logits() const { return kept_logits_; }
+  const std::vector<float>& kept_partials() const { return kept_partials_; }  // [position][layer][module][lane][hidden]
   const Statistics& statistics() const { return statistics_; }
   const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
@@ -155,6 +160,7 @@ class Decoder {
   void attend_position(int t, int layer, int own, const float* query, Column at, float* out);
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
   void join(int t, int layer, Module module, const Pass& pass);
+  void keep_partials(int t, int layer, Module module, const Pass& pass);
   void run_head(int t, const Pass& pass);
   void replicated_inputs(int t, const Pass& pass);
   void lane_inputs(int t, const Pass& pass);
@@ -208,7 +214,7 @@ class Decoder {
   bool probed_ = false;
   uint64_t layers_run_ = 0, requests_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
-  std::vector<float> kept_logits_;
+  std::vector<float> kept_logits_, kept_partials_;
   Statistics statistics_;
   Timings timings_;
 };

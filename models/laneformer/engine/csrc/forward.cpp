@@ -69,6 +69,7 @@ void Decoder::run_layers(int t, const Pass& pass) {
       modules_done_[t].value.store(2 * global + module + 1, std::memory_order_release);
       if (pass.barriers) meet(t);
       join(t, layer, module, pass);
+      if (!request_.keep_partials.empty()) keep_partials(t, layer, module, pass);
     }
   }
 }
@@ -184,6 +185,22 @@ void Decoder::join(int t, int layer, Module module, const Pass& pass) {
       kernels_->add_past(h, partial, total, mailbox(from, module, lane), n);
     else
       kernels_->add(h, partial, n);
+  }
+}
+
+// Its own lanes' partials of the chosen positions. After the join they are whole and still in the mailbox: whoever
+// overwrites them waits until this thread has finished the next module.
+void Decoder::keep_partials(int t, int layer, Module module, const Pass& pass) {
+  const ThreadPlan& plan = plans_[t];
+  const std::vector<int>& chosen = request_.keep_partials;
+  for (int c = 0; t == plan.leader && c < pass.columns; ++c) {
+    const auto found = std::lower_bound(chosen.begin(), chosen.end(), pass.column[c].position);
+    if (found == chosen.end() || *found != pass.column[c].position) continue;
+    const size_t row = (size_t(found - chosen.begin()) * spec_.layers + layer) * 2 + module;
+    for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
+      std::memcpy(kept_partials_.data() + (row * spec_.lanes + lane) * spec_.hidden,
+                  mailbox(pass.first_layer + layer, module, lane) + size_t(c) * spec_.padded_hidden(),
+                  spec_.hidden * sizeof(float));
   }
 }
 

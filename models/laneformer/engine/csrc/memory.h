@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -11,6 +13,14 @@ namespace laneformer {
 class Pages {
  public:
   Pages() = default;
+#if defined(__SANITIZE_ADDRESS__)
+  // AddressSanitizer watches the heap and not mappings: the bytes after these are then a guard zone.
+  explicit Pages(size_t size, bool = false) : size_(size ? size : 1) {
+    if (posix_memalign(&base_, 64, size_)) throw std::bad_alloc();
+    start_ = static_cast<char*>(std::memset(base_, 0, size_));
+  }
+  ~Pages() { std::free(base_); }
+#else
   explicit Pages(size_t size, bool huge = false) : size_(size ? size : 1) {
     constexpr size_t kHuge = size_t{2} << 20;
     const size_t slack = huge ? kHuge : 0;
@@ -23,6 +33,10 @@ class Pages {
     if (huge) madvise(start_, size, MADV_HUGEPAGE);  // a hint: without huge pages everything still works
 #endif
   }
+  ~Pages() {
+    if (base_) munmap(base_, size_);
+  }
+#endif
   static Pages borrowed(const void* data) {  // somebody else's memory, to be read only
     Pages pages;
     pages.start_ = static_cast<char*>(const_cast<void*>(data));
@@ -32,9 +46,6 @@ class Pages {
   Pages& operator=(Pages&& other) noexcept {
     swap(other);
     return *this;
-  }
-  ~Pages() {
-    if (base_) munmap(base_, size_);
   }
   char* bytes() const { return start_; }
   float* floats() const { return reinterpret_cast<float*>(start_); }

@@ -23,6 +23,7 @@ void Decoder::start(Request request) {
     begin_sequence(sequences_.back());
   }
   kept_logits_.assign(request_.keep_logits ? request_.prompts[0].size() * spec_.vocab : 0, 0.0f);
+  kept_partials_.assign(request_.keep_partials.size() * spec_.layers * 2 * spec_.lanes * spec_.hidden, 0.0f);
   const int most_tokens = std::max(0, sequences_[0].end - sequences_[0].prompt_length);
   timings_.token_s.reserve(most_tokens);
   if (request_.probe_every) timings_.probe_bytes_per_s.reserve(most_tokens / request_.probe_every + 2);
