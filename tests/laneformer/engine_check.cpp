@@ -2,6 +2,7 @@
 // sampled requests, scoring, cancelling; the tokens of every plan must be equal. `make sanitize` builds and runs it.
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "content_hash.h"
@@ -89,12 +90,13 @@ std::vector<int> run(Decoder& decoder, const ModelSpec& s, double temperature, b
 int main() {
   for (const Head head : {Head::vocab_parallel, Head::replicate, Head::lane})
     for (const char* isa : {"auto", "portable"})
-      for (const bool rounded : {false, true}) {
-        if (rounded && head != Head::vocab_parallel) continue;  // the head changes nothing about rounding
+      for (const auto& [dtype, rounded] : {std::pair{DType::bf16, false}, {DType::bf16, true}, {DType::int8, false}}) {
+        // the head changes nothing about the arithmetic
+        if ((rounded || dtype == DType::int8) && head != Head::vocab_parallel) continue;
         const ModelSpec spec = small_spec(head);
         std::vector<int> expected;
         for (const int threads : {1, 2, 3, 9}) {
-          Decoder decoder(spec, DType::bf16, threads, choose_kernels(isa), rounded);
+          Decoder decoder(spec, dtype, DType::bf16, threads, choose_kernels(isa), rounded);
           load_random(decoder, spec);
           const std::vector<int> tokens = run(decoder, spec, 1.0, threads == 2 && rounded && isa[0] == 'a');
           if (expected.empty()) expected = tokens;
