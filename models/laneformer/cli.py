@@ -123,8 +123,9 @@ def bench(command: Bench) -> None:
     figures["model"] = command.random_weights or str(command.hf_dir)
     if not command.json:
         console.print(
-            f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = [bold]{figures['percent_of_probe']:.0f}%[/] of the "
-            f"{figures['probe_bytes_per_s'] / 1e9:.1f} GB/s that {figures['threads']} threads read just then; "
+            f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = "
+            f"[bold]{figures['percent_of_probe']:.0f}%[/] of the {figures['probe_bytes_per_s'] / 1e9:.1f} GB/s that "
+            f"{figures['threads']} threads read just then; "
             f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
         )
     print(json.dumps(figures))
