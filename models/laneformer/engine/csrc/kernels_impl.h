@@ -154,7 +154,7 @@ INLINE void load_pair(const char* tile, int group, V16& even, V16& odd) {
   EACH_PART {
     if constexpr (T == DType::int8) {
       const I bits = *(const I*)(w + i * 4 * kWidth);
-      even.part[i] = __builtin_convertvector((bits << (group ? 8 : 24)) & (int32_t)0xff000000, F);
+      even.part[i] = __builtin_convertvector(group ? (bits << 8) & (int32_t)0xff000000 : bits << 24, F);
       odd.part[i] = __builtin_convertvector((bits << (group ? 0 : 16)) & (int32_t)0xff000000, F);
     } else if constexpr (T == DType::bf16) {
       const I bits = *(const I*)(w + i * 4 * kWidth);
