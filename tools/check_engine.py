@@ -179,12 +179,15 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
 # --- the sides of the comparison ---------------------------------------------------------------------------------
 
 
-def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
-    tensors = {
+def tensors_of(weights: Weights) -> dict[str, Tensor]:
+    return {
         name: Tensor(DTYPE_NAMES[w.dtype], (w if w.dtype == torch.float32 else w.view(torch.uint16)).numpy())
         for name, w in weights.items()
     }
-    return Engine(config, tensors, threads=threads, math=options.math)
+
+
+def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
+    return Engine(config, tensors_of(weights), threads=threads, math=options.math)
 
 
 def plain_model(config: LaneformerConfig, weights: Weights) -> Laneformer:

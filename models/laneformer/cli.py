@@ -14,6 +14,7 @@ from rich.console import Console
 from .engine import Engine, GenerationOptions
 
 Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bf16", "fp16", "fp32", "int8"]
 
 SAMPLING_FLAGS = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
@@ -48,6 +49,8 @@ class Generate:
     speculate: int = 0
     """Guess so many tokens from earlier text and verify them in one pass; the output stays the same."""
     device: Device = "auto"
+    dtype: Dtype = "auto"
+    """Of the matrices; auto: the checkpoint's. int8 halves what 16 bits read per token; the output may change."""
     threads: int | None = None
     """Default: all cores, in equal groups where they outnumber the lanes."""
     pin: bool = False
@@ -65,8 +68,8 @@ class Bench:
     random_weights: Literal["2b", "300m", "tiny"] | None = None
     """Random weights of this flavor."""
     device: Device = "auto"
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """auto: the checkpoint's, or bf16 for random weights."""
+    dtype: Dtype = "auto"
+    """auto: the checkpoint's, or bf16 for random weights; int8 is another model, not to be compared with 16 bits."""
     math: Literal["exact", "bf16"] = "exact"
     """bf16 rounds activations to bf16 before every matrix product."""
     depth: tuple[int, ...] = (0,)
@@ -99,7 +102,8 @@ def main(arguments: list[str] | None = None) -> None:
 def generate(command: Generate) -> None:
     options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
     GenerationOptions(**options)  # a mistake shows before the weights are loaded
-    wanted: dict[str, Any] = {name: getattr(command, name) for name in ("device", "threads", "pin", "cache")}
+    names = ("device", "dtype", "threads", "pin", "cache")
+    wanted: dict[str, Any] = {name: getattr(command, name) for name in names}
     with Engine.from_pretrained(command.hf_dir, **wanted) as engine:
         for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
             print(piece, end="", flush=True)
@@ -126,8 +130,9 @@ def bench(command: Bench) -> None:
     figures["model"] = command.random_weights or str(command.hf_dir)
     if not command.json:
         console.print(
-            f"[bold]{figures['tokens_per_s']:.1f}[/] tokens/s = [bold]{figures['percent_of_probe']:.0f}%[/] of the "
-            f"{figures['probe_bytes_per_s'] / 1e9:.1f} GB/s that {figures['threads']} threads read just then; "
+            f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = "
+            f"[bold]{figures['percent_of_probe']:.0f}%[/] of the {figures['probe_bytes_per_s'] / 1e9:.1f} GB/s that "
+            f"{figures['threads']} threads read just then; "
             f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
         )
     print(json.dumps(figures))

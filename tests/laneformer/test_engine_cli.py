@@ -108,6 +108,16 @@ def test_bench_ends_with_its_figures(capsys):
     assert 0.2 < figures["percent_of_probe"] / recomputed < 5
 
 
+def test_int8_is_named_wherever_it_is_measured(folder, capsys):
+    main(["bench", str(folder), "--dtype", "int8", "--threads", "1"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.strip().splitlines()[-1])["dtype"] == "int8"
+    assert "int8: " in printed.err
+    main(["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "10", "--dtype", "int8"])
+    with Engine.from_pretrained(folder, dtype="int8") as engine:
+        assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=10) + "\n"
+
+
 def test_bench_of_a_folder_at_depths_with_the_ablation(folder, capsys):
     main(["bench", str(folder), "--depth", "20", "0", "--barriers", "--threads", "2"])
     figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])

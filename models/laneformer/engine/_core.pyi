@@ -5,7 +5,14 @@ import numpy as np
 
 class Decoder:
     def __init__(
-        self, spec: dict[str, Any], dtype: str, threads: int, isa: str, bf16_math: bool, cpus: list[int]
+        self,
+        spec: dict[str, Any],
+        dtype: str,
+        embedding_dtype: str,
+        threads: int,
+        isa: str,
+        bf16_math: bool,
+        cpus: list[int],
     ) -> None: ...
     def set_matrix(self, part: str, layer: int, data: np.ndarray, dtype: str) -> bool: ...
     def set_embedding(self, data: np.ndarray, dtype: str) -> bool: ...

@@ -22,7 +22,7 @@ from .text import StopStrings, TextStream, text_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-DTYPE_NAMES = ("bf16", "fp16", "fp32")
+DTYPE_NAMES = ("bf16", "fp16", "fp32", "int8")
 MAX_THREADS = 1024
 SIGNAL_POLL_S = 0.1  # how long Ctrl-C may wait while C++ works
 MOST_SEQUENCES = 8  # of one batch
@@ -33,6 +33,8 @@ T = TypeVar("T")
 class Engine:
     """Decodes one request at a time on the CPU. A context manager; `close()` frees the weights and the threads.
 
+    `dtype` is that of the matrices: "auto" keeps the checkpoint's, "int8" rounds each row to multiples of its own scale
+    (weights only: embedding, norms and activations keep their types).
     `math="exact"` widens weights to fp32 and keeps fp32 activations: greedy output equals the float32 model's.
     `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
     `isa` chooses the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment
@@ -73,9 +75,10 @@ class Engine:
         isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
         wanted = threads or default_threads(config.num_lanes)
         self._request_lock = threading.Lock()  # held from a request's start until its results are read
+        embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
         cpus = one_cpu_a_core_first() if pin else []
         self._decoder: _core.Decoder | None = _core.Decoder(
-            core_spec(config), self.dtype, wanted, isa, math == "bf16", cpus
+            core_spec(config), self.dtype, embedding, wanted, isa, math == "bf16", cpus
         )
         load_tensors(self._decoder, config, tensors, self.dtype, packed)
 
@@ -102,11 +105,15 @@ class Engine:
 
     @classmethod
     def random(cls, flavor: str | LaneformerConfig, dtype: str = "bf16", seed: int = 0, **options: Any) -> Engine:
-        """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine."""
+        """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine.
+
+        int8 is made of the bf16 weights of the same seed.
+        """
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {DTYPE_NAMES}")
-        return cls(config, RandomTensors(config, dtype, seed), dtype=dtype, **options)
+        drawn = "bf16" if dtype == "int8" else dtype
+        return cls(config, RandomTensors(config, drawn, seed), dtype=dtype, **options)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
@@ -119,7 +126,8 @@ class Engine:
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         """`generate` for 1 to 8 prompts that share each pass over the weights; each as if it were alone."""
-        if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not 1 <= len(prompts) <= MOST_SEQUENCES:
+        countable = hasattr(prompts, "__len__") and getattr(prompts, "ndim", 1)  # a 0-d array has a length only in name
+        if isinstance(prompts, str) or not countable or not 1 <= len(prompts) <= MOST_SEQUENCES:
             raise ValueError(f"prompts must be a list of 1 to {MOST_SEQUENCES} prompts, each a list of token ids")
         checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
         return self._wait(self._start(self._arguments(checked, without_logprobs(options))))

@@ -21,12 +21,13 @@ namespace {
 using Bytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ro, nb::c_contig, nb::device::cpu>;
 
-DType dtype_named(const std::string& name) {
+DType dtype_named(const std::string& name) {  // of what comes in, and of the embedding
   if (name == "bf16") return DType::bf16;
   if (name == "fp16") return DType::fp16;
   if (name == "fp32") return DType::fp32;
   throw std::invalid_argument("dtype = '" + name + "' is unknown; choose from bf16, fp16, fp32");
 }
+DType matrix_dtype_named(const std::string& name) { return name == "int8" ? DType::int8 : dtype_named(name); }
 
 void expect_values(const Bytes& array, DType dtype, size_t count, const std::string& what) {
   if (array.nbytes() != count * bytes_of(dtype))
@@ -109,10 +110,11 @@ void expect_sampling(const SamplingOptions& sampling, int vocab) {
 
 class PyDecoder {
  public:
-  PyDecoder(nb::dict spec, const std::string& dtype, int threads, const std::string& isa, bool bf16_math,
-            std::vector<int> cpus)
+  PyDecoder(nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
+            const std::string& isa, bool bf16_math, std::vector<int> cpus)
       : spec_(spec_from(spec)),
-        decoder_(spec_, dtype_named(dtype), threads, choose_kernels(isa.c_str()), bf16_math, std::move(cpus)) {}
+        decoder_(spec_, matrix_dtype_named(dtype), dtype_named(embedding_dtype), threads, choose_kernels(isa.c_str()),
+                 bf16_math, std::move(cpus)) {}
 
   bool set_matrix(const std::string& part, int layer, Bytes data, const std::string& dtype) {
     const DType from = dtype_named(dtype);
@@ -256,8 +258,9 @@ std::string hash_of(Bytes data) {
 NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<PyDecoder>(m, "Decoder")
-      .def(nb::init<nb::dict, const std::string&, int, const std::string&, bool, std::vector<int>>(), "spec"_a,
-           "dtype"_a, "threads"_a, "isa"_a, "bf16_math"_a, "cpus"_a)
+      .def(nb::init<nb::dict, const std::string&, const std::string&, int, const std::string&, bool,
+                    std::vector<int>>(),
+           "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "bf16_math"_a, "cpus"_a)
       .def("set_matrix", &PyDecoder::set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &PyDecoder::set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &PyDecoder::set_norm, "index"_a, "data"_a, "dtype"_a)

@@ -22,10 +22,11 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Decoder::Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math,
-                 std::vector<int> cpus)
+Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
+                 bool bf16_math, std::vector<int> cpus)
     : spec_(spec),
       dtype_(dtype),
+      embedding_dtype_(embedding_dtype),
       kernels_(kernels),
       bf16_math_(bf16_math),
       delay_(broadcast_delay(spec)),
@@ -158,7 +159,7 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
 
 bool Decoder::set_embedding(const void* data, DType from) {
   if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
-  return convert(data, from, size_t(spec_.vocab) * spec_.hidden, embedding_.bytes(), dtype_);
+  return convert(data, from, size_t(spec_.vocab) * spec_.hidden, embedding_.bytes(), embedding_dtype_);
 }
 
 bool Decoder::set_norm(int index, const void* data, DType from) {

@@ -65,8 +65,8 @@ struct Timings {
 class Decoder {
  public:
   // Thread t stays on cpus[t % size]; with no cpus the system decides.
-  Decoder(const ModelSpec& spec, DType dtype, int threads, const Kernels* kernels, bool bf16_math,
-          std::vector<int> cpus = {});
+  Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
+          bool bf16_math, std::vector<int> cpus = {});
   ~Decoder();
 
   // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
@@ -176,11 +176,11 @@ class Decoder {
   void wait_for(int t, int first, int last, uint64_t modules) const;
   void wait_for_peers(int t, uint64_t modules) const { wait_for(t, 0, threads(), modules); }
 
-  size_t embedding_bytes() const { return size_t(spec_.vocab) * spec_.hidden * bytes_of(dtype_); }
+  size_t embedding_bytes() const { return size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_); }
   Pages& part_pages(int index) { return index < threads() ? workers_[index].tape : embedding_; }
 
   const ModelSpec spec_;
-  const DType dtype_;
+  const DType dtype_, embedding_dtype_;  // of the matrices; of the embedding, which is never int8
   const Kernels* kernels_;
   const bool bf16_math_;
   const int delay_;        // 0 where no output ever arrives late

@@ -6,19 +6,23 @@
 //     bf16   16 x (even, odd) interleaved: one 64-byte line, widened by a shift and a mask; what vdpbf16ps reads
 //     fp16   16 even, 16 odd
 //     fp32   16 even, 16 odd
+// int8 has one 64-byte line for both groups: 16 x (even, odd of row i, even, odd of row 16 + i), widened by a shift, a
+// mask and a conversion; after its last pair a tile has 32 scales in fp32, and a weight is its integer times its row's.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace laneformer {
 
-enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2 };
+enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3 };
 constexpr int kGroupRows = 16, kTileRows = 32, kMaxColumns = 32;
 constexpr int kScoreRows = 2;  // query heads that share one pass over the keys and values
 
-static inline int bytes_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+static inline int bytes_of(DType dtype) { return dtype == DType::fp32 ? 4 : dtype == DType::int8 ? 1 : 2; }
 static inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
-static inline size_t tile_bytes(size_t k_pairs, DType dtype) { return k_pairs * 2 * kTileRows * bytes_of(dtype); }
+static inline size_t tile_bytes(size_t k_pairs, DType dtype) {
+  return k_pairs * 2 * kTileRows * bytes_of(dtype) + (dtype == DType::int8 ? kTileRows * sizeof(float) : 0);
+}
 
 // y[c][r] = sum_k W[r][k] x[c][k]; x rows are padded with zeros to 2 * k_pairs, strides are in floats.
 using Matmul = void (*)(const void* tiles, int rows, int k_pairs, const float* x, int x_stride, float* y, int y_stride,
@@ -38,7 +42,7 @@ struct AttendArgs {
 
 struct Kernels {
   const char* isa;
-  Matmul matmul[3];          // by DType: weights widened to fp32, fp32 activations
+  Matmul matmul[4];          // by DType: weights widened to fp32, fp32 activations
   Matmul matmul_bf16_pairs;  // vdpbf16ps on activations from `to_bf16_pairs`; null where the CPU has none
   // Elementwise loops take n a multiple of 16; buffers are padded with zeros.
   void (*rms_norm)(const float* h, const float* scale, float eps, int size, int n, float* out);

@@ -128,7 +128,7 @@ INLINE V16 exp(V16 x) {
 // --- matrices ---------------------------------------------------------------------------------------------------
 
 template <DType T>
-constexpr int kPairBytes = T == DType::fp32 ? 128 : 64;  // one group of 16 rows, two inputs
+constexpr int kPairBytes = T == DType::fp32 ? 128 : T == DType::int8 ? 32 : 64;  // one group of 16 rows, two inputs
 
 #if defined(__AVX512F__) || defined(__F16C__)
 INLINE F half_part(const uint16_t* x) {
@@ -147,10 +147,16 @@ INLINE F half_part(const uint16_t* x) {  // finite fp16 only: the exponent is mo
 }
 #endif
 
+// Two inputs' weights of one group of a tile. Those of int8 come 2^24 times too large: the byte stays on top.
 template <DType T>
-INLINE void load_pair(const char* w, V16& even, V16& odd) {
+INLINE void load_pair(const char* tile, int group, V16& even, V16& odd) {
+  const char* w = tile + (T == DType::int8 ? 0 : group * kPairBytes<T>);
   EACH_PART {
-    if constexpr (T == DType::bf16) {
+    if constexpr (T == DType::int8) {
+      const I bits = *(const I*)(w + i * 4 * kWidth);
+      even.part[i] = __builtin_convertvector(group ? (bits << 8) & (int32_t)0xff000000 : bits << 24, F);
+      odd.part[i] = __builtin_convertvector((bits << (group ? 0 : 16)) & (int32_t)0xff000000, F);
+    } else if constexpr (T == DType::bf16) {
       const I bits = *(const I*)(w + i * 4 * kWidth);
       even.part[i] = (F)(bits << 16);
       odd.part[i] = (F)(bits & (int32_t)0xffff0000);
@@ -175,9 +181,10 @@ INLINE void store_rows(float* y, V16 v, int valid) {
 #define LANEFORMER_PREFETCH 4096  // bytes ahead; about one DRAM latency at full speed
 #endif
 
-// GROUPS groups of 16 rows of one tile times COLUMNS inputs. Even and odd inputs have accumulators of their own.
+// GROUPS groups of 16 rows of one tile, from `first`, times COLUMNS inputs. Even and odd inputs have accumulators of
+// their own; a row's scale is applied once, to its sum.
 template <DType T, int GROUPS, int COLUMNS>
-INLINE void multiply_groups(const char* w, int k_pairs, const float* x, int x_stride, float* y, int y_stride,
+INLINE void multiply_groups(const char* w, int first, int k_pairs, const float* x, int x_stride, float* y, int y_stride,
                             int valid) {
   constexpr int kBytes = kPairBytes<T>;
   V16 even[GROUPS][COLUMNS], odd[GROUPS][COLUMNS];
@@ -189,7 +196,7 @@ INLINE void multiply_groups(const char* w, int k_pairs, const float* x, int x_st
     }
     V16 w_even[GROUPS], w_odd[GROUPS];
 #pragma GCC unroll 2
-    for (int g = 0; g < GROUPS; ++g) load_pair<T>(w + g * kBytes, w_even[g], w_odd[g]);
+    for (int g = 0; g < GROUPS; ++g) load_pair<T>(w, first + g, w_even[g], w_odd[g]);
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) {
       const V16 x_even = splat(x[c * x_stride + 2 * k]), x_odd = splat(x[c * x_stride + 2 * k + 1]);
@@ -200,15 +207,19 @@ INLINE void multiply_groups(const char* w, int k_pairs, const float* x, int x_st
       }
     }
   }
-  for (int g = 0; g < GROUPS; ++g)
-    for (int c = 0; c < COLUMNS; ++c) store_rows(y + c * y_stride + 16 * g, even[g][c] + odd[g][c], valid - 16 * g);
+  for (int g = 0, row = 16 * first; g < GROUPS; ++g, row += 16)
+    for (int c = 0; c < COLUMNS; ++c) {
+      V16 total = even[g][c] + odd[g][c];
+      if constexpr (T == DType::int8) total = total * splat(0x1p-24f) * load((const float*)w + row);
+      store_rows(y + c * y_stride + row, total, valid - row);
+    }
 }
 
 template <DType T, int GROUPS, int COLUMNS>
 INLINE void multiply_tile(const char* w, int k_pairs, const float* x, int x_stride, float* y, int y_stride, int valid) {
+#pragma GCC unroll 2
   for (int g = 0; g < 2; g += GROUPS)
-    multiply_groups<T, GROUPS, COLUMNS>(w + g * kPairBytes<T>, k_pairs, x, x_stride, y + 16 * g, y_stride,
-                                        valid - 16 * g);
+    multiply_groups<T, GROUPS, COLUMNS>(w, g, k_pairs, x, x_stride, y, y_stride, valid);
 }
 
 template <DType T>
@@ -456,6 +467,7 @@ constexpr Kernels kernels_named(const char* isa) {
   Kernels k{};
   k.isa = isa;
   k.matmul[0] = matmul<DType::bf16>, k.matmul[1] = matmul<DType::fp16>, k.matmul[2] = matmul<DType::fp32>;
+  k.matmul[3] = matmul<DType::int8>;
 #if defined(__AVX512BF16__)
   k.matmul_bf16_pairs = matmul_bf16_pairs;
 #endif

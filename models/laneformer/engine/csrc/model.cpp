@@ -1,7 +1,8 @@
-// Packing: the layout of the tapes, conversions between the three weight types, and random weights for benchmarks.
+// Packing: the layout of the tapes, conversions between weight types, int8 quantisation, random weights for benchmarks.
 #include "model.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -65,11 +66,46 @@ struct Element<DType::fp32> {
   static float narrow(float x) { return x; }
 };
 
+template <>
+struct Element<DType::int8> {
+  using type = int8_t;
+};
+
+// A row's scale: its largest magnitude becomes 127. As integers, magnitudes are ordered like the numbers and NaN comes
+// last, so the scale is not finite where a value is not. Rows too small for a scale are zeros, whose scale is zero.
+template <DType From>
+float row_scale(const typename Element<From>::type* in, int count) {
+  uint32_t largest = 0;
+  for (int k = 0; k < count; ++k) {
+    const float value = std::fabs(Element<From>::widen(in[k]));
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    largest = std::max(largest, bits);
+  }
+  float magnitude;
+  std::memcpy(&magnitude, &largest, 4);
+  const float scale = magnitude / 127.0f;
+  return scale < FLT_MIN ? 0.0f : scale;
+}
+
+int8_t quantised(float x, float scale) {  // to the nearest even integer: adding 1.5 * 2^23 rounds
+  constexpr float kRounds = 12582912.0f;
+  return scale > 0.0f ? static_cast<int8_t>(x / scale + kRounds - kRounds) : 0;
+}
+
+bool is_finite(int8_t, DType) { return true; }
 bool is_finite(uint16_t v, DType dtype) {
   const uint16_t exponent = dtype == DType::bf16 ? 0x7f80 : 0x7c00;
   return (v & exponent) != exponent;
 }
 bool is_finite(float v, DType) { return std::isfinite(v); }
+
+// Where a row's first input lies among the 64 values of a tile's first pair (kernels.h).
+int first_in_tile(int row, DType dtype) {
+  const int group = row / 16, in_group = row % 16;
+  if (dtype == DType::int8) return 4 * in_group + 2 * group;
+  return 32 * group + (dtype == DType::bf16 ? 2 * in_group : in_group);
+}
 
 template <DType From, DType To>
 bool pack_rows_as(const PackJob& job, const Matrix& matrix, char* tape) {
@@ -83,18 +119,25 @@ bool pack_rows_as(const PackJob& job, const Matrix& matrix, char* tape) {
         job.interleave_half < 0 ? job.first_row + r : r / 16 * kTileRows + 16 * job.interleave_half + r % 16;
     const int row = whole - matrix.first_row;
     if (row < 0 || row >= matrix.rows) continue;
-    const int in_group = row % 16;
-    auto* group = reinterpret_cast<Out*>(tape + matrix.offset + row / kTileRows * tile_bytes(pairs, To)) +
-                  row % kTileRows / 16 * 32;
-    const int even = To == DType::bf16 ? 2 * in_group : in_group, odd = To == DType::bf16 ? even + 1 : 16 + in_group;
+    auto* tile = reinterpret_cast<Out*>(tape + matrix.offset + row / kTileRows * tile_bytes(pairs, To));
+    float scale = 1.0f;
+    if constexpr (To == DType::int8) {
+      scale = row_scale<From>(in, job.inputs);
+      finite &= std::isfinite(scale);
+      reinterpret_cast<float*>(tile + pairs * 2 * kTileRows)[row % kTileRows] = scale;
+      if (!std::isfinite(scale)) continue;
+    }
+    const int even = first_in_tile(row % kTileRows, To), odd = even + (To == DType::bf16 || To == DType::int8 ? 1 : 16);
     for (int k = 0; k < job.inputs; ++k) {
       Out value;
       if constexpr (From == To)
         value = in[k];
+      else if constexpr (To == DType::int8)
+        value = quantised(Element<From>::widen(in[k]), scale);
       else
         value = Element<To>::narrow(Element<From>::widen(in[k]));
       finite &= is_finite(value, To);
-      group[k / 2 * 64 + (k & 1 ? odd : even)] = value;
+      tile[k / 2 * 64 + (k & 1 ? odd : even)] = value;
     }
   }
   return finite;
@@ -104,6 +147,7 @@ template <DType From>
 bool pack_rows_from(const PackJob& job, const Matrix& matrix, DType to, char* tape) {
   if (to == DType::bf16) return pack_rows_as<From, DType::bf16>(job, matrix, tape);
   if (to == DType::fp16) return pack_rows_as<From, DType::fp16>(job, matrix, tape);
+  if (to == DType::int8) return pack_rows_as<From, DType::int8>(job, matrix, tape);
   return pack_rows_as<From, DType::fp32>(job, matrix, tape);
 }
 
