@@ -38,8 +38,8 @@ def logits_of(folder, **options) -> np.ndarray:
 
 
 def only_file(folder):
-    files = list((folder / FOLDER).iterdir())
-    assert len(files) == 1, files
+    files = sorted((folder / FOLDER).iterdir())
+    assert [path.suffix for path in files] == [".bin", ".checked"], files
     return files[0]
 
 
@@ -51,13 +51,31 @@ def test_a_second_start_maps_what_the_first_packed(folder, loads):
     only_file(folder)  # and no temporary file
 
 
+def test_a_checked_file_is_not_read_twice_until_it_is_touched(folder, loads, monkeypatch):
+    logits_of(folder)
+    hashed = []
+    content_hash = _core.content_hash
+    monkeypatch.setattr(_core, "content_hash", lambda data: hashed.append(len(data)) or content_hash(data))
+    logits_of(folder)
+    assert hashed == []
+    os.utime(only_file(folder))
+    for _ in range(2):
+        logits_of(folder)
+    parts = len(hashed)
+    assert parts >= 2, "every tape and the embedding, once"
+    only_file(folder).with_suffix(".checked").write_text("no list of stamps")
+    logits_of(folder)
+    assert loads == [False, True, True, True, True]
+    assert len(hashed) == 2 * parts
+
+
 def test_every_plan_has_a_file_of_its_own(folder, loads):
     plans = [{"threads": 1}, {"threads": 2}, {"threads": 6}, {"threads": 1, "dtype": "fp32"}]
     first = [logits_of(folder, **plan) for plan in plans]
     again = [logits_of(folder, **plan) for plan in plans]
     np.testing.assert_array_equal(first, again)
     assert loads == [False] * 4 + [True] * 4
-    assert len(list((folder / FOLDER).iterdir())) == 4
+    assert len(list((folder / FOLDER).glob("*.bin"))) == 4
 
 
 def test_the_cache_can_be_switched_off(folder, loads):

@@ -126,10 +126,10 @@ class Engine:
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         """`generate` for 1 to 8 prompts that share each pass over the weights; each as if it were alone."""
-        countable = hasattr(prompts, "__len__") and getattr(prompts, "ndim", 1)  # a 0-d array has a length only in name
-        if isinstance(prompts, str) or not countable or not 1 <= len(prompts) <= MOST_SEQUENCES:
+        given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # arrays and tensors
+        if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MOST_SEQUENCES:
             raise ValueError(f"prompts must be a list of 1 to {MOST_SEQUENCES} prompts, each a list of token ids")
-        checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+        checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
         return self._wait(self._start(self._arguments(checked, without_logprobs(options))))
 
     def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:

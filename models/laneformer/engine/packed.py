@@ -2,7 +2,9 @@
 
 A file holds one thread plan's tapes and the embedding, each at a multiple of 2 MiB so that the kernel can map it with
 huge pages. Its name is a hash of the layout, dtype and thread plan; its header holds hashes of the safetensors that it
-was made from and of every part, all of which are checked before use. Anything that does not fit is packed anew.
+was made from and of every part. A file is read through and compared with them once, and again whenever its inode says
+that it was touched since (`.checked` beside it); so a start need not read the weights twice. Anything that does not fit
+is packed anew.
 """
 
 from __future__ import annotations
@@ -62,24 +64,28 @@ class PackedWeights:
                 return False
             parts = [data[at : at + size] for at, size, _ in header["parts"]]
             sizes = [len(decoder.part(i)) for i in range(decoder.parts)]
-            intact = [_core.content_hash(part) for part in parts] == [digest for _, _, digest in header["parts"]]
+            fits = [len(part) for part in parts] == sizes
+            intact = fits and (is_checked(path) or self._is_intact(path, parts, header))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.info("%s is damaged and will be replaced: %r", path, error)
             return False
-        if not intact or [len(part) for part in parts] != sizes:
+        if not intact:
             log.info("%s is damaged and will be replaced", path)
             return False
         for i, part in enumerate(parts):
             decoder.map_part(i, part)
         return True
 
-    def _is_source_of(self, header: dict[str, Any]) -> bool:
-        """Untouched files (their inodes' change time cannot be set by hand) need not be read; others are compared."""
-        return header.get("stamps") == self._stamps() or header.get("content") == self._source_hash()
+    def _is_intact(self, path: Path, parts: list[np.ndarray], header: dict[str, Any]) -> bool:
+        before = stamps([path])
+        intact = [_core.content_hash(part) for part in parts] == [digest for _, _, digest in header["parts"]]
+        if intact:
+            remember_checked(path, before)
+        return intact
 
-    def _stamps(self) -> list[list[int]]:
-        stats = [path.stat() for path in self.files]
-        return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in stats]
+    def _is_source_of(self, header: dict[str, Any]) -> bool:
+        """Untouched files need not be read; others are compared."""
+        return header.get("stamps") == stamps(self.files) or header.get("content") == self._source_hash()
 
     def _source_hash(self) -> str:
         if self._content is None:
@@ -89,7 +95,12 @@ class PackedWeights:
 
     def _save(self, decoder: _core.Decoder, plan: dict[str, Any], path: Path) -> None:
         parts = [decoder.part(i) for i in range(decoder.parts)]
-        header: dict[str, Any] = {"plan": plan, "stamps": self._stamps(), "content": self._source_hash(), "parts": []}
+        header: dict[str, Any] = {
+            "plan": plan,
+            "stamps": stamps(self.files),
+            "content": self._source_hash(),
+            "parts": [],
+        }
         end = ALIGNMENT
         for part in parts:
             header["parts"].append([end, len(part), _core.content_hash(part)])
@@ -109,12 +120,34 @@ class PackedWeights:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
+            remember_checked(path, stamps([path]))
         finally:
             unfinished.unlink(missing_ok=True)
 
 
 def file_name(plan: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16] + ".bin"
+
+
+def stamps(files: list[Path]) -> list[list[int]]:
+    """What changes whenever a file is written or replaced; an inode's change time cannot be set by hand."""
+    stats = [path.stat() for path in files]
+    return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in stats]
+
+
+def is_checked(path: Path) -> bool:
+    """Whether the file has not been touched since its hashes were last compared."""
+    try:
+        return bool(json.loads(path.with_suffix(".checked").read_text()) == stamps([path]))
+    except (OSError, ValueError):
+        return False
+
+
+def remember_checked(path: Path, seen: list[list[int]]) -> None:
+    try:
+        path.with_suffix(".checked").write_text(json.dumps(seen))
+    except OSError as error:  # a read-only folder: the next start compares again
+        log.info("%s cannot be marked as checked: %s", path, error)
 
 
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
