@@ -37,7 +37,7 @@ class PackedWeights:
 
     def load(self, decoder: _core.Decoder, plan: dict[str, Any]) -> bool:
         """Map the tapes of a valid file into the decoder; False where there is none."""
-        for directory in self._directories():
+        for directory in self.directories():
             path = directory / file_name(plan)
             if path.is_file() and self._load(decoder, plan, path):
                 return True
@@ -45,7 +45,7 @@ class PackedWeights:
 
     def save(self, decoder: _core.Decoder, plan: dict[str, Any]) -> None:
         """Write the decoder's tapes into the first directory that takes them; nothing half-written stays behind."""
-        for directory in self._directories():
+        for directory in self.directories():
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._save(decoder, plan, directory / file_name(plan))
@@ -53,7 +53,8 @@ class PackedWeights:
             except OSError as error:
                 log.info("packed weights cannot be kept in %s: %s", directory, error)
 
-    def _directories(self) -> list[Path]:
+    def directories(self) -> list[Path]:
+        """Where files are looked for and written, the first choice first."""
         user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return [self.folder / FOLDER, user / "laneformer" / hashlib.sha256(str(self.folder).encode()).hexdigest()[:16]]
 
