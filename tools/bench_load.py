@@ -95,7 +95,8 @@ def section(options: Options, report: dict[str, Any]) -> str:
 {report["cpu"]}; commit {code_version(Path(__file__).parent)}; {report["file_bytes"] / 1e9:.2f} GB packed,
 {options.rounds} rounds, medians: load {report["load_s"]:.2f} s, first token of {PROMPT_LENGTH} ids
 {report["first_token_s"]:.2f} s more; a plain read of the file from the page cache {report["read_s"]:.2f} s. Load and
-first token over that read, within a round: {report["start_over_read"]:.2f} (worst {report["start_over_read_worst"]:.2f})."""
+first token over that read, within a round: {report["start_over_read"]:.2f} (worst
+{report["start_over_read_worst"]:.2f})."""
 
 
 if __name__ == "__main__":
