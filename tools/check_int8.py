@@ -85,7 +85,7 @@ def dequantised(weights: Weights) -> Weights:
 def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[str, Any]:
     """The gate on the logits after `ids`: relative errors of the engines, what is allowed, and the planted fault's."""
     meant = dequantised(weights)
-    reference = plain_model(config, meant)(torch.tensor([ids]))[0].numpy()
+    reference = plain_model(config, meant)(torch.tensor([ids]))[0].detach().numpy()
     rounded = {name: weight.float() for name, weight in meant.items()}
     with Engine(config, tensors_of(rounded)) as engine:
         allowed = MARGIN * float(relative_errors(engine.logits(ids), reference).max())

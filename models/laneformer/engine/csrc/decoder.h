@@ -157,7 +157,8 @@ class Decoder {
   void run_layers(int t, const Pass& pass);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
   void cache_position(int t, int layer, int own, const float* key, const float* value, Column at);
-  void attend_position(int t, int layer, int own, const float* query, Column at, float* out);
+  void attend(int t, int layer, int own, const Pass& pass, const float* query, int query_stride, float* out,
+              int out_stride);
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
   void join(int t, int layer, Module module, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);

@@ -99,24 +99,30 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
   }
 }
 
-// One lane's query heads at one position against its cache: query (q_rows,) -> out (q_rows,); a thread of a group
-// takes its share of the heads.
-void Decoder::attend_position(int t, int layer, int own, const float* query, Column at, float* out) {
+// One lane's query heads against their caches: query and out (columns, stride); a thread of a group takes its share of
+// the heads. All columns go through one KV head before the next, so that a block of a prompt finds it in the caches.
+void Decoder::attend(int t, int layer, int own, const Pass& pass, const float* query, int query_stride, float* out,
+                     int out_stride) {
   Worker &w = workers_[t], &shared = workers_[plans_[t].leader];
-  const KvCache& cache = shared.caches[at.cache];
-  const int position = at.position;
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), slots = spec_.cache_slots(layer);
   const int kv_heads = spec_.kv_heads / spec_.lanes, group = spec_.query_heads / spec_.kv_heads;
   const int member = t - plans_[t].leader, members = plans_[t].members, window = spec_.window[layer];
   const int end = kv_heads * group * (member + 1) / members;
-  const int first = window ? std::max(0, position - window + 1) : 0;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(d));
   for (int head = kv_heads * group * member / members, count; head < end; head += count) {
     count = std::min(end, (head / group + 1) * group) - head;  // those that share a KV head
     const size_t base = shared.cache_offset[layer] + size_t(own * kv_heads + head / group) * slots * dim;
-    for (int q = 0; q < count; ++q) rotate(query + (head + q) * d, w.query.floats() + q * dim, position, 1);
-    kernels_->attend({w.query.floats(), cache.keys.floats() + base, cache.values.floats() + base, w.scores.floats(),
-                      w.mixed.floats(), count, dim, slots, first, position, 1.0f / std::sqrt(static_cast<float>(d))});
-    for (int q = 0; q < count; ++q) std::memcpy(out + (head + q) * d, w.mixed.floats() + q * dim, d * sizeof(float));
+    for (int c = 0; c < pass.columns; ++c) {
+      const auto [token, position, number] = pass.column[c];
+      const KvCache& cache = shared.caches[number];
+      const int first = window ? std::max(0, position - window + 1) : 0;
+      for (int q = 0; q < count; ++q)
+        rotate(query + size_t(c) * query_stride + (head + q) * d, w.query.floats() + q * dim, position, 1);
+      kernels_->attend({w.query.floats(), cache.keys.floats() + base, cache.values.floats() + base, w.scores.floats(),
+                        w.mixed.floats(), count, dim, slots, first, position, scale});
+      for (int q = 0; q < count; ++q)
+        std::memcpy(out + size_t(c) * out_stride + (head + q) * d, w.mixed.floats() + q * dim, d * sizeof(float));
+    }
   }
 }
 
@@ -136,9 +142,7 @@ void Decoder::attention(int t, int layer, int own, const Pass& pass, float* part
     cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.column[c]);
   }
   meet_group(t);
-  for (int c = 0; c < pass.columns; ++c)
-    attend_position(t, layer, own, shared.y.floats() + size_t(c) * qkv_stride, pass.column[c],
-                    shared.attended.floats() + size_t(c) * out_stride);
+  attend(t, layer, own, pass, shared.y.floats(), qkv_stride, shared.attended.floats(), out_stride);
   meet_group(t);
   multiply(t, t, matrices.wo, shared.attended.floats(), out_stride, partial, hidden, pass.columns);
 }
