@@ -27,6 +27,7 @@ class PhaseCheckpointManager(CheckpointManager):
 
     optimizer_config: Any = None  # set by the trainer: the job's own optimizer section
     allow_fresh_start: bool = False
+    resume_from: Path | None = None  # checkpoint of another run, to go on from with all states
     started_from: Path | None = None  # what `load` used, None for random weights
 
     def configure(self, job_config: Any) -> None:
@@ -34,6 +35,10 @@ class PhaseCheckpointManager(CheckpointManager):
         section = job_config.checkpoint
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
+        if section.initial_load_all_states:
+            if not section.initial_load_path:
+                raise ValueError("checkpoint.initial_load_all_states needs checkpoint.initial_load_path")
+            self.resume_from = Path(section.initial_load_path)
         if section.exclude_from_loading:
             raise ValueError(
                 f"checkpoint.exclude_from_loading = {section.exclude_from_loading} would drop these states at every "
@@ -52,6 +57,8 @@ class PhaseCheckpointManager(CheckpointManager):
             return False
         folder = Path(self.folder)
         own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest_complete_checkpoint(folder))
+        if own is None and self.resume_from is not None:
+            own = self.resume_from  # a branch: the first start is a restart from another run's checkpoint
         if own is not None:
             self._load(own, list(self.states))
             self.started_from = own

@@ -47,6 +47,10 @@ class Checkpoint:
     Learning-rate schedule, optimizer settings and data order are this job's; with initial_load_model_only = false the
     optimizer's moments come along."""
 
+    initial_load_all_states: bool = False
+    """initial_load_path is a checkpoint of this same job, to go on from with everything it holds (step, data position,
+    moments): a decay branched from the stable part of a run. Its learning-rate schedule is this job's"""
+
     last_save_model_only: bool = False
     """The last checkpoint keeps the optimizer, so that a later phase can continue from it"""
 

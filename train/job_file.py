@@ -1,7 +1,7 @@
 """Reads a job file as the workers will: TorchTitan's parser, our sections, the command line on top.
 
-`python -m train.job_file --job.config_file X.toml [--section.key value ...]` prints the whole resolved job as TOML: what
-a run would use, defaults included. Feeding the output back in gives the same job.
+`python -m train.job_file --job.config_file X.toml [--section.key value ...]` prints the whole resolved job as TOML:
+what a run would use, defaults included. Feeding the output back in gives the same job.
 """
 
 from __future__ import annotations

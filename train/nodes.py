@@ -1,8 +1,8 @@
 """Which nodes a job has, and how the workers of one attempt are started on them: one torchrun a node, through srun.
 
-Rank = (place of the node in the list, place in the node), whatever order Slurm gives its tasks: every task looks its own
-name up (`python -m train.nodes NAMES ...` becomes torchrun). The first node in the list hosts the rendezvous. An attempt
-has a port and an id of its own, so nothing of a broken one is met again, and torchrun itself restarts nothing.
+Rank = (place of the node in the list, place in the node), whatever order Slurm gives its tasks: every task looks its
+own name up (`python -m train.nodes NAMES ...` becomes torchrun). The first node in the list hosts the rendezvous. An
+attempt has a port and an id of its own, so nothing of a broken one is met again, and torchrun itself restarts nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def start_workers(
 ) -> subprocess.Popen:
     """Start `python -m train` with `train_arguments` on every rank of these nodes, in a process group of its own.
 
-    nodes: names within this Slurm job, or None for this machine. What the process prints goes to log_folder/console.log,
-    the output of each rank to log_folder/<node>/. The exit status is 0 when every rank ended with 0.
+    nodes: names within this Slurm job, or None for this machine. What the process prints goes to
+    log_folder/console.log, the output of each rank to log_folder/<node>/. The exit status is 0 when every rank ended with 0.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     address = "localhost" if nodes is None else node_address(nodes[0])
@@ -57,7 +57,7 @@ def start_workers(
 
 
 def srun(nodes: list[str]) -> list[str]:
-    """The srun command for one task on each of these nodes, with all of the node's CPUs and GPUs, beside other steps."""
+    """srun with one task on each of these nodes, which has all CPUs and GPUs of its node, beside other steps."""
     count = len(nodes)
     return [
         "srun", f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TextIO
+from typing import IO, Any
 
 from .nodes import node_name, srun
 
@@ -74,7 +74,7 @@ def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float 
     return {"node": node_name(), "ok": reason is None, "reason": reason, "gpus": gpus, "checks": checks}
 
 
-def _follow(reports: TextIO, checks: dict[str, Any]) -> str | None:
+def _follow(reports: IO[str], checks: dict[str, Any]) -> str | None:
     """Collect the facts of the checks; returns why the node is bad, None if all were passed."""
     lines: queue.Queue[str | None] = queue.Queue()
 
