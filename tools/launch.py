@@ -55,7 +55,7 @@ class Options:
     """GPUs, and ranks, on each node"""
     spares: int | None = None
     """Nodes more than that, to take the place of a lost or a bad one"""
-    cpu: bool | None = None
+    cpu: bool = False
     """The nodes have no GPUs (tests): the ranks run on CPUs"""
     partition: str | None = None
     time: str | None = None
@@ -64,8 +64,8 @@ class Options:
     qos: str | None = None
     dependency: str | None = None
     """Slurm's --dependency, e.g. afterok:1234"""
-    requeue: bool | None = None
-    """Whether the job goes back into the queue when its time ends or its node dies; default: yes"""
+    requeue: bool = True
+    """Whether the job goes back into the queue when its time ends or its first node dies"""
     signal_before_s: int | None = None
     """Seconds before the time limit at which a checkpoint is written; default 600, at least what one takes"""
     env: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def launch(options: Options, overrides: list[str]) -> None:
     for argument in overrides:
         if argument.split("=")[0] in OWNED:
             raise ValueError(
-                f"{argument} is not for TorchTitan here: the run folder is --run, the job file comes first"
+                f"{argument} is the launcher's to set; give the run folder as --run, the job file as first argument"
             )
     start = choose_start(options)
     run = run_folder(options, start)
@@ -161,7 +161,7 @@ def cluster_of(options: Options, parent: Path | None) -> Cluster:
     asked: dict[str, Any] = dict((last_launch(parent) or {}).get("cluster", {})) if parent else {}
     for field in dataclasses.fields(Cluster):
         value = getattr(options, field.name)
-        if value not in (None, ()):
+        if value != getattr(Options, field.name):  # given on the command line
             asked[field.name] = value
     for needed in ("nodes", "gpus_per_node"):
         if asked.get(needed, 0) < 1:

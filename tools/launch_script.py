@@ -1,8 +1,8 @@
 """The batch script of a job, and the few questions that a launch asks Slurm.
 
 The script runs on the first node and does little: it checks the snapshot, starts the supervisor (train.supervise),
-passes Slurm's warning and the end of the job on to it, and puts the job back into the queue when the supervisor says that it
-was told to stop but is not done (exit status 85). Without Slurm (`--local`) it is the same script.
+passes Slurm's warning and the end of the job on to it, and puts the job back into the queue when the supervisor says
+that it was told to stop but is not done (exit status 85). Without Slurm (`--local`) it is the same script.
 """
 
 from __future__ import annotations

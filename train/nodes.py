@@ -33,7 +33,7 @@ def start_workers(
     """Start `python -m train` with `train_arguments` on every rank of these nodes, in a process group of its own.
 
     nodes: names within this Slurm job, or None for this machine. What the process prints goes to
-    log_folder/console.log, the output of each rank to log_folder/<node>/. The exit status is 0 when every rank ended with 0.
+    log_folder/console.log, the output of each rank to log_folder/<node>/. The exit status is 0 when every rank's was 0.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     address = "localhost" if nodes is None else node_address(nodes[0])
