@@ -17,7 +17,7 @@ import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -36,10 +36,8 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 class Options:
     """Launch a run: snapshot, batch script, sbatch. Other --section.key value pairs go to TorchTitan."""
 
-    job_file: Annotated[Path | None, tyro.conf.Positional] = None
-    """Job file, e.g. configs/phase1.toml"""
     config: Path | None = None
-    """The same as an option; for --phase-switch, the file of the next phase"""
+    """Job file, also without --config as the first argument; for --phase-switch, the file of the next phase"""
     run: str | None = None
     """Name of the run, or a path to its folder; default: the job file's job.dump_folder"""
     phase_switch: Path | None = None
@@ -80,7 +78,10 @@ class Options:
 
 
 def main() -> None:
-    options, overrides = tyro.cli(Options, return_unknown_args=True)
+    arguments = sys.argv[1:]
+    if arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, "--config")
+    options, overrides = tyro.cli(Options, args=arguments, return_unknown_args=True)
     try:
         launch(options, list(overrides))
     except ValueError as problem:
@@ -122,9 +123,7 @@ def launch(options: Options, overrides: list[str]) -> None:
 
 def choose_start(options: Options) -> Start:
     """The job file and what the new run begins with. Raises ValueError for options that do not fit together."""
-    if options.job_file and options.config:
-        raise ValueError(f"two job files: {options.job_file} and --config {options.config}; give one")
-    config = options.job_file or options.config
+    config = options.config
     if options.phase_switch and options.decay_from:
         raise ValueError("--phase-switch and --decay-from are two different starts; give one")
     if (options.steps is None) != (options.decay_from is None):

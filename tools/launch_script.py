@@ -30,7 +30,9 @@ cd code
 unset PYTHONPATH PYTHONHOME PYTHON_EXEC
 export PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 {exports}
-{supervise} &
+nodes=
+[ -z "${{SLURM_JOB_ID:-}}" ] || nodes="--nodes $(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,) {spares}"
+{supervise} $nodes --job.config_file {job_file} &
 supervisor=$!
 signalled=
 trap 'signalled=yes; kill -USR1 $supervisor' USR1
@@ -41,6 +43,7 @@ while :; do
   [ -n "$signalled" ] || break
   signalled=
 done
+[ $code != 138 ] || code={stopped}  # USR1 came before the supervisor had begun to listen
 echo "supervisor ended with $code"
 if [ $code = {stopped} ] && [ -n "${{SLURM_JOB_ID:-}}" ] && {requeue}; then
   scontrol requeue $SLURM_JOB_ID && sleep 600  # Slurm ends this script
@@ -85,16 +88,16 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
     }
     flags = ["exclusive", "no-kill", "requeue" if cluster.requeue else "no-requeue"]
     directives = [f"--{k}={_quoted(str(v))}" for k, v in options.items() if v is not None] + [f"--{f}" for f in flags]
-    supervise = [
-        str(snapshot / "env/bin/python"), "-P", "-m", "train.supervise", "--nodes", str(cluster.nodes),
-        "--nproc-per-node", str(cluster.gpus_per_node), "--job.config_file", str(snapshot / "job.toml"),
-    ]  # fmt: skip
+    python = snapshot / "env/bin/python"
+    supervise = [str(python), "-P", "-m", "train.supervise", "--nproc-per-node", str(cluster.gpus_per_node)]
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {d}" for d in directives),
         what=f"{cluster.nodes} nodes x {cluster.gpus_per_node} ranks, {cluster.spares} spare",
         snapshot=shlex.quote(str(snapshot)),
         exports="\n".join(f"export {_export(pair)}" for pair in cluster.env),
         supervise=shlex.join(supervise),
+        spares=f"--spares {cluster.spares}",
+        job_file=shlex.quote(str(snapshot / "job.toml")),
         stopped=STOPPED,
         requeue="true" if cluster.requeue else "false",
     )

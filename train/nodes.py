@@ -1,4 +1,4 @@
-"""Which nodes a job has, and how the workers of one attempt are started on them: one torchrun a node, through srun.
+"""How the workers of one attempt are started: torchrun on this machine, or one torchrun a node through srun.
 
 Rank = (place of the node in the list, place in the node), whatever order Slurm gives its tasks: every task looks its
 own name up (`python -m train.nodes NAMES ...` becomes torchrun). The first node in the list hosts the rendezvous. An
@@ -14,17 +14,6 @@ import sys
 from pathlib import Path
 
 SCONTROL_TIMEOUT_S = 60
-
-
-def allocated_nodes() -> list[str] | None:
-    """The nodes of this Slurm job in Slurm's order, spares included and lost ones left out; None outside a job."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
-        return None
-    # the environment keeps the first list for ever; the controller drops a node that it saw die
-    found = re.search(r"\bNodeList=(\S+)", _scontrol("show", "job", "-o", job))
-    names = found[1] if found and found[1] != "(null)" else os.environ["SLURM_JOB_NODELIST"]
-    return _scontrol("show", "hostnames", names).split()
 
 
 def start_workers(
