@@ -23,8 +23,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from data_mixtures import mixture, shards
+from laneformer import LaneformerConfig
 
 from .nodes import node_name
+from .supervised_job import read_job
 
 GIB = 1 << 30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and two moments
@@ -38,16 +40,14 @@ class NodeChecks:
     """The checks of one node; `needs` holds gpus, and free_disk_gib or None for two checkpoints' worth."""
 
     def __init__(self, train_arguments: list[str], needs: dict[str, Any]):
-        self.train_arguments = train_arguments
+        self.job = read_job(train_arguments)
         self.gpus: int = needs["gpus"]
         self.free_disk_gib: float | None = needs["free_disk_gib"]
-        self.job: Any = None
 
     def in_order(self) -> list[tuple[str, float, Callable[[], dict[str, Any]]]]:
         """(name, deadline in s, check): cheap ones first, each relying on those before it."""
         return [
             ("gpus", 120, self.count_gpus),
-            ("job_file", 300, self.read_job_file),
             ("memory", 30, self.memory),
             ("matmul", 120, self.matmul),
             ("collective", 180, self.collective),
@@ -60,13 +60,6 @@ class NodeChecks:
         if found != self.gpus and (self.gpus or found):
             raise ValueError(f"{found} GPUs where {self.gpus} are needed")
         return {"found": found, "kind": torch.cuda.get_device_name(0) if found else "cpu"}
-
-    def read_job_file(self) -> dict[str, Any]:
-        """Importing everything that a worker imports is most of this check."""
-        from .job_file import load_job
-
-        self.job = load_job(self.train_arguments)
-        return {}
 
     def memory(self) -> dict[str, Any]:
         for gpu in range(self.gpus):
@@ -123,7 +116,7 @@ class NodeChecks:
 
     def disk(self) -> dict[str, Any]:
         """Room for two checkpoints where the run is written, and for caches where temporary files go."""
-        run = Path(self.job.job.dump_folder)
+        run = self.job.run
         run.mkdir(parents=True, exist_ok=True)
         needed_gib = self.free_disk_gib
         if needed_gib is None:
@@ -138,11 +131,8 @@ class NodeChecks:
         return {"free_gib": free}
 
     def _checkpoint_bytes(self) -> int:
-        from torchtitan.protocols.train_spec import get_train_spec
-
-        arguments: Any = get_train_spec(self.job.model.name).model_args[self.job.model.flavor]
-        arguments.update_from_config(self.job)
-        return BYTES_PER_PARAMETER * arguments.config.parameter_count()["total"]
+        config = LaneformerConfig.from_flavor(self.job.model.flavor)
+        return BYTES_PER_PARAMETER * config.parameter_count()["total"]
 
 
 def all_reduce(rank: int, ranks: int, meeting: str, backend: str) -> None:

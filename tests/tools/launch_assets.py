@@ -81,9 +81,7 @@ def environment() -> dict[str, str]:
 def launch(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """`python -m tools.launch ...` in the checkout."""
     command = [sys.executable, "-m", "tools.launch", *arguments]
-    return subprocess.run(
-        command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=300)
 
 
 def records(path: Path) -> list[dict]:

@@ -82,9 +82,13 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         requeued = cluster.job(id1)
         reach(10)
         cluster.lose_node("n2")
-        wait_for(lambda: cluster.job(id1)["JobState"] not in ("RUNNING", "PENDING"), "the end of phase 1", STEP_TIMEOUT_S)
+        wait_for(
+            lambda: cluster.job(id1)["JobState"] not in ("RUNNING", "PENDING"), "the end of phase 1", STEP_TIMEOUT_S
+        )
         cluster.start_node("n2")
-        wait_for(lambda: cluster.job(id2)["JobState"] not in ("RUNNING", "PENDING"), "the end of phase 2", STEP_TIMEOUT_S)
+        wait_for(
+            lambda: cluster.job(id2)["JobState"] not in ("RUNNING", "PENDING"), "the end of phase 2", STEP_TIMEOUT_S
+        )
         jobs = cluster.job(id1), cluster.job(id2)
     log = (phase1 / f"slurm-{id1}.log").read_text() + (phase2 / f"slurm-{id2}.log").read_text()
     assert not cluster._processes(), "the cluster left processes behind"
