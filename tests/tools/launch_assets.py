@@ -1,7 +1,7 @@
 """A checkout to launch from: the code under test as a git repository of its own, which a test may edit.
 
-It holds one more file, train/paced.py, which slows the steps down, so that something can happen between them, and can
-make a node fail its pre-flight; and it is launched without PYTHONPATH, so an editable install's hook is in force.
+It holds one more file, train/paced.py, which slows the steps down, so that something can happen between them, and notes
+which code a worker runs. It is launched without PYTHONPATH, so an editable install's hook is in force.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROOT = Path(__file__).resolve().parents[2]
 PACED = '''
-"""The Laneformer with a pause before every sequence that is read, and a fault on one node."""
+"""The Laneformer with a pause before every read, and a note of the code that runs."""
 import os, time
 import laneformer
 import train.spec
 from train.data import MixtureLoader
-from train.nodes import node_name
 
-if node_name() == os.environ.get("PACED_BAD_NODE"):
-    raise OSError("planted: this node cannot read its libraries")
-if "RANK" in os.environ:
+if "RANK" in os.environ and "PACED_CODE" in os.environ:
     with open(os.environ["PACED_CODE"], "a") as file:
         file.write(laneformer.__file__ + "\\n")
 read = MixtureLoader._read
@@ -46,7 +43,8 @@ SMALL = (
     "64", "--architecture.num_hidden_layers", "4", "--architecture.num_attention_heads", "4",
     "--architecture.num_key_value_heads", "4", "--architecture.sliding_window", "8",
     "--architecture.max_position_embeddings", "32", "--architecture.vocab_size", "512",
-    "--checkpoint.async_mode", "disabled", "--metrics.no-enable_tensorboard",
+    "--checkpoint.async_mode", "disabled", "--metrics.no-enable_tensorboard", "--experimental.custom_import",
+    "train.paced", "--training.steps", "24", "--checkpoint.interval", "8",
 )  # fmt: skip
 
 

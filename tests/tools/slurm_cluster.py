@@ -38,6 +38,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog={folder}/prolog.sh
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -52,6 +53,10 @@ AccountingStorageType=accounting_storage/none
 ReturnToService=2
 {nodes}
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+# what a task finds on a node that make_bad named: eight GPUs are asked for where there are none
+PROLOG = """#!/bin/sh
+[ ! -f {folder}/bad-$SLURMD_NODENAME ] || echo export SLURM_GPUS_PER_NODE=8
 """
 
 
@@ -87,7 +92,7 @@ class SlurmCluster:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for process in self._processes():
+        for process in self.processes():
             process.kill()
         for daemon in self.daemons.values():
             daemon.kill()
@@ -102,6 +107,9 @@ class SlurmCluster:
         text = CONFIG.format(folder=self.folder, control_port=ports[0], user=getpass.getuser(), nodes=nodes)
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "state").mkdir()
+        prolog = self.folder / "prolog.sh"
+        prolog.write_text(PROLOG.format(folder=self.folder))
+        prolog.chmod(0o755)
         self.folder.chmod(0o755)  # munged wants to be sure of the way to its socket
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
@@ -119,11 +127,15 @@ class SlurmCluster:
     def lose_node(self, node: str) -> None:
         """A power cut: the node's daemon and everything that it started, at once."""
         daemon = self.daemons.pop(node)
-        for process in [*self._processes(node), psutil.Process(daemon.pid)]:
+        for process in [*self.processes(node), psutil.Process(daemon.pid)]:
             process.send_signal(signal.SIGKILL)
         daemon.wait(timeout=30)
 
-    def _processes(self, node: str | None = None) -> list[psutil.Process]:
+    def make_bad(self, node: str) -> None:
+        """Let this node fail the pre-flight of jobs from now on."""
+        (self.folder / f"bad-{node}").touch()
+
+    def processes(self, node: str | None = None) -> list[psutil.Process]:
         """Processes of this cluster that are not our own children; of one node, or of all."""
         ours = {daemon.pid for daemon in self.daemons.values()}
         found = []

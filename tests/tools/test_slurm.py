@@ -1,99 +1,162 @@
 """A run on a real Slurm of three virtual nodes: two train, one is spare. One story, told once, held by many tests.
 
-Phase 1 is submitted, and phase 2 behind it. Phase 1 is warned as before its time limit, goes back into the queue, and
-is started again; then a node dies under it, and the spare takes its place; meanwhile the checkout is broken. Phase 2
-starts when phase 1 has ended, with one node that fails its pre-flight. An undisturbed run of the same job, started
-here without Slurm, must have ended with the same bits.
+Phase 1 is submitted, and phase 2 behind it; then the checkout is broken. Phase 1 is warned as before its time limit,
+goes back into the queue, and is started again; a node dies under it, and the spare takes its place. Phase 2 starts when
+phase 1 has ended, with one node that fails its pre-flight. An undisturbed run here must have ended with the same bits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from .launch_assets import commit, environment, launch, losses, make_checkout, records, weights_hash
-from .launch_assets import SMALL as SMALL_JOB
+from .launch_assets import SMALL, commit, environment, launch, losses, make_checkout, records, weights_hash
 from .slurm_cluster import SlurmCluster, missing, wait_for
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())} here: `make slurm` installs a Slurm"),
 ]
-STEPS = 24
-STEP_TIMEOUT_S = 180
-JOB = (*SMALL_JOB, "--training.steps", str(STEPS), "--checkpoint.interval", "8", "--experimental.custom_import",
-       "train.paced")  # fmt: skip
+TIMEOUT_S = 180  # for anything to happen on a slow day
 
 
 @dataclass
 class Story:
-    """What the tests look at."""
+    """What the tests look at: run folders, what scontrol said of the jobs, and what was refused."""
 
     phase1: Path
     phase2: Path
-    undisturbed: Path
-    job_after_requeue: dict[str, str]
+    snapshot: Path
+    code: Path  # one line a worker: the laneformer that it imported
+    refused: str
+    requeued: dict[str, str]
+    waiting: dict[str, str]
     job1: dict[str, str]
     job2: dict[str, str]
-    job2_while_waiting: dict[str, str]
-    snapshot: Path
-    log: str
+
+
+class Launcher:
+    """A checkout of its own, launched onto the cluster."""
+
+    def __init__(self, folder: Path, data: Path, cluster: SlurmCluster):
+        self.folder, self.data, self.cluster = folder, data, cluster
+        self.checkout = make_checkout(folder / "checkout")
+        self.env = {**environment(), **cluster.env, "PACED_CODE": str(folder / "code")}
+
+    def launch(self, number: int, *arguments: str) -> subprocess.CompletedProcess:
+        lock = ("--mixture.lock", str(self.data / f"phase{number}.lock.json"))
+        run = ("--run", str(self.folder / f"phase{number}"))
+        return launch(self.checkout, *arguments, *run, *SMALL, *lock, env=self.env)
+
+    def submit(self, number: int, *arguments: str) -> tuple[int, Path]:
+        done = self.launch(number, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        answer = json.loads(done.stdout.splitlines()[-1])
+        return answer["job_id"], Path(answer["snapshot"])
+
+    def break_checkout(self) -> None:
+        for name in ("models/laneformer/model.py", "train/__main__.py", "train/supervise.py", "train/node_checks.py"):
+            (self.checkout / name).write_text("raise SystemExit('the checkout leaked into the job')\n")
+        commit(self.checkout, "broken")
+
+    def wait_for_step(self, step: int) -> None:
+        run = self.folder / "phase1"
+        what = f"step {step} of {run}"
+        wait_for(lambda: (run / "metrics.jsonl").is_file() and step in losses(run), what, TIMEOUT_S)
+
+    def wait_for_end(self, job_id: int) -> dict[str, str]:
+        alive = ("PENDING", "RUNNING", "COMPLETING")
+        wait_for(lambda: self.cluster.job(job_id)["JobState"] not in alive, f"the end of job {job_id}", TIMEOUT_S)
+        return self.cluster.job(job_id)
 
 
 @pytest.fixture(scope="module")
-def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(prepared_data: Path, undisturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("slurm")
-    checkout = make_checkout(folder / "checkout")
-    locks = [("--mixture.lock", str(prepared_data / f"phase{n}.lock.json")) for n in (1, 2)]
-    code = folder / "code"
-    phase1, phase2, undisturbed = folder / "phase1", folder / "phase2", folder / "undisturbed"
-    cluster_options = ("--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu", "--time", "30")
-    job1 = ("configs/debug_phase1.toml", *cluster_options, *JOB, *locks[0])
     (folder / "cluster").mkdir()
     with SlurmCluster(folder / "cluster") as cluster:
-        env = {**environment(), **cluster.env, "PACED_CODE": str(code)}
-
-        def submit(*arguments: str) -> tuple[int, Path]:
-            done = launch(checkout, *arguments, env=env)
-            assert done.returncode == 0, done.stdout + done.stderr
-            answer = json.loads(done.stdout.splitlines()[-1])
-            return answer["job_id"], Path(answer["snapshot"])
-
-        def reach(step: int) -> None:
-            what = f"step {step} of phase 1; {(phase1 / 'slurm-1.log')}"
-            wait_for(lambda: (phase1 / "metrics.jsonl").is_file() and step in losses(phase1), what, STEP_TIMEOUT_S)
-
-        id1, snapshot = submit(*job1, "--run", str(phase1), "--env", "PACED_SECONDS=0.3")
-        id2, _ = submit(
-            "--phase-switch", str(phase1), "--config", "configs/debug_phase2.toml", "--run", str(phase2), *JOB, *locks[1],
-            "--env", "PACED_BAD_NODE=n1",
-        )  # fmt: skip
+        there = Launcher(folder, prepared_data, cluster)
+        first = ("configs/debug_phase1.toml", "--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
+        id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=0.3")
+        switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
+        id2, _ = there.submit(2, *switch)
         waiting = cluster.job(id2)
-        (checkout / "models/laneformer/model.py").write_text("raise RuntimeError('the checkout leaked into the job')\n")
-        (checkout / "train/__main__.py").write_text("raise SystemExit('the checkout leaked into the job')\n")
-        commit(checkout, "broken")
-        reach(3)
+        refused = there.launch(1, *first).stderr
+        there.break_checkout()
+        there.wait_for_step(3)
         cluster.command("scancel", "--signal=USR1", "--batch", str(id1))
-        wait_for(lambda: cluster.job(id1)["Restarts"] == "1", "the requeue", STEP_TIMEOUT_S)
+        wait_for(lambda: cluster.job(id1)["Restarts"] == "1", "the requeue", TIMEOUT_S)
         requeued = cluster.job(id1)
-        reach(10)
+        there.wait_for_step(12)
         cluster.lose_node("n2")
-        wait_for(
-            lambda: cluster.job(id1)["JobState"] not in ("RUNNING", "PENDING"), "the end of phase 1", STEP_TIMEOUT_S
-        )
+        job1 = there.wait_for_end(id1)
         cluster.start_node("n2")
-        wait_for(
-            lambda: cluster.job(id2)["JobState"] not in ("RUNNING", "PENDING"), "the end of phase 2", STEP_TIMEOUT_S
-        )
-        jobs = cluster.job(id1), cluster.job(id2)
-    log = (phase1 / f"slurm-{id1}.log").read_text() + (phase2 / f"slurm-{id2}.log").read_text()
-    assert not cluster._processes(), "the cluster left processes behind"
-    yield Story(phase1, phase2, undisturbed, requeued, *jobs, waiting, snapshot, log)
+        cluster.make_bad("n2")
+        job2 = there.wait_for_end(id2)
+    assert not cluster.processes(), "the cluster left processes behind"
+    return Story(
+        folder / "phase1", folder / "phase2", snapshot, folder / "code", refused, requeued, waiting, job1, job2
+    )
 
 
-def test_story(story: Story) -> None:
-    print(story)
+def supervisor(run: Path, kind: str) -> list[dict]:
+    return [event for event in records(run / "events.jsonl") if event["kind"] == f"supervisor_{kind}"]
+
+
+def test_both_jobs_ended_well(story: Story) -> None:
+    for job in (story.job1, story.job2):
+        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), job
+    assert "is RUNNING; scancel it first" in story.refused or "is PENDING; scancel it first" in story.refused
+
+
+def test_warning_puts_the_job_back_into_the_queue(story: Story) -> None:
+    assert story.requeued["Requeue"] == "1"
+    assert story.requeued["JobId"] == story.job1["JobId"]
+    assert story.job1["Restarts"] == "1"
+    first, second, *_ = supervisor(story.phase1, "start")
+    assert first["step"] == 0
+    assert 3 <= second["step"] < 24, "the second start goes on from the checkpoint that the warning made"
+    assert supervisor(story.phase1, "end")[0]["code"] == 85
+
+
+def test_spare_takes_the_place_of_a_lost_node(story: Story) -> None:
+    nodes = [event["nodes"] for event in supervisor(story.phase1, "start")]
+    assert nodes == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
+    assert [event["node"] for event in supervisor(story.phase1, "bad_node")] == ["n2"]
+
+
+def test_final_weights_are_those_of_the_undisturbed_run(story: Story, undisturbed: Path, tmp_path: Path) -> None:
+    assert losses(story.phase1) == losses(undisturbed)
+    assert list(losses(undisturbed)) == list(range(1, 25))
+    last = weights_hash(undisturbed / "checkpoint/step-24", tmp_path)
+    assert weights_hash(story.phase1 / "checkpoint/step-24", tmp_path) == last
+    assert weights_hash(undisturbed / "checkpoint/step-16", tmp_path) != last, "the comparison can fail"
+
+
+def test_job_runs_from_its_snapshot(story: Story) -> None:
+    workers = story.code.read_text().splitlines()
+    assert len(workers) == 2 * 3 + 2, "three starts of phase 1 and one of phase 2, two ranks each"
+    snapshots = [run / "snapshot" for run in (story.phase1, story.phase2)]
+    for file in map(Path, workers):
+        assert any(file.is_relative_to(folder) for folder in snapshots), file
+    version = json.loads((story.snapshot / "snapshot.json").read_text())["code_version"]
+    assert {attempt["code_version"] for attempt in records(story.phase1 / "attempts.jsonl")} == {version}
+    check = ["sha256sum", "--quiet", "--check", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=story.snapshot).returncode == 0
+
+
+def test_phase_two_waits_and_leaves_out_a_bad_node(story: Story) -> None:
+    assert story.waiting["JobState"] == "PENDING"
+    assert story.waiting["Dependency"].startswith(f"afterok:{story.job1['JobId']}")
+    assert story.job2["StartTime"] >= story.job1["EndTime"]
+    (bad,) = supervisor(story.phase2, "bad_node")
+    assert bad["node"] == "n2"
+    assert "0 GPUs where 8 are needed" in bad["text"]
+    assert [event["nodes"] for event in supervisor(story.phase2, "start")] == [["n1", "n3"]]
+    parent = json.loads((story.phase2 / "lineage.json").read_text())["parent"]
+    assert parent == str((story.phase1 / "checkpoint/step-24").resolve())
+    assert json.loads((story.phase2 / "launches.jsonl").read_text())["parent"] == str(story.phase1)
