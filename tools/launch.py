@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from laneformer.provenance import append_line
 
 from .launch_branch import Start, decay_branch, last_launch, next_phase
 from .launch_script import ENDED, Cluster, batch_script, job_state, submit
-from .launch_snapshot import take_snapshot
+from .launch_snapshot import remove, take_snapshot
 
 OWNED = ("--job.dump_folder", "--job.config_file", "--job.config-file", "--job.dump-folder")
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -107,8 +108,16 @@ def launch(options: Options, overrides: list[str]) -> None:
     if options.dry_run:
         show_dry_run(run, start, overrides, script)
         return
+    if not options.local and not shutil.which("sbatch"):
+        raise ValueError("there is no sbatch here; launch from a login node, or with --local or --dry-run")
     snapshot = take_snapshot(run, start.config, [*start.overrides, *overrides], options.allow_dirty, script)
-    job_id = None if options.local else submit(snapshot / "submit.sbatch")
+    try:
+        job_id = None if options.local else submit(snapshot / "submit.sbatch")
+    except ValueError:
+        remove(snapshot)
+        raise
+    if start.skip_list is not None:
+        shutil.copy(start.skip_list, run)
     record = {"time": time.time(), "job_id": job_id, "snapshot": str(snapshot), "cluster": dataclasses.asdict(cluster),
               "dependency": dependency, "parent": str(start.parent) if start.parent else None,
               "started_from": start.checkpoint, "config": str(start.config), "overrides": overrides}  # fmt: skip

@@ -24,6 +24,7 @@ class Start:
     checkpoint: str | None = None  # step folder, which a running parent may still have to write
     dependency: str | None = None
     run: Path | None = None  # folder of the new run, where its name follows from the parent's
+    skip_list: Path | None = None  # data that the parent has left out, and so the branch must
 
 
 def last_launch(run: Path) -> dict[str, Any] | None:
@@ -96,7 +97,8 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
     launch = last_launch(run)
     config = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
     branch = run.with_name(f"{run.name}-decay-{at}+{steps}")
-    return Start(config, overrides, run, str(checkpoint), None, branch)
+    skip_list = run / "skip_sequences.json"
+    return Start(config, overrides, run, str(checkpoint), None, branch, skip_list if skip_list.is_file() else None)
 
 
 def stable_steps(schedule: dict[str, Any], training_steps: int) -> tuple[int, int]:
