@@ -75,7 +75,7 @@ class Launcher:
 
 
 @pytest.fixture(scope="module")
-def story(prepared_data: Path, undisturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "cluster").mkdir()
     with SlurmCluster(folder / "cluster") as cluster:
