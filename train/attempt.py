@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -27,7 +28,8 @@ from .signals import StopSignals
 from .supervised_job import SupervisedJob
 
 POLL_S = 0.2
-LAST_WORDS = 12  # lines of a crashed worker's console that are shown
+# torchrun's own report on the console: the cause, where outcome.json may hold a consequence that another rank saw
+ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 # torchrun gives its workers 30 s after SIGTERM before it kills them
 GRACE_S = 40.0
 
@@ -82,11 +84,15 @@ class Attempt:
 
     def _outcome(self) -> Ended:
         outcome = read_outcome(self.job.run)
-        if outcome is not None:
+        if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
-        status = self.workers.returncode
+        said = outcome["reason"] if outcome else f"no word from a worker, exit status {self.workers.returncode}"
+        console = self.logs / "console.log"
+        found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
+        if found:
+            said += f" (first to fail: rank {found[2]} on {found[1]}, exit status {found[3]})"
         steps = [beat["step"] or 0 for beat in read_heartbeats(self.heartbeats)]
-        return Ended(CRASHED, max(steps, default=0), f"the workers left no word; exit status {status}")
+        return Ended(CRASHED, outcome["step"] if outcome else max(steps, default=0), said)
 
     def _on_hang(self, waited_s: float) -> Ended:
         """Put the evidence away: who stood where, and everybody's stacks."""
@@ -124,12 +130,6 @@ class Attempt:
                 self.workers.wait()
         for process in self.known:
             _kill_process(process)
-
-    def last_words(self) -> str:
-        """The end of the workers' console."""
-        path = self.logs / "console.log"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        return "\n".join(lines[-LAST_WORDS:])
 
 
 def _kill_process(process: psutil.Process) -> None:
