@@ -10,7 +10,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -30,8 +29,8 @@ from .supervised_job import SupervisedJob
 POLL_S = 0.2
 # torchrun's own report on the console: the cause, where outcome.json may hold a consequence that another rank saw
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
-# torchrun gives its workers 30 s after SIGTERM before it kills them
-GRACE_S = 40.0
+# torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
+SLURM_GRACE_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class Attempt:
         for stale in ("outcome.json", "stop"):
             (self.job.run / stale).unlink(missing_ok=True)
         name = f"{self.job.run.name}-{os.getpid()}-{self.number}"
+        self.on_nodes = nodes is not None
         port = free_port() if nodes is None else random.randrange(20_000, 30_000)
         self.workers = start_workers(nodes, nproc_per_node, name, port, train_arguments, self.logs)
 
@@ -116,18 +116,15 @@ class Attempt:
     def _kill(self) -> None:
         """Nothing of this start may live on: it would write into the run folder of the next.
 
-        Processes here are killed at once (a stopped one obeys nothing less); srun is asked first, so that it takes its
-        tasks on other nodes along.
+        Processes here are killed at once: a stopped one obeys nothing less. srun is asked first and given time, so that
+        Slurm ends its tasks on all nodes.
         """
-        if self.workers.poll() is None:
-            for process in self.known:
-                _kill_process(process)
-            self.workers.send_signal(signal.SIGTERM)
-            try:
-                self.workers.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self.workers.kill()
-                self.workers.wait()
+        if self.workers.poll() is None and self.on_nodes:
+            self.workers.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.workers.wait(SLURM_GRACE_S)
+        self.workers.kill()
+        self.workers.wait()
         for process in self.known:
             _kill_process(process)
 
