@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
 
-.PHONY: setup demo test lint browser cross sanitize wheel clean
+.PHONY: setup demo test lint browser cross sanitize chaos wheel clean
 
 setup: $(VENV)/.ready
 
@@ -51,6 +51,10 @@ test: lint browser cross $(VENV)/transformers-4.57
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
 	$(BIN)/python -m pytest tests/laneformer/test_engine_native.py
+
+# 200 training steps with a random fault every 20 (CI runs 60 with 3)
+chaos: setup
+	CHAOS_STEPS=200 $(BIN)/python -m pytest tests/train/test_chaos.py -s
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation

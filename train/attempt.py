@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -27,9 +27,10 @@ from .signals import StopSignals
 from .supervised_job import SupervisedJob
 
 POLL_S = 0.2
-LAST_WORDS = 12  # lines of a crashed worker's console that are shown
-# torchrun gives its workers 30 s after SIGTERM before it kills them
-GRACE_S = 40.0
+# torchrun's own report on the console: the cause, where outcome.json may hold a consequence that another rank saw
+ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
+# torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
+SLURM_GRACE_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Attempt:
         for stale in ("outcome.json", "stop"):
             (self.job.run / stale).unlink(missing_ok=True)
         name = f"{self.job.run.name}-{os.getpid()}-{self.number}"
+        self.on_nodes = nodes is not None
         port = free_port() if nodes is None else random.randrange(20_000, 30_000)
         self.workers = start_workers(nodes, nproc_per_node, name, port, train_arguments, self.logs)
 
@@ -82,11 +84,15 @@ class Attempt:
 
     def _outcome(self) -> Ended:
         outcome = read_outcome(self.job.run)
-        if outcome is not None:
+        if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
-        status = self.workers.returncode
+        said = outcome["reason"] if outcome else f"no word from a worker, exit status {self.workers.returncode}"
+        console = self.logs / "console.log"
+        found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
+        if found:
+            said += f" (first to fail: rank {found[2]} on {found[1]}, exit status {found[3]})"
         steps = [beat["step"] or 0 for beat in read_heartbeats(self.heartbeats)]
-        return Ended(CRASHED, max(steps, default=0), f"the workers left no word; exit status {status}")
+        return Ended(CRASHED, outcome["step"] if outcome else max(steps, default=0), said)
 
     def _on_hang(self, waited_s: float) -> Ended:
         """Put the evidence away: who stood where, and everybody's stacks."""
@@ -110,26 +116,17 @@ class Attempt:
     def _kill(self) -> None:
         """Nothing of this start may live on: it would write into the run folder of the next.
 
-        Processes here are killed at once (a stopped one obeys nothing less); srun is asked first, so that it takes its
-        tasks on other nodes along.
+        Processes here are killed at once: a stopped one obeys nothing less. srun is asked first and given time, so that
+        Slurm ends its tasks on all nodes.
         """
-        if self.workers.poll() is None:
-            for process in self.known:
-                _kill_process(process)
-            self.workers.send_signal(signal.SIGTERM)
-            try:
-                self.workers.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self.workers.kill()
-                self.workers.wait()
+        if self.workers.poll() is None and self.on_nodes:
+            self.workers.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.workers.wait(SLURM_GRACE_S)
+        self.workers.kill()
+        self.workers.wait()
         for process in self.known:
             _kill_process(process)
-
-    def last_words(self) -> str:
-        """The end of the workers' console."""
-        path = self.logs / "console.log"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        return "\n".join(lines[-LAST_WORDS:])
 
 
 def _kill_process(process: psutil.Process) -> None:

@@ -88,7 +88,8 @@ class Resilience:
     """Windows [first, last) of sequence numbers of the mixture that training leaves out"""
 
     hang_timeout_s: float = 600.0
-    """No rank finished a step for so long: dump stacks, kill, start again. More than a step with a synchronous save"""
+    """No rank finished a step for so long: dump stacks, kill, start again. More than a step, a
+    synchronous save and a validation together"""
 
     start_timeout_s: float = 1800.0
     """The same until the first step of a start is done: imports, loading, compiling"""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from typing import Any
 
@@ -26,6 +27,7 @@ from .skips import add_windows, read_skip_list, windows_of
 from .supervised_job import SupervisedJob, read_job
 
 MEANING = {DONE: "done", STOPPED: "stopped", UNCLEAN: "unclean step"}
+CONSOLE_CHARS = 300  # the whole text is in events.jsonl
 console = Console(highlight=False)
 
 
@@ -69,10 +71,8 @@ class Supervisor:
         attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
         ended = attempt.watch()
         self.suspects |= set(ended.suspects)
-        what = MEANING.get(ended.code, "crash")
-        self.say("end", f"{what} at step {ended.step}: {ended.reason}", step=ended.step, code=ended.code)
-        if ended.code not in MEANING and not self.stop.asked:
-            console.print(attempt.last_words(), style="dim", markup=False)
+        what, step = MEANING.get(ended.code, "crash"), max(ended.step, checkpoint_step)
+        self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code)
         return ended
 
     def choose_nodes(self) -> list[str] | Ended:
@@ -125,7 +125,7 @@ class Supervisor:
     def say(self, kind: str, text: str, **facts: Any) -> None:
         """One line for people, one event for programs."""
         console.print(f"{time.strftime('%H:%M:%S')}  start {self.starts:<3} [bold]{kind:<8}[/bold]  ", end="")
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", start=self.starts, text=text, **facts)
 
 

@@ -7,7 +7,7 @@ so only our `[resilience]` and a few fields are read here. The workers read, and
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,18 @@ class SupervisedJob:
 
 def read_job(arguments: list[str]) -> SupervisedJob:
     """Read `--job.config_file X.toml [--section.key value ...]`. Raises ValueError for what cannot be supervised."""
-    default = SupervisedJob()
     values = tomllib.loads(job_file(arguments).read_text(encoding="utf-8"))
-    for section in fields(default):
-        part = getattr(default, section.name)
-        assert is_dataclass(part)
-        known = {f.name for f in fields(part)}
-        given: dict[str, Any] = {k: v for k, v in values.get(section.name, {}).items() if k in known}
-        setattr(default, section.name, type(part)(**given))
+
+    def section(kind: Any, name: str) -> Any:
+        known = {f.name for f in fields(kind)}
+        return kind(**{key: value for key, value in values.get(name, {}).items() if key in known})
+
+    default = SupervisedJob(
+        job=section(Job, "job"),
+        training=section(Training, "training"),
+        checkpoint=section(Checkpoint, "checkpoint"),
+        resilience=section(Resilience, "resilience"),
+    )
     job, _ = tyro.cli(SupervisedJob, args=arguments, default=default, return_unknown_args=True)
     if job.checkpoint.load_step != -1:
         raise ValueError(

@@ -50,7 +50,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             raise ValueError(
                 "training.global_batch_size is not set; give it in sequences, so that the GPU count cannot change it"
             )
-        section, rank = job_config.resilience, int(os.environ["RANK"])
+        section, rank = job_config.resilience, int(os.environ.get("RANK", "0"))
         self.heartbeat = Heartbeat(self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s)
         signals.WORKER.deadline_s = section.stop_deadline_s
         super().__init__(job_config)

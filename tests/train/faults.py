@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import time
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def broken_step(self: LaneformerTrainer, **arguments: Any) -> torch.Tensor:
         limited_until = self.step + FULL_DISK_STEPS
     elif kind == "sigterm_supervisor":
         os.kill(int((run_folder().parent / "supervisor.pid").read_text()), signal.SIGTERM)
+        while not (run_folder() / "stop").exists():  # steps are faster than the supervisor's eyes
+            time.sleep(0.05)
     return loss
 
 

@@ -67,7 +67,7 @@ def test_every_fault_is_on_record(disturbed: tuple[Path, str]) -> None:
 
 def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed: tuple[Path, str]) -> None:
     (hang,) = events(disturbed[0], "hang")
-    assert [(fact["rank"], fact["step"]) for fact in hang["laggards"]] == [(0, 6)]
+    assert [fact["rank"] for fact in hang["laggards"]] == [0]
     assert "train_step" in (Path(hang["stacks"]) / "rank-1.stacks").read_text()
 
 
