@@ -3,6 +3,9 @@
 The script runs on the first node and does little: it checks the snapshot, starts the supervisor (train.supervise),
 passes Slurm's warning and the end of the job on to it, and puts the job back into the queue when the supervisor says
 that it was told to stop but is not done (exit status 85). Without Slurm (`--local`) it is the same script.
+
+With --no-kill a job survives the loss of any node, of its first one too, but then nobody is left to lead it, and Slurm
+keeps it until its time ends (seen with 22.05). So the last node watches a pulse that the first one writes.
 """
 
 from __future__ import annotations
@@ -31,12 +34,22 @@ unset PYTHONPATH PYTHONHOME PYTHON_EXEC
 export PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 {exports}
 nodes=
-[ -z "${{SLURM_JOB_ID:-}}" ] || nodes="--nodes $(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,) {spares}"
+if [ -n "${{SLURM_JOB_ID:-}}" ]; then
+  names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  nodes="--nodes $names {spares}"
+  if {watch} && [ "${{names##*,}}" != "$names" ]; then
+    pulse={run}/.pulse-$SLURM_JOB_ID every=${{PULSE_S:-20}}
+    while touch "$pulse"; do sleep "$every"; done &
+    last=(--nodelist="${{names##*,}}" --nodes=1 --ntasks=1 --overlap --cpu-bind=none)
+    srun "${{last[@]}}" bash -c {watcher} "$pulse" "$every" &
+    trap 'kill $(jobs -p); rm -f "$pulse"' EXIT
+  fi
+fi
 {supervise} $nodes --job.config_file {job_file} &
 supervisor=$!
 signalled=
-trap 'signalled=yes; kill -USR1 $supervisor' USR1
-trap 'signalled=yes; kill -TERM $supervisor' TERM
+trap 'signalled=yes; kill -USR1 $supervisor 2>/dev/null' USR1
+trap 'signalled=yes; kill -TERM $supervisor 2>/dev/null' TERM
 # a signal ends `wait` early, with its own status: wait again until the status is the supervisor's
 while :; do
   wait $supervisor; code=$?
@@ -50,6 +63,15 @@ if [ $code = {stopped} ] && [ -n "${{SLURM_JOB_ID:-}}" ] && {requeue}; then
 fi
 exit $code
 """
+
+# On the last node, with the pulse file as $0. Its time is only compared for a change: clocks may differ.
+WATCHER = """last= still=0
+while sleep "$1"; do
+  now=$(stat -c %y "$0") || continue
+  [ "$now" = "$last" ] && still=$((still + 1)) || still=0
+  last=$now
+  [ $still -lt 9 ] || exec scontrol requeue $SLURM_JOB_ID
+done"""
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,9 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
         snapshot=shlex.quote(str(snapshot)),
         exports="\n".join(f"export {_export(pair)}" for pair in cluster.env),
         supervise=shlex.join(supervise),
+        run=shlex.quote(str(run)),
+        watch="true" if cluster.requeue else "false",
+        watcher=shlex.quote(WATCHER),
         spares=f"--spares {cluster.spares}",
         job_file=shlex.quote(str(snapshot / "job.toml")),
         stopped=STOPPED,

@@ -118,6 +118,7 @@ class SlurmCluster:
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
             env = {**self.env, "VIRTUAL_NODE": name}
+            command = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed pytest leaves it behind
             self.daemons[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def start_node(self, node: str) -> None:

@@ -175,6 +175,7 @@ def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
     for path, text in (
         (snapshot / "env/bin/python", STAND_IN.format(folder=folder, code=code)),
         (folder / "scontrol", SCONTROL.format(folder=folder)),
+        (folder / "srun", "#!/bin/sh\nexec sleep 60\n"),
         (snapshot / "submit.sbatch", batch_script(snapshot, folder, cluster, None)),
     ):
         path.write_text(text)

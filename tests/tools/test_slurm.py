@@ -2,7 +2,8 @@
 
 Phase 1 is submitted, and phase 2 behind it; then the checkout is broken. Phase 1 is warned as before its time limit,
 goes back into the queue, and is started again; a node dies under it, and the spare takes its place. Phase 2 starts when
-phase 1 has ended, with one node that fails its pre-flight. An undisturbed run here must have ended with the same bits.
+phase 1 has ended, without a node that fails its pre-flight, and loses its first node, where the batch script runs. An
+undisturbed run here must have ended with the same bits.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Launcher:
             (self.checkout / name).write_text("raise SystemExit('the checkout leaked into the job')\n")
         commit(self.checkout, "broken")
 
-    def wait_for_step(self, step: int) -> None:
-        run = self.folder / "phase1"
+    def wait_for_step(self, number: int, step: int) -> None:
+        run = self.folder / f"phase{number}"
         what = f"step {step} of {run}"
         wait_for(lambda: (run / "metrics.jsonl").is_file() and step in losses(run), what, TIMEOUT_S)
 
@@ -83,19 +84,23 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
         first = ("configs/debug_phase1.toml", "--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
         id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=0.3")
         switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
-        id2, _ = there.submit(2, *switch)
+        id2, _ = there.submit(2, *switch, "--env", "PACED_SECONDS=0.3", "PULSE_S=0.5")
         waiting = cluster.job(id2)
         refused = there.launch(1, *first).stderr
         there.break_checkout()
-        there.wait_for_step(3)
+        there.wait_for_step(1, 3)
         cluster.command("scancel", "--signal=USR1", "--batch", str(id1))
         wait_for(lambda: cluster.job(id1)["Restarts"] == "1", "the requeue", TIMEOUT_S)
         requeued = cluster.job(id1)
-        there.wait_for_step(12)
+        there.wait_for_step(1, 12)
         cluster.lose_node("n2")
         job1 = there.wait_for_end(id1)
         cluster.start_node("n2")
         cluster.make_bad("n2")
+        there.wait_for_step(2, 9)
+        cluster.lose_node("n1")
+        wait_for(lambda: cluster.job(id2)["Restarts"] == "1", "the second requeue", TIMEOUT_S)
+        cluster.start_node("n1")
         job2 = there.wait_for_end(id2)
     assert not cluster.processes(), "the cluster left processes behind"
     return Story(
@@ -139,7 +144,7 @@ def test_final_weights_are_those_of_the_undisturbed_run(story: Story, undisturbe
 
 def test_job_runs_from_its_snapshot(story: Story) -> None:
     workers = story.code.read_text().splitlines()
-    assert len(workers) == 2 * 3 + 2, "three starts of phase 1 and one of phase 2, two ranks each"
+    assert len(workers) == 2 * (3 + 2), "three starts of phase 1, two of phase 2, two ranks each"
     snapshots = [run / "snapshot" for run in (story.phase1, story.phase2)]
     for file in map(Path, workers):
         assert any(file.is_relative_to(folder) for folder in snapshots), file
@@ -152,11 +157,20 @@ def test_job_runs_from_its_snapshot(story: Story) -> None:
 def test_phase_two_waits_and_leaves_out_a_bad_node(story: Story) -> None:
     assert story.waiting["JobState"] == "PENDING"
     assert story.waiting["Dependency"].startswith(f"afterok:{story.job1['JobId']}")
-    assert story.job2["StartTime"] >= story.job1["EndTime"]
-    (bad,) = supervisor(story.phase2, "bad_node")
-    assert bad["node"] == "n2"
-    assert "0 GPUs where 8 are needed" in bad["text"]
-    assert [event["nodes"] for event in supervisor(story.phase2, "start")] == [["n1", "n3"]]
+    first, *_ = supervisor(story.phase2, "bad_node")
+    assert first["node"] == "n2"
+    assert "0 GPUs where 8 are needed" in first["text"]
+    assert supervisor(story.phase2, "start")[0]["nodes"] == ["n1", "n3"]
     parent = json.loads((story.phase2 / "lineage.json").read_text())["parent"]
-    assert parent == str((story.phase1 / "checkpoint/step-24").resolve())
-    assert json.loads((story.phase2 / "launches.jsonl").read_text())["parent"] == str(story.phase1)
+    assert parent == str(story.phase1 / "checkpoint/step-24")
+    (launched,) = records(story.phase2 / "launches.jsonl")
+    assert launched["parent"] == str(story.phase1)
+
+
+def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(story: Story) -> None:
+    """Slurm itself would let the job run on without anybody to lead it: the last node notices."""
+    assert story.job2["Restarts"] == "1"
+    starts = supervisor(story.phase2, "start")
+    assert [start["nodes"] for start in starts] == [["n1", "n3"]] * 2
+    assert starts[1]["step"] == 8, "from the newest checkpoint"
+    assert list(losses(story.phase2)) == list(range(1, 25))
