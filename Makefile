@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
 
-.PHONY: setup demo test lint browser cross sanitize wheel clean
+.PHONY: setup demo test lint browser cross slurm sanitize chaos wheel clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +37,12 @@ cross:
 	  || (apt-get update -q && apt-get install -qy --no-install-recommends g++-aarch64-linux-gnu qemu-user-static) \
 	  || echo "no aarch64 compiler or emulator: the NEON test skips itself"
 
+# launches are tested on a real Slurm of three virtual nodes
+slurm:
+	@(PATH=$$PATH:/usr/sbin; command -v slurmctld slurmd sbatch munged) >/dev/null \
+	  || (apt-get update -q && apt-get install -qy --no-install-recommends slurmctld slurmd slurm-client munge) \
+	  || echo "no Slurm: its tests skip themselves"
+
 demo: setup
 	$(BIN)/python -m tools.demo
 
@@ -45,12 +51,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint browser cross $(VENV)/transformers-4.57
+test: lint browser cross slurm $(VENV)/transformers-4.57
 	$(BIN)/python -m pytest
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
 	$(BIN)/python -m pytest tests/laneformer/test_engine_native.py
+
+# 200 training steps with a random fault every 20 (CI runs 60 with 3)
+chaos: setup
+	CHAOS_STEPS=200 $(BIN)/python -m pytest tests/train/test_chaos.py -s
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation

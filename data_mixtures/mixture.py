@@ -137,6 +137,20 @@ class Mixture:
             self._read(index, self._window_of(index, items[rows]), rows, tokens)
         return tokens, source_index
 
+    def locate(self, numbers: np.ndarray) -> list[dict[str, Any]]:
+        """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first token in it."""
+        source_index, items = self._items(numbers)
+        places = []
+        for number, index, item in zip(numbers.tolist(), source_index.tolist(), items, strict=True):
+            source = self._sources[index]
+            window = int(self._window_of(index, np.array([item]))[0])
+            shard = int(np.searchsorted(source.first_window, window, side="right")) - 1
+            offset = (window - int(source.first_window[shard])) * self.seq_len
+            places.append(
+                {"sequence": number, "source": source.name, "shard": source.shards[shard][0], "token_offset": offset}
+            )
+        return places
+
     def windows_per_source(self, sequences: int) -> dict[str, int]:
         """Windows of each source consumed after `sequences` sequences of this phase, offsets included: closed form."""
         counts = self._offsets + order.served(self.weights, self._places, sequences)

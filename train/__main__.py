@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from .signals import WORKER
+
+WORKER.install()  # before the imports that take seconds
+
+import torch  # noqa: E402
 
 if not torch.accelerator.is_available():
     from .cpu import patch_torch_for_cpu

@@ -1,25 +1,34 @@
-"""Where a job starts: its own newest complete checkpoint, else the phase before, else (only if allowed) random weights.
+"""Where a job starts, and what it keeps: checkpoints that can be trusted while disks fill and processes die.
 
+Start: the run's own newest complete checkpoint, else the phase before, else (only if allowed) random weights.
 TorchTitan 0.2.2 decides this by whether the checkpoint folder exists, trusts the newest `.metadata`, and lets a second
-phase inherit the first one's optimizer settings. This class replaces the decision and keeps its saving and loading.
+phase inherit the first one's optimizer settings. Saving: its writer is kept; a save that fails is taken back and tried
+again at the next interval, and old checkpoints go only when newer ones are complete.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
-import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.tools.logging import logger
 
+from .checkpoint_files import (
+    check_complete,
+    clear_branch,
+    newest_complete_checkpoint,
+    read_metadata,
+    superseded,
+    to_trash,
+)
+from .events import record_event
 from .optimizer import apply_optimizer_settings
-
-STEP_FOLDER = re.compile(r"step-(\d+)$")
 
 
 class PhaseCheckpointManager(CheckpointManager):
@@ -27,13 +36,24 @@ class PhaseCheckpointManager(CheckpointManager):
 
     optimizer_config: Any = None  # set by the trainer: the job's own optimizer section
     allow_fresh_start: bool = False
+    resume_from: Path | None = None  # checkpoint of another run, to go on from with all states
     started_from: Path | None = None  # what `load` used, None for random weights
+    save_now: bool = False  # a stop was asked for: save at this step boundary, whatever the interval
+    failed_saves: int = 0  # in a row
+    pending_step: int | None = None  # dispatched, not known to be on disk
 
     def configure(self, job_config: Any) -> None:
         """Take the settings that CheckpointManager's constructor does not hand over. Raises ValueError."""
         section = job_config.checkpoint
+        self.run = Path(job_config.job.dump_folder)
+        self.keep_every_steps = job_config.resilience.keep_every_steps
+        self.max_failed_saves = job_config.resilience.max_failed_saves
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
+        if section.initial_load_all_states:
+            if not section.initial_load_path:
+                raise ValueError("checkpoint.initial_load_all_states needs checkpoint.initial_load_path")
+            self.resume_from = Path(section.initial_load_path)
         if section.exclude_from_loading:
             raise ValueError(
                 f"checkpoint.exclude_from_loading = {section.exclude_from_loading} would drop these states at every "
@@ -52,6 +72,9 @@ class PhaseCheckpointManager(CheckpointManager):
             return False
         folder = Path(self.folder)
         own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest_complete_checkpoint(folder))
+        on_rank_zero(lambda: self._clear_branch(folder, own))
+        if own is None and self.resume_from is not None:
+            own = self.resume_from  # a branch: the first start is a restart from another run's checkpoint
         if own is not None:
             self._load(own, list(self.states))
             self.started_from = own
@@ -61,6 +84,82 @@ class PhaseCheckpointManager(CheckpointManager):
             self._require_fresh_start(f"no complete checkpoint in {self.folder} and no checkpoint.initial_load_path")
             return False
         return True
+
+    def _clear_branch(self, folder: Path, start: Path | None) -> None:
+        if start is not None:
+            check_complete(start)  # before anything newer is moved
+        for name, what in clear_branch(folder, start).items():
+            logger.warning(f"{name} is newer than where this job starts: {what}")
+            record_event(self.run, "checkpoint_removed", checkpoint=name, what=what)
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Save where TorchTitan would, or when a stop was asked for; a failure costs this checkpoint, not the job.
+
+        Raises RuntimeError when the last checkpoint, or too many in a row, cannot be written.
+        """
+        if not self._should_save(curr_step, last_step):
+            return
+        self.finish()
+        self.pending_step = curr_step
+        problem = None
+        try:
+            super().save(curr_step, last_step)
+        except CheckpointException as failure:  # on every rank: DCP tells them all
+            problem = str(failure)
+        if self.save_future is None or problem:
+            self._judge(problem)
+        if last_step and self.failed_saves:
+            raise RuntimeError(f"the last checkpoint, step {curr_step}, could not be written; see events.jsonl")
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        wanted = self.save_now and self.enable and not self.load_only
+        return wanted or super()._should_save(curr_step, last_step)
+
+    def finish(self) -> None:
+        """Wait until the save under way is on disk, or is known to have failed and taken back."""
+        if not self.enable or self.pending_step is None:
+            return
+        problem = None
+        try:
+            self._async_wait()
+        except (CheckpointException, OSError, RuntimeError) as failure:
+            problem = str(failure)
+        self.save_future = None
+        self._judge(problem)
+
+    def _judge(self, problem: str | None) -> None:
+        """Settle the pending save: all ranks learn whether any of them failed; what is half written is deleted."""
+        step, self.pending_step = self.pending_step, None
+        problems: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem)
+        problem = next((p for p in problems if p), None)
+        if problem is None:
+            self.failed_saves = 0
+            return
+        self.failed_saves, self.save_future = self.failed_saves + 1, None
+        reason = problem.strip().splitlines()[-1]
+        logger.warning(f"Saving step {step} failed ({self.failed_saves} in a row): {reason}")
+        on_rank_zero(lambda: self._take_back(Path(self._create_checkpoint_id(step)), reason))
+        if self.failed_saves >= self.max_failed_saves:
+            raise RuntimeError(
+                f"{self.failed_saves} saves in a row have failed, last: {reason}; make room below {self.folder} (old "
+                "runs, checkpoint-aside), lower checkpoint.keep_latest_k, or raise resilience.max_failed_saves"
+            )
+
+    def _take_back(self, partial: Path, reason: str) -> None:
+        if partial.is_dir():
+            shutil.rmtree(to_trash(partial), ignore_errors=True)
+        record_event(self.run, "save_failed", step=self.step_of(partial), in_a_row=self.failed_saves, reason=reason)
+
+    @staticmethod
+    def step_of(folder: Path) -> int:
+        return int(folder.name.removeprefix("step-"))
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Called by TorchTitan after each dispatch; its thread deletes what is handed to it."""
+        if self.keep_latest_k > 0 and torch.distributed.get_rank() == 0:
+            for path in superseded(Path(self.folder), self.keep_latest_k, self.keep_every_steps):
+                self.purge_queue.put(str(to_trash(path)))
 
     def _require_fresh_start(self, why: str) -> None:
         if not self.allow_fresh_start:
@@ -114,45 +213,3 @@ def on_rank_zero(decide: Callable[[], Any]) -> Any:
     if answer[1] is not None:
         raise ValueError(answer[1])
     return answer[0]
-
-
-def newest_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest complete `step-N` folder, warning about incomplete ones; None if there is none yet.
-
-    Raises ValueError when there are several checkpoints and all are damaged: that is a disk problem, not a new run.
-    """
-    steps = {int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))}
-    for step in sorted(steps, reverse=True):
-        try:
-            check_complete(steps[step])
-        except ValueError as problem:
-            logger.warning(f"Skipping a checkpoint: {problem}")
-            continue
-        return steps[step]
-    if len(steps) > 1:
-        raise ValueError(
-            f"all {len(steps)} checkpoints in {folder} are incomplete; repair or move them away before starting again"
-        )
-    return None
-
-
-def read_metadata(folder: Path) -> Any:
-    """DCP's own index of a checkpoint. Raises ValueError when it is missing or unreadable."""
-    try:
-        with open(folder / ".metadata", "rb") as file:
-            return pickle.load(file)
-    except (OSError, EOFError, pickle.UnpicklingError) as problem:
-        raise ValueError(f"{folder} is not a complete checkpoint: .metadata cannot be read ({problem})") from problem
-
-
-def check_complete(folder: Path) -> None:
-    """Compare every data file with the extent that `.metadata` names; raises ValueError with the file that is short."""
-    needed_bytes: dict[str, int] = {}
-    for entry in read_metadata(folder).storage_data.values():
-        name = entry.relative_path
-        needed_bytes[name] = max(needed_bytes.get(name, 0), entry.offset + entry.length)
-    for name, size_bytes in needed_bytes.items():
-        path = folder / name
-        have_bytes = path.stat().st_size if path.is_file() else 0
-        if have_bytes < size_bytes:
-            raise ValueError(f"{path} holds {have_bytes} bytes, its .metadata names {size_bytes}")

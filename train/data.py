@@ -2,7 +2,8 @@
 
 Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice of every
 micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
-is one number, the same on every rank, so a checkpoint loads with any world size.
+is one number, the same on every rank, so a checkpoint loads with any world size. Windows that are to be left out move
+everything behind them (`train/skips.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torchdata.nodes as tn
 from torchtitan.components.dataloader import BaseDataLoader
 
 from data_mixtures.mixture import Mixture
+
+from .skips import SkipList, read_skip_list, windows_of
 
 READ_AHEAD_BATCHES = 4
 
@@ -24,19 +28,29 @@ READ_AHEAD_BATCHES = 4
 class MixtureLoader(BaseDataLoader):
     """Yields ({"input": int64 (b, S)}, labels int64 (b, S)), b the local batch size, from the current state on."""
 
-    def __init__(self, lock: Path, dp_rank: int, dp_world_size: int, local_batch_size: int, reader_threads: int):
+    def __init__(
+        self,
+        lock: Path,
+        dp_rank: int,
+        dp_world_size: int,
+        local_batch_size: int,
+        reader_threads: int,
+        skips: SkipList,
+    ):
         self.lock = lock
+        self.skips = skips
         self.tokenizer = lock.parent / "tokenizer.model"
         self.mixture = Mixture.open(lock)
         self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used
-        self.sequences = 0  # global sequences that the trainer has taken, all ranks together
+        self.sequences = 0  # positions that the trainer has taken, all ranks together
         self.micro_batch = local_batch_size * dp_world_size
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.reader_threads = reader_threads
 
     def _read(self, first: int) -> torch.Tensor:
-        tokens, _ = self.mixture.sequences(first + self.local.start, len(self.local))
-        return torch.from_numpy(tokens)
+        runs = windows_of(self.skips.numbers(first + self.local.start, len(self.local)))
+        parts = [self.mixture.sequences(number, last - number)[0] for number, last in runs]
+        return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         starts = tn.IterableWrapper(_count_from(self.sequences, self.micro_batch))
@@ -56,11 +70,20 @@ class MixtureLoader(BaseDataLoader):
         here = {name: windows[name] for name in self.mixture.source_names if name in windows}
         self.mixture = Mixture.open(self.lock, here)
 
+    def check_epochs(self, positions: int) -> None:
+        """ValueError when a job of so many sequences would repeat a source more often than its epoch cap allows."""
+        self.mixture.check_epochs(self.skips.used(positions))
+
+    def locate(self, first: int, count: int) -> list[dict[str, Any]]:
+        """Source, shard and token offset of every sequence at positions first .. first + count."""
+        return self.mixture.locate(self.skips.numbers(first, count))
+
     def state_dict(self) -> dict[str, Any]:
         """One JSON string, equal on all ranks: position, mixture, and the windows of every source used so far."""
-        used = self.mixture.windows_per_source(self.sequences)
+        used = self.mixture.windows_per_source(self.skips.used(self.sequences))
         state = {
             "sequences": self.sequences,
+            "skip_sequences": self.skips.until(self.skips.used(self.sequences)),
             "fingerprint": self.mixture.fingerprint,
             "offsets": self.offsets,
             "windows": {**self.offsets, **used},
@@ -76,6 +99,13 @@ class MixtureLoader(BaseDataLoader):
                 "from it (checkpoint.initial_load_path in a new job.dump_folder)"
             )
         self.sequences = state["sequences"]
+        passed, now = SkipList(state["skip_sequences"]), self.skips
+        if passed.windows != now.until(now.used(self.sequences)):
+            raise ValueError(
+                f"the checkpoint has left out the sequences {passed.windows}, but resilience.skip_sequences and "
+                f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
+                "change only windows that lie ahead, or start from an older checkpoint"
+            )
         self.continue_after(state["offsets"])
 
 
@@ -101,7 +131,8 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
     if not lock.is_file():
         raise ValueError(f"mixture.lock = {section.lock} does not exist; `python -m data_mixtures.prepare` makes it")
     batch = job_config.training.local_batch_size
-    loader = MixtureLoader(lock, dp_rank, dp_world_size, batch, section.reader_threads)
+    skips = read_skip_list(Path(job_config.job.dump_folder), job_config.resilience.skip_sequences)
+    loader = MixtureLoader(lock, dp_rank, dp_world_size, batch, section.reader_threads, skips)
     if loader.mixture.seq_len != job_config.training.seq_len:
         raise ValueError(
             f"{lock} holds windows of {loader.mixture.seq_len} tokens, but training.seq_len is "

@@ -7,6 +7,7 @@ unknown keys are refused, and every field has its command-line flag.
 import dataclasses
 import typing
 from dataclasses import dataclass, field
+from typing import Literal
 
 from laneformer.config import LaneformerConfig
 
@@ -47,11 +48,65 @@ class Checkpoint:
     Learning-rate schedule, optimizer settings and data order are this job's; with initial_load_model_only = false the
     optimizer's moments come along."""
 
+    initial_load_all_states: bool = False
+    """initial_load_path is a checkpoint of this same job, to go on from with everything it holds (step, data position,
+    moments): a decay branched from the stable part of a run. Its learning-rate schedule is this job's"""
+
     last_save_model_only: bool = False
     """The last checkpoint keeps the optimizer, so that a later phase can continue from it"""
 
     allow_fresh_start: bool = False
     """Whether random weights are a valid start (phase 1); without it a missing checkpoint stops the job"""
+
+
+@dataclass
+class Resilience:
+    """What happens when something goes wrong: read by the workers and by `python -m train.supervise`."""
+
+    keep_every_steps: int = 0
+    """Checkpoints of these steps are never deleted, beside the newest checkpoint.keep_latest_k; 0: none"""
+
+    max_failed_saves: int = 3
+    """Saves in a row that may fail (a full disk) before the job gives up"""
+
+    spike_window: int = 128
+    """Steps that a loss or gradient norm is compared with"""
+
+    max_loss_z: float = 0.0
+    """Robust deviations above the window at which a step is refused; 0: only a non-finite loss is"""
+
+    max_grad_norm_z: float = 0.0
+    """The same for the gradient norm before clipping"""
+
+    unclean_policy: Literal["stop", "rollback", "rollback_and_skip"] = "stop"
+    """After a refused step: end the job, start again from the newest checkpoint, or do so and leave the batch out"""
+
+    skip_steps: int = 1
+    """Steps of data that rollback_and_skip leaves out, the refused one last; never data that the checkpoint has seen"""
+
+    skip_sequences: list[tuple[int, int]] = field(default_factory=list)
+    """Windows [first, last) of sequence numbers of the mixture that training leaves out"""
+
+    hang_timeout_s: float = 600.0
+    """No rank finished a step for so long: dump stacks, kill, start again. More than a step, a
+    synchronous save and a validation together"""
+
+    start_timeout_s: float = 1800.0
+    """The same until the first step of a start is done: imports, loading, compiling"""
+
+    stop_deadline_s: float = 300.0
+    """How long a signalled job may take to save before it is ended"""
+
+    backoff_s: float = 10.0
+    """Pause before the second start without progress; doubles up to max_backoff_s"""
+
+    max_backoff_s: float = 300.0
+
+    max_fruitless_starts: int = 3
+    """Starts in a row without a newer checkpoint after which the supervisor gives up"""
+
+    def __post_init__(self) -> None:
+        self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]  # TOML has lists
 
 
 def _architecture_section() -> type:
@@ -73,4 +128,5 @@ class JobConfig:
     phase: Phase = field(default_factory=Phase)
     model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    resilience: Resilience = field(default_factory=Resilience)
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]

@@ -14,17 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 
 from laneformer.config import LaneformerConfig
 from laneformer.provenance import append_line, code_version, write_atomically
 
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
+from .job_file import resolved_toml
 
 
 def count_attempts(run: Path) -> int:
@@ -35,7 +30,7 @@ def count_attempts(run: Path) -> int:
 def open_run_folder(run: Path, job_config: Any, model: LaneformerConfig, tokenizer: Path | None) -> None:
     """Write the files that describe the run; an earlier, different config.toml is kept under its attempt's number."""
     run.mkdir(parents=True, exist_ok=True)
-    resolved = tomli_w.dumps(_without_none(job_config.to_dict()))
+    resolved = resolved_toml(job_config)
     config = run / "config.toml"
     if config.is_file() and config.read_text(encoding="utf-8") != resolved:
         shutil.copy(config, run / f"config.attempt-{count_attempts(run)}.toml")

@@ -9,7 +9,13 @@ from pathlib import Path
 
 
 def code_version(folder: Path) -> str:
-    """The git commit of the checkout that holds `folder`, `-dirty` with local changes, "unknown" outside a checkout."""
+    """The git commit of the code in `folder`, `-dirty` with local changes, "unknown" outside a checkout.
+
+    A snapshot (tools.launch) says it in a file, as it may lie inside a checkout of other code.
+    """
+    for parent in (folder, *folder.parents):
+        if (parent / "CODE_VERSION").is_file():
+            return (parent / "CODE_VERSION").read_text().strip()
 
     def git(*arguments: str) -> str:
         return subprocess.run(

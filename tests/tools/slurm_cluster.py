@@ -1,0 +1,183 @@
+"""A real Slurm of three virtual nodes on this machine, as whoever runs the tests, all in one temporary folder.
+
+Every daemon runs in the foreground as our child, so that it can be ended by its own process id; what else belongs to
+the cluster (steps, ranks) is known by SLURM_CONF, which points into the folder, in its environment.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
+NODES = ("n1", "n2", "n3")
+# short times instead of a real cluster's minutes: a dead node is given up after 10 s, a requeued job starts after 5 s
+CONFIG = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={control_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+TaskProlog={folder}/prolog.sh
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_interval=2
+KillWait=5
+SlurmdTimeout=10
+MessageTimeout=5
+TCPTimeout=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+{nodes}
+PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+# what a task finds on a node that make_bad named: eight GPUs are asked for where there are none
+PROLOG = """#!/bin/sh
+[ ! -f {folder}/bad-$SLURMD_NODENAME ] || echo export SLURM_GPUS_PER_NODE=8
+"""
+
+
+def missing() -> list[str]:
+    """The programs of Slurm and munge that this machine lacks."""
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    return [name for name in DAEMONS if not shutil.which(name, path=path)]
+
+
+class SlurmCluster:
+    """`with SlurmCluster(folder) as cluster:` leaves no process behind, whatever happens inside."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PYTHON"))}
+        self.env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+        self.daemons: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> SlurmCluster:
+        try:
+            self._configure()
+            socket_path = self.folder / "munge.socket"
+            files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+            self._start("munged", "munged", "--foreground", "--force", f"--socket={socket_path}", *files)
+            wait_for(socket_path.exists, "munged", 20)
+            self._start("slurmctld", "slurmctld", "-D", "-c")
+            for node in NODES:
+                self.start_node(node)
+            wait_for(lambda: self.node_states() == dict.fromkeys(NODES, "idle"), "three idle nodes", 60)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self.processes():
+            process.kill()
+        for daemon in self.daemons.values():
+            daemon.kill()
+            daemon.wait(timeout=30)
+
+    def _configure(self) -> None:
+        ports = free_ports(1 + len(NODES))
+        nodes = "\n".join(
+            f"NodeName={node} NodeHostname=localhost Port={port} CPUs=1 RealMemory=1000 State=UNKNOWN"
+            for node, port in zip(NODES, ports[1:], strict=True)
+        )
+        text = CONFIG.format(folder=self.folder, control_port=ports[0], user=getpass.getuser(), nodes=nodes)
+        (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "state").mkdir()
+        prolog = self.folder / "prolog.sh"
+        prolog.write_text(PROLOG.format(folder=self.folder))
+        prolog.chmod(0o755)
+        self.folder.chmod(0o755)  # munged wants to be sure of the way to its socket
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+
+    def _start(self, name: str, *command: str) -> None:
+        with open(self.folder / f"{name}.out", "ab") as log:
+            env = {**self.env, "VIRTUAL_NODE": name}
+            command = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed pytest leaves it behind
+            self.daemons[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def start_node(self, node: str) -> None:
+        (self.folder / f"spool-{node}").mkdir(exist_ok=True)
+        self._start(node, "slurmd", "-D", "-N", node)
+
+    def lose_node(self, node: str) -> None:
+        """A power cut: the node's daemon and everything that it started, at once."""
+        daemon = self.daemons.pop(node)
+        for process in [*self.processes(node), psutil.Process(daemon.pid)]:
+            process.send_signal(signal.SIGKILL)
+        daemon.wait(timeout=30)
+
+    def make_bad(self, node: str) -> None:
+        """Let this node fail the pre-flight of jobs from now on."""
+        (self.folder / f"bad-{node}").touch()
+
+    def processes(self, node: str | None = None) -> list[psutil.Process]:
+        """Processes of this cluster that are not our own children; of one node, or of all."""
+        ours = {daemon.pid for daemon in self.daemons.values()}
+        found = []
+        for process in psutil.process_iter():
+            try:
+                env = process.environ()
+            except (psutil.Error, OSError):
+                continue
+            if env.get("SLURM_CONF") == self.env["SLURM_CONF"] and process.pid not in ours:
+                name = env.get("SLURMD_NODENAME") or env.get("VIRTUAL_NODE")
+                if node is None or name == node:
+                    found.append(process)
+        return found
+
+    def node_states(self) -> dict[str, str]:
+        lines = self.command("sinfo", "-h", "-N", "-o", "%N %t", check=False).split("\n")
+        return dict(line.split() for line in lines if line)
+
+    def job(self, job_id: int) -> dict[str, str]:
+        """What `scontrol show job` says, by field."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "-o", str(job_id))))
+
+    def command(self, *command: str, check: bool = True, cwd: Path | None = None, timeout_s: float = 60) -> str:
+        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+        assert not check or done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return done.stdout
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("localhost", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    """Poll until it holds; AssertionError with `what` when it does not in a generous time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.2)

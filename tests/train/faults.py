@@ -1,0 +1,101 @@
+"""Breaks a job from the inside, on schedule. Named as `experimental.custom_import` by tests; no part of the product.
+
+LANEFORMER_FAULTS names a JSON file: a list of {"kind", "step", "rank"}. Each happens once in the life of a run, however
+often the job starts: whoever does it first leaves a mark beside the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import train.spec  # noqa: F401 - what custom_import names otherwise
+from train.checkpoint_files import step_folders
+from train.trainer import LaneformerTrainer
+
+PLAN = Path(os.environ["LANEFORMER_FAULTS"])
+RANK = int(os.environ["RANK"])
+FULL_DISK_STEPS = 3
+limited_until: int | None = None  # step
+forward_backward_step, finish = LaneformerTrainer.forward_backward_step, FileSystemWriter.finish
+
+
+def due(step: int, *kinds: str) -> str | None:
+    """The kind of fault that this rank has to commit now, marked as done."""
+    for index, fault in enumerate(json.loads(PLAN.read_text())):
+        if fault["step"] == step and fault["kind"] in kinds and fault["rank"] in (RANK, None):
+            try:
+                PLAN.with_suffix(f".{index}.{RANK}.done").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return fault["kind"]
+    return None
+
+
+def kill_all() -> None:
+    """SIGKILL to both workers at once, this one last."""
+    beats = [json.loads(p.read_text()) for p in (run_folder() / "heartbeats").glob("rank-*.json")]
+    for beat in sorted(beats, key=lambda beat: beat["pid"] == os.getpid()):
+        os.kill(beat["pid"], signal.SIGKILL)
+
+
+def run_folder() -> Path:
+    return PLAN.parent / "run"
+
+
+def broken_step(self: LaneformerTrainer, **arguments: Any) -> torch.Tensor:
+    global limited_until
+    if limited_until == self.step:
+        if self.checkpointer.save_future is not None:
+            wait([self.checkpointer.save_future])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    loss = forward_backward_step(self, **arguments)
+    kind = due(self.step, "kill", "stop", "usr1", "nan", "truncate", "full_disk", "sigterm_supervisor")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "usr1":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    elif kind == "nan":
+        next(self.model_parts[0].parameters()).grad.mul_(float("nan"))
+    elif kind == "truncate":  # as a file system does that lost its last pages in a power cut
+        self.checkpointer.finish()  # on one rank only this would wait for ever: the plan names no rank
+        torch.distributed.barrier()
+        if RANK == 0:
+            newest = next(iter(step_folders(Path(self.checkpointer.folder)).values()))
+            victim = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+            os.truncate(victim, victim.stat().st_size // 2)
+            kill_all()
+        signal.pause()
+    elif kind == "full_disk":  # the kernel refuses to write more, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+        limited_until = self.step + FULL_DISK_STEPS
+    elif kind == "sigterm_supervisor":
+        os.kill(int((run_folder().parent / "supervisor.pid").read_text()), signal.SIGTERM)
+        while not (run_folder() / "stop").exists():  # steps are faster than the supervisor's eyes
+            time.sleep(0.05)
+    return loss
+
+
+def broken_finish(self: FileSystemWriter, metadata: Any, results: Any) -> None:
+    """Rank 0 writes .metadata here, when all data files are written."""
+    kind = due(int(self.path.name.removeprefix("step-")), "kill_all_before_metadata", "kill_all_after_metadata")
+    if kind == "kill_all_before_metadata":
+        kill_all()
+    finish(self, metadata, results)
+    if kind == "kill_all_after_metadata":
+        kill_all()
+
+
+LaneformerTrainer.forward_backward_step = broken_step  # type: ignore[method-assign]
+FileSystemWriter.finish = broken_finish  # type: ignore[method-assign]

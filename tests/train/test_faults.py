@@ -1,0 +1,102 @@
+"""Real faults on real processes; the job goes on by itself and ends as if nothing had happened, bit for bit.
+
+One run meets them all, one after the other, because a start costs its imports. The full disk is the kernel's own
+refusal to write more (RLIMIT_FSIZE, EFBIG); nothing is simulated but the moment.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.supervised import GLOBAL_BATCH, assert_same, curve, supervise, undisturbed
+
+pytestmark = pytest.mark.slow
+STEPS, INTERVAL = 36, 5
+FAULTS: list[dict[str, Any]] = [
+    {"kind": "kill", "step": 3, "rank": 1},  # before the first checkpoint: from the beginning
+    {"kind": "stop", "step": 7, "rank": 0},
+    {"kind": "kill_all_before_metadata", "step": 10},
+    {"kind": "nan", "step": 13},
+    {"kind": "kill_all_after_metadata", "step": 15},
+    {"kind": "full_disk", "step": 20},
+    {"kind": "usr1", "step": 24, "rank": 1},
+    {"kind": "truncate", "step": 27},  # of the checkpoint of step 25
+    {"kind": "sigterm_supervisor", "step": 31, "rank": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def reference(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("reference"), prepared_data / "phase1.lock.json", STEPS, INTERVAL)
+
+
+@pytest.fixture(scope="module")
+def disturbed(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run that met every fault, and what its supervisors said."""
+    folder, lock = tmp_path_factory.mktemp("disturbed"), prepared_data / "phase1.lock.json"
+    run, status, said = supervise(folder, lock, STEPS, INTERVAL, FAULTS)
+    assert status == 85, f"the supervisor was to save and end with 85\n{said}"
+    assert max(curve(run)) == 31, "saved at the step boundary"
+    run, status, said = supervise(folder, lock, STEPS, INTERVAL, FAULTS)
+    assert status == 0, said
+    assert len(list(folder.glob("faults.*.done"))) >= len(FAULTS), "a fault was never committed"
+    return run, said
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for line in (run / "events.jsonl").read_text().splitlines() if (e := json.loads(line))["kind"] == kind]
+
+
+def test_nothing_is_different_in_the_end(disturbed: tuple[Path, str], reference: Path) -> None:
+    assert_same(disturbed[0], reference, STEPS)
+
+
+def test_every_fault_is_on_record(disturbed: tuple[Path, str]) -> None:
+    run, said = disturbed
+    ends = [(e["code"], e["step"]) for e in events(run, "supervisor_end")]
+    assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], said
+    assert [step for code, step in ends if code in (85, 86, 0)] == [13, 24, 31, STEPS]
+    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    assert [a["step"] for a in attempts] == [0, 0, 5, 5, 10, 15, 24, 24, 31]
+    assert json.loads((run / "outcome.json").read_text())["code"] == 0
+
+
+def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed: tuple[Path, str]) -> None:
+    (hang,) = events(disturbed[0], "hang")
+    assert [fact["rank"] for fact in hang["laggards"]] == [0]
+    assert "train_step" in (Path(hang["stacks"]) / "rank-1.stacks").read_text()
+
+
+def test_a_refused_batch_is_named(disturbed: tuple[Path, str]) -> None:
+    (event,) = events(disturbed[0], "unclean_step")
+    assert (event["step"], event["grad_norm"]) == (13, "nan")
+    batch = [json.loads(line) for line in Path(event["batch"]).read_text().splitlines()]
+    assert [place["sequence"] for place in batch] == list(range(12 * GLOBAL_BATCH, 13 * GLOBAL_BATCH))
+    assert {place["source"] for place in batch} <= {"web", "code"}
+
+
+def test_checkpoints_that_remain(disturbed: tuple[Path, str]) -> None:
+    run, _ = disturbed
+    steps = {int(path.name.removeprefix("step-")) for path in (run / "checkpoint").glob("step-*")}
+    assert {10, 30, 35, STEPS} <= steps, "multiples of keep_every_steps stay"
+    assert not steps & {5, 15, 20, 24}, "superseded, or failed on the full disk"
+    (failed,) = events(run, "save_failed")
+    assert failed["step"] == 20
+    removed = {(e["checkpoint"], e["what"].split()[0]) for e in events(run, "checkpoint_removed")}
+    assert removed == {("step-10", "deleted:"), ("step-25", "set")}, "cut before .metadata; truncated after it"
+    assert len(list((run / "checkpoint-aside").glob("step-25.*"))) == 1
+
+
+def test_a_window_that_is_left_out_equals_one_left_out_from_the_start(prepared_data: Path, tmp_path: Path) -> None:
+    lock, steps = prepared_data / "phase1.lock.json", 9
+    skip = ("--resilience.unclean_policy", "rollback_and_skip", "--resilience.skip_steps", "2")
+    run, status, said = supervise(tmp_path / "a", lock, steps, INTERVAL, [{"kind": "nan", "step": 8}], *skip)
+    assert status == 0, said
+    (entry,) = json.loads((run / "skip_sequences.json").read_text())
+    assert entry["window"] == [6 * GLOBAL_BATCH, 8 * GLOBAL_BATCH]
+    planned = ("--resilience.skip_sequences", *map(str, entry["window"]))
+    assert_same(run, undisturbed(tmp_path / "b", lock, steps, INTERVAL, *planned), steps)

@@ -1,0 +1,82 @@
+"""Left-out sequences: the mapping against a list, the loader against the mixture, what contradicts a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.skips import SkipList, add_windows, read_skip_list, windows_of
+
+WINDOWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda w: (w[0], w[0] + w[1])), max_size=6)
+
+
+@given(WINDOWS, st.integers(0, 40), st.integers(1, 30))
+def test_numbers_are_those_in_no_window(windows: list[tuple[int, int]], first: int, count: int) -> None:
+    out = {g for a, b in windows for g in range(a, b)}
+    kept = [g for g in range(200) if g not in out]
+    skips = SkipList(windows)
+    assert skips.numbers(first, count).tolist() == kept[first : first + count]
+    assert skips.used(first) == (kept[first - 1] + 1 if first else 0)
+
+
+@given(st.sets(st.integers(0, 50)))
+def test_windows_of_is_the_way_back(numbers: set[int]) -> None:
+    ordered = np.array(sorted(numbers), dtype=np.int64)
+    assert sorted(numbers) == [g for first, last in windows_of(ordered) for g in range(first, last)]
+
+
+@pytest.mark.parametrize("window", [(5, 5), (-1, 3), (4, 2), (1, 2, 3)])
+def test_windows_that_mean_nothing(window: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="skip window"):
+        SkipList([window])
+
+
+def test_the_run_folder_remembers(tmp_path: Path) -> None:
+    add_windows(tmp_path, [[8, 12]], "step 3: the loss is nan")
+    add_windows(tmp_path, [[20, 24]], "step 6: the loss is nan")
+    assert read_skip_list(tmp_path, [(0, 2)]).windows == [(0, 2), (8, 12), (20, 24)]
+    assert [e["reason"][:6] for e in json.loads((tmp_path / "skip_sequences.json").read_text())] == ["step 3", "step 6"]
+
+
+def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_data: Path) -> None:
+    pytest.importorskip("torchtitan")
+    from train.data import MixtureLoader
+
+    def loader(rank: int, *windows: tuple[int, int]) -> MixtureLoader:
+        return MixtureLoader(prepared_data / "phase1.lock.json", rank, 2, 2, 1, SkipList(windows))
+
+    for rank in (0, 1):
+        skipping = loader(rank, (5, 9))
+        batches = [b for b, _ in zip((inputs["input"] for inputs, _ in skipping), range(2), strict=False)]
+        for batch, numbers in zip(batches, ([[0, 1], [4, 9]], [[2, 3], [10, 11]])[rank], strict=True):
+            for row, number in zip(batch.numpy(), numbers, strict=True):
+                assert (row == skipping.mixture.sequences(number, 1)[0][0, :-1]).all()
+    ahead = loader(0, (5, 9))
+    ahead.sequences = 4
+    state = ahead.state_dict()
+    loader(0).load_state_dict(state)  # the window lies ahead
+    ahead.sequences = 8
+    for windows in ((), ((5, 8),), ((0, 1), (5, 9))):
+        with pytest.raises(ValueError, match="has left out the sequences"):
+            loader(0, *windows).load_state_dict(ahead.state_dict())
+    same = loader(0, (5, 9), (100, 120))
+    same.load_state_dict(ahead.state_dict())
+    assert [place["sequence"] for place in same.locate(4, 4)] == [4, 9, 10, 11]
+    assert same.state_dict()["mixture"] == ahead.state_dict()["mixture"]
+
+
+def test_a_named_place_holds_the_sequence(prepared_data: Path) -> None:
+    """The tokens at the offset, read from the shard with nothing but numpy, are those that were trained on."""
+    from data_mixtures.mixture import Mixture
+
+    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    tokens, _ = mixture.sequences(300, 50)
+    for row, place in zip(tokens, mixture.locate(np.arange(300, 350)), strict=True):
+        shard = np.fromfile(prepared_data / place["source"] / place["shard"], dtype=np.uint16)
+        start = place["token_offset"]
+        assert (shard[start : start + mixture.seq_len + 1] == row).all()

@@ -1,0 +1,57 @@
+"""A wish to stop: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), or the file RUN/stop.
+
+A signal only sets a flag; the trainer asks at every step boundary, the ranks agree, and save. The flag is set by a
+thread that reads Python's wake-up pipe, because a handler would wait for ever behind a collective that hangs. What does
+not come to its end is ended: by a second signal, or at the deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+SIGNALS = {signal.SIGTERM, signal.SIGUSR1}
+# Slurm signals every process of a step, and torchrun hands on what it got: two within seconds are one request
+SAME_REQUEST_S = 10.0
+
+
+class StopSignals:
+    """Flags of one process; `install` in its main thread."""
+
+    def __init__(self, on_force: Callable[[], None]):
+        self.asked: str | None = None  # the signal's name
+        self.deadline_s = 300.0
+        self.on_force = on_force
+
+    def install(self) -> None:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, args=(read,), daemon=True, name="stop-signals").start()
+
+    def _watch(self, read: int) -> None:
+        first_s = 0.0
+        while True:
+            number = os.read(read, 1)[0]
+            if number not in SIGNALS:
+                continue
+            if self.asked is None:
+                first_s, self.asked = time.monotonic(), signal.Signals(number).name
+                timer = threading.Timer(self.deadline_s, self.on_force)
+                timer.daemon = True
+                timer.start()
+            elif time.monotonic() - first_s > SAME_REQUEST_S:
+                self.on_force()
+
+
+def end_now() -> None:
+    """Leave without a word: the main thread may be stuck."""
+    os._exit(1)
+
+
+WORKER = StopSignals(on_force=end_now)

@@ -1,0 +1,75 @@
+"""Sequences that training leaves out: the order stays a pure function of (lock, seed, skip list, position).
+
+The trainer counts positions 0, 1, 2, ...; the mixture numbers its sequences g = 0, 1, 2, ...; without a skip list they
+are the same. A window [first, last) of numbers that is left out moves everything behind it: position p reads the p-th
+number that is in no window. RUN/skip_sequences.json holds the supervisor's windows, the job file those of a person.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laneformer.provenance import write_atomically
+
+FILE = "skip_sequences.json"
+
+
+class SkipList:
+    """Windows [first, last) of sequence numbers, sorted and merged."""
+
+    def __init__(self, windows: Iterable[Sequence[int]] = ()):
+        merged: list[tuple[int, int]] = []
+        for window in sorted(tuple(map(int, window)) for window in windows):
+            if len(window) != 2 or not 0 <= window[0] < window[1]:
+                raise ValueError(
+                    f"skip window {list(window)} must be [first, last) with 0 <= first < last, in sequence numbers"
+                )
+            if merged and window[0] <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], window[1])
+            else:
+                merged.append((window[0], window[1]))
+        self.windows = merged
+        lengths = np.array([last - first for first, last in merged], dtype=np.int64)
+        self._shift = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        # the position at which each window would have begun: everything from there on is moved
+        self._begins = np.array([first for first, _ in merged], dtype=np.int64) - self._shift[:-1]
+
+    def numbers(self, first: int, count: int) -> np.ndarray:
+        """Sequence numbers of positions first .. first + count: int64 (count,), increasing."""
+        positions = np.arange(first, first + count, dtype=np.int64)
+        return positions + self._shift[np.searchsorted(self._begins, positions, side="right")]
+
+    def used(self, positions: int) -> int:
+        """How far into the mixture this many positions reach, windows that were passed included."""
+        return int(self.numbers(positions - 1, 1)[0]) + 1 if positions else 0
+
+    def until(self, number: int) -> list[tuple[int, int]]:
+        """The windows cut at a sequence number."""
+        return [(first, min(last, number)) for first, last in self.windows if first < number]
+
+
+def windows_of(numbers: np.ndarray) -> list[list[int]]:
+    """Increasing numbers as the fewest windows [first, last)."""
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    return [[int(run[0]), int(run[-1]) + 1] for run in np.split(numbers, breaks) if len(run)]
+
+
+def read_skip_list(run: Path, from_job_file: Iterable[Sequence[int]]) -> SkipList:
+    """The windows of the job file and of RUN/skip_sequences.json together."""
+    return SkipList([*from_job_file, *(entry["window"] for entry in _entries(run))])
+
+
+def add_windows(run: Path, windows: Iterable[Sequence[int]], reason: str) -> None:
+    """Add windows to RUN/skip_sequences.json, with the reason for each."""
+    entries = [*_entries(run), *({"window": list(window), "reason": reason} for window in windows)]
+    write_atomically(run / FILE, json.dumps(entries, indent=2) + "\n")
+
+
+def _entries(run: Path) -> list[dict[str, Any]]:
+    path = run / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
