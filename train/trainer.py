@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torchtitan.train
 from torchtitan.distributed import utils as dist_utils
 
 from laneformer.provenance import write_atomically
+from laneformer.titan import TitanLaneformer
 
 from .checkpoint import PhaseCheckpointManager
 from .run_folder import count_attempts, open_run_folder, record_attempt
@@ -32,6 +34,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 "training.global_batch_size is not set; give it in sequences, so that the GPU count cannot change it"
             )
         super().__init__(job_config)
+        if isinstance(self.model_parts[0], TitanLaneformer):
+            # one device included: parallelize wraps that in FSDP, too, and autocast on top would widen the streams
+            self.maybe_enable_amp = contextlib.nullcontext()
         self.checkpointer.configure(job_config)
         self.run = Path(job_config.job.dump_folder)
         self.first_step_of_process = True
@@ -45,6 +50,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).vocab_size()
             if pieces > vocab_size:
                 raise ValueError(f"{tokenizer} has {pieces} pieces, but the model's vocab_size is {vocab_size}")
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        """Hand the labels to the model, which returns a loss per token (B, S) in place of logits."""
+        inputs, labels, extra_inputs, extra_kwargs = super().post_dataloading_process(input_dict, labels)
+        if isinstance(self.model_parts[0], TitanLaneformer):
+            extra_inputs["labels"] = labels
+        return inputs, labels, extra_inputs, extra_kwargs
 
     def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """TorchTitan asks for the batches once, right after the checkpoint is loaded: the attempt begins here."""

@@ -126,6 +126,11 @@ class LaneAttention(nn.Module):
         self.wv = LaneLinear(lanes, d_model, kv_size, fan="out")
         self.wo = LaneLinear(lanes, d_model, d_model, fan="in")
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no mask means plain causality."""
+        causal = mask is None and query.shape[2] > 1
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
 
@@ -135,8 +140,7 @@ class LaneAttention(nn.Module):
         value = self._heads(self.wv(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        causal = mask is None and query.shape[2] > 1
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        out = self.attend(query, key, value, mask)
         return self.wo(out.transpose(1, 2).flatten(2).unflatten(-1, (self.num_lanes, -1)))
 
 
