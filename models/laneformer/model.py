@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -236,11 +237,12 @@ def run_layers(
 ) -> Tensor:
     """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds one entry per layer."""
     h = embedding[:, :, None].expand(-1, -1, config.num_lanes, -1)
-    sent: list[tuple[Tensor | None, Tensor | None]] = []
-    for i, (layer, mask) in enumerate(zip(layers, masks, strict=True)):
-        delayed = sent[i - config.broadcast_delay] if 0 < config.broadcast_delay <= i else (None, None)
-        h, partials = layer(h, delayed, rope, mask, cache)
-        sent.append(partials)
+    nothing: tuple[Tensor | None, Tensor | None] = (None, None)
+    # at most `broadcast_delay` layers' partials are under way: each is L streams wide, and let go once it has arrived
+    under_way = deque([nothing] * max(config.broadcast_delay, 1))
+    for layer, mask in zip(layers, masks, strict=True):
+        h, partials = layer(h, under_way.popleft(), rope, mask, cache)
+        under_way.append(partials)
     return h
 
 
