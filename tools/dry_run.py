@@ -4,7 +4,7 @@ Checked: the job file and its overrides, the mesh of all ranks, batch divisibili
 every parameter is cut (rank 0's shard), the dataloader's slice, optimizer, schedule of the whole length, one step forward
 and backward through FSDP. Not checked: that the collectives work and what they cost (a fake one moves nothing, so the
 loss means nothing), the GPU's memory, compile, and the layers left out: to stay within a CPU's memory and minutes,
-widths and lanes are the job's own, but layers and sequence length are a few.
+widths and lanes are the job's own, but there is one layer and a sequence is short.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laneformer.config import LaneformerConfig
 from tools.synthetic_data import write_synthetic_lock
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS, SEQ_LEN = 2, 16
+LAYERS, SEQ_LEN = 1, 16
 TIMEOUT_S = 900
 
 
@@ -54,5 +54,5 @@ def dry_run(config: Path, overrides: tuple[str, ...], titan_job: Any, world_size
         "lr": row["lr"],
         "layers": LAYERS,
         "seq_len": SEQ_LEN,
-        "said": f"one step as rank 0 of {attempt['world_size']}, {LAYERS} layers of full width, {SEQ_LEN} tokens",
+        "said": f"one step as rank 0 of {attempt['world_size']}, {LAYERS} layer, {SEQ_LEN} tokens",
     }
