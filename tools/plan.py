@@ -236,7 +236,9 @@ def show(result: Result, console: Console) -> None:
             console.print(f"dry run: {phase['dry_run']['said']}")
     if len(result["phases"]) > 1:
         total = result["total"]
-        rows = [[f"{total['tokens']:.4g}", f"{total['flops']:.4g}", f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}"]]
+        rows = [
+            [f"{total['tokens']:.4g}", f"{total['flops']:.4g}", f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}"]
+        ]
         console.print(table("all phases", ["tokens", "FLOPs", "days", "GPU-hours"], rows))
 
 
@@ -262,7 +264,9 @@ def compute_table(phase: Result, result: Result) -> Table:
 def memory_table(phase: Result, result: Result) -> Table:
     m = phase["memory"]
     parts = ("weights", "moments", "gradients", "gathered", "kept_activations", "working_set", "total")
-    rows = [[name.replace("_", " "), gb(m[name]), f"{100 * m[name] / phase['gpu_memory_bytes']:.0f}%"] for name in parts]
+    rows = [
+        [name.replace("_", " "), gb(m[name]), f"{100 * m[name] / phase['gpu_memory_bytes']:.0f}%"] for name in parts
+    ]
     fits = m["total"] <= phase["usable_bytes"]
     said = "fits" if fits else "DOES NOT FIT"
     rows.append([f"usable of a {result['gpu']}", gb(phase["usable_bytes"]), said])

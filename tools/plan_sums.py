@@ -179,7 +179,9 @@ def largest_local_batch(job: Job, gpu: Gpu, most: int = 64) -> int:
     import dataclasses
 
     sizes = [size for size in (2**i for i in range(most.bit_length())) if size <= most]
-    fitting = [n for n in sizes if memory(dataclasses.replace(job, local_batch=n))["total"] <= USABLE * gpu.memory_bytes]
+    fitting = [
+        n for n in sizes if memory(dataclasses.replace(job, local_batch=n))["total"] <= USABLE * gpu.memory_bytes
+    ]
     return max(fitting, default=0)
 
 
