@@ -1,8 +1,8 @@
-"""TorchTitan's own Llama as the rival of tools.bench_train: the parameter count of the Laneformer, our data and optimizer.
+"""TorchTitan's own Llama as the rival of tools.bench_train: the Laneformer's shape and parameter count, our data.
 
-Loaded by `experimental.custom_import = "tools.bench_llama"`. Model, attention, activation checkpointing, compile, FSDP and
-loss are TorchTitan's, untouched. On one device it goes under FSDP as well, as the Laneformer does, for the same mixed
-precision. Depth, width and heads are the Laneformer's; grouped keys and values, too; the count is met by the MLP's width.
+Loaded by `experimental.custom_import = "tools.bench_llama"`. Model, attention, activation checkpointing, compile, FSDP
+and loss are TorchTitan's, untouched. On one device it goes under FSDP as well, as the Laneformer does, for the same mixed
+precision. Optimizer and loader are ours, for both.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class LlamaArgs(TransformerModelArgs):
         self.config = c = ours.config
         self.dim, self.n_layers, self.vocab_size = c.hidden_size, c.num_hidden_layers, c.vocab_size
         self.n_heads, self.n_kv_heads, self.rope_theta = c.num_attention_heads, c.num_key_value_heads, c.rope_theta
-        # TorchTitan takes two thirds of 4 D times this factor, rounded down, then up to a multiple
-        self.ffn_dim_multiplier, self.multiple_of = 3 * c.intermediate_size / (8 * c.hidden_size) + 1e-6, 1
+        # TorchTitan's MLP is floor(8/3 D), times this factor, rounded down again
+        self.ffn_dim_multiplier, self.multiple_of = c.intermediate_size / int(8 * c.hidden_size / 3) + 1e-9, 1
         super().update_from_config(job_config, **kwargs)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@
     python -m tools.bench_train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
 
 Every turn is a job of its own (`torchrun -m train`) on synthetic tokens from a temporary folder: loader, FSDP, compile,
-optimizer and metrics are those of a real run, checkpoints are off. The first steps of a turn, which compile, are left out.
+optimizer and metrics are those of a real run, checkpoints are off. A turn's first steps, which compile, do not count.
 Speeds are medians over the steps of all turns; the ratio is taken within a round, whose order alternates.
 The last line of stdout is JSON.
 """
@@ -154,8 +154,8 @@ def choose_local_batch(options: Options, gpu: str | None) -> int:
     if gpu is None:
         return 1
     job = plan_sums.Job(
-        config=LaneformerConfig.from_flavor(options.flavor), seq_len=options.seq_len, steps=1, global_batch=options.gpus,
-        local_batch=1, shard=options.gpus, replicate=1, checkpointing=options.checkpointing, reshard=True,
+        config=LaneformerConfig.from_flavor(options.flavor), seq_len=options.seq_len, steps=1,
+        global_batch=options.gpus, local_batch=1, shard=options.gpus, replicate=1, checkpointing=options.checkpointing, reshard=True,
         checkpoint_interval=1, keep_latest=1, keep_every=0,
         param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
     )  # fmt: skip
@@ -169,8 +169,8 @@ def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Resu
     """One job; RuntimeError with the end of its output if it fails."""
     steps = options.warmup + options.steps
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}", "-m", "train",
-        "--job.config_file", "configs/phase1.toml", "--job.dump_folder", str(run), "--mixture.lock", str(lock),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
+        "-m", "train", "--job.config_file", "configs/phase1.toml", "--job.dump_folder", str(run), "--mixture.lock", str(lock),
         "--model.flavor", options.flavor, "--training.seq_len", str(options.seq_len),
         "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
         "--training.steps", str(steps), "--lr_scheduler.warmup_steps", "1", "--training.gc_freq", "1000",
@@ -219,7 +219,8 @@ COLUMNS = ["", "parameters", "tokens/s/GPU", "MFU", "step p50", "step p90", "pea
 
 def rows_of(result: Result) -> list[list[str]]:
     return [
-        [name, f"{m['parameters']:,}", f"{m['tokens_per_s_per_gpu']:,.0f}", "-" if m["mfu"] is None else f"{m['mfu']:.1f}%",
+        [name, f"{m['parameters']:,}", f"{m['tokens_per_s_per_gpu']:,.0f}",
+         "-" if m["mfu"] is None else f"{m['mfu']:.1f}%",
          f"{m['step_s_p50']:.3f} s", f"{m['step_s_p90']:.3f} s",
          "-" if m["peak_memory_gib"] is None else f"{m['peak_memory_gib']:.1f} GiB"]
         for name, m in result["models"].items()

@@ -159,7 +159,7 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
 
 
 def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Result]:
-    """Name, category, weight, and the tokens that are expected to exist (None: unknown) of each source; may be empty."""
+    """Name, category, weight and expected tokens (None: unknown) of each source; empty where no mixture is known."""
     lock, beside = Path(titan_job.mixture.lock), ROOT / "data_mixtures" / path.name
     if mixture is None and lock.is_file():
         locked = read_lock(lock)
@@ -252,11 +252,11 @@ def compute_table(phase: Result, result: Result) -> Table:
     c, job = phase["compute"], phase["job"]
     rows = [
         ["batch", f"{job['global_batch']} sequences x {job['seq_len']} = {c['tokens_per_step']:,} tokens a step"],
-        ["mesh", f"{job['replicate']} x {job['shard']} GPUs, {job['micro_batches']} micro-batches of {job['local_batch']}"],
+        ["mesh", f"{job['replicate']} x {job['shard']} GPUs, micro-batches: {job['micro_batches']} of {job['local_batch']}"],
         ["tokens", f"{c['steps']:,} steps = {c['tokens']:.4g}"],
         ["FLOPs", f"{c['flops_per_token'] / 1e9:.2f}e9 a token (causal and windowed keys only) = {c['flops']:.4g}"],
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
-        ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days on {result['gpus']} GPUs = {c['gpu_hours']:,.0f} GPU-hours"],
+        ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days = {c['gpu_hours']:,.0f} GPU-hours"],
     ]  # fmt: skip
     return table("compute", ["", ""], rows)
 

@@ -1,13 +1,14 @@
 """The arithmetic of a training run before it runs: tokens, FLOPs, time, memory, checkpoints, data, network traffic.
 
-Everything follows from the job file, the architecture and a datasheet. What no sum can know (how much the compiler keeps,
-how much the allocator wastes) is an estimate and named one: the activations, and the share of a GPU that is usable.
+Everything follows from the job file, the architecture and a datasheet. What no sum can know is an estimate and named
+one: the tensors alive inside a layer's backward pass, and the share of a GPU that is usable.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from laneformer.config import LaneformerConfig
@@ -84,8 +85,8 @@ def check(job: Job, cluster: Cluster) -> None:
     mesh = job.shard * job.replicate
     if mesh != cluster.gpus:
         raise ValueError(
-            f"the mesh has {job.replicate} x {job.shard} = {mesh} GPUs, --gpus is {cluster.gpus}; give --gpus {mesh} or "
-            "--parallelism.data_parallel_replicate_degree and --parallelism.data_parallel_shard_degree"
+            f"the mesh has {job.replicate} x {job.shard} = {mesh} GPUs, --gpus is {cluster.gpus}; give --gpus {mesh} "
+            "or --parallelism.data_parallel_replicate_degree and --parallelism.data_parallel_shard_degree"
         )
     if job.global_batch % (job.local_batch * mesh):
         raise ValueError(
@@ -158,7 +159,7 @@ def memory(job: Job) -> dict[str, float]:
     own = counts["total"] / job.shard
     gathered = LAYERS_IN_FLIGHT * counts["layer"] + counts["lm_head"] if job.reshard else counts["total"]
     chunk = min(CHUNK_TOKENS, micro) if config.lm_head_type == "vocab_parallel" else micro
-    # logits as computed, widened, and their gradient; the head's gradient is summed in float32; streams, normed, gradient
+    # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams, normed, their gradient
     head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
     layer = WIDE_IN_BACKWARD * wide + 2 * micro * config.intermediate_size * job.param_bytes
     kept = sum(kept_per_token(job, i) for i in range(config.num_hidden_layers)) * micro * job.param_bytes
@@ -176,13 +177,9 @@ def memory(job: Job) -> dict[str, float]:
 
 def largest_local_batch(job: Job, gpu: Gpu, most: int = 64) -> int:
     """The largest power of two whose step fits the GPU, 0 if not even one sequence does."""
-    import dataclasses
-
-    sizes = [size for size in (2**i for i in range(most.bit_length())) if size <= most]
-    fitting = [
-        n for n in sizes if memory(dataclasses.replace(job, local_batch=n))["total"] <= USABLE * gpu.memory_bytes
-    ]
-    return max(fitting, default=0)
+    usable = USABLE * gpu.memory_bytes
+    sizes = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    return max((n for n in sizes if memory(dataclasses.replace(job, local_batch=n))["total"] <= usable), default=0)
 
 
 def checkpoints(job: Job, cluster: Cluster) -> Facts:
@@ -203,11 +200,11 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
 
 
 def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
-    """Bytes that a GPU receives in one step, by collective, on a mesh of `replicate` x `shard`, and the seconds of each.
+    """Bytes that a GPU receives in one step on a mesh of `replicate` x `shard`, by collective, and the seconds of each.
 
     TorchTitan synchronises every micro-batch. Shards inside a node travel over NVLink. Shards across nodes pass the
-    network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a ring over all ranks
-    that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`).
+    network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a ring over all
+    ranks that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`).
     """
     counts = job.config.parameter_count()
     gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]  # the head is gathered once

@@ -40,7 +40,7 @@ def losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_is_sdpa(tokens: torch.Tensor) -> None:
-    """Forward only: PyTorch has no backward of FlexAttention on CPUs. The same sums in another order: some roundings."""
+    """Forward only: PyTorch has no backward of FlexAttention on CPUs. The same sums in another order."""
     tokens = tokens.clone()
     tokens[0, 20] = tokens[1, 40] = BOS
     rounding = 100 * torch.finfo(torch.float32).eps

@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], said: str) -> 
 
 
 def test_dry_run_of_the_whole_world() -> None:
-    """192 ranks by a fake network, with the lanes, mesh and batch of phase 2; narrow, so that CI has the time for it."""
+    """192 ranks by a fake network, with the lanes, mesh and batch of phase 2; narrow, for CI's sake."""
     narrow = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
     flags = [a for k, v in narrow.items() for a in (f"--architecture.{k}", str(v))]
     done = run("configs/phase2.toml", "--dry-run", "--json", "--training.local_batch_size", "1", *flags)

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(
 def tolerance() -> list[float]:
     """Absolute, step by step: what another order of summation changed when the losses were kept, with a margin.
 
-    `rounding` is a single sample of a random walk: a machine with other vector widths rounds as differently as two ranks
-    or the compiler do, but may fall on another side, and differ in more places (matrix products, the exponential). Eight
-    such differences, of which each is at least one rounding of the loss itself, bound it with room; a change of meaning
-    (below) is orders of magnitude larger.
+    `rounding` is a single sample of a random walk: a machine with other vector widths rounds as differently as two
+    ranks or the compiler do, but may fall on another side, and differ in more places (matrix products, exponential).
+    Eight such differences, each at least one rounding of the loss itself, leave room for that; the planted change
+    below has to exceed them.
     """
     golden = json.loads(golden_path().read_text())
     epsilon = torch.finfo(torch.float32).eps

@@ -36,7 +36,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logits_gradient(logits: Tensor, denominator: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times the token's incoming gradient (n,)."""
+    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each token's own gradient (n,)."""
     lanes, _, slice_size = logits.shape
     wide = logits.to(denominator.dtype)
     columns = torch.arange(lanes * slice_size, device=labels.device).view(lanes, 1, slice_size)

@@ -4,9 +4,9 @@ The lane axis decides the sharding. FSDP cuts dimension 0 by default, and dimens
 than eight shards most ranks would own nothing. Each parameter is therefore cut along its first dimension that the shard
 degree divides; with 8 shards (HSDP, one node) that is the lane axis itself, one lane per GPU.
 
-The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is D or F wide;
-one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective checkpointing keeps the first kind and
-computes the second anew: wo is small, and what w2 yields is only added, so that the backward pass never asks for it.
+The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is D or F
+wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective checkpointing keeps the first
+kind and computes the second anew: wo is small, and what w2 yields is only added, so that no gradient asks for it.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ class TitanLaneformer(Laneformer):
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         documents = document_ids(input_ids) if self.model_args.mask_documents else None
         masks = training_masks(self.config, input_ids, self.model_args.attention, documents)
-        h = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks)
+        # a block mask passes through the layers to TitanAttention
+        h = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks)  # type: ignore[arg-type]
         return self.lm_head(h, self.norm, labels)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
