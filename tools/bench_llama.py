@@ -1,8 +1,8 @@
 """TorchTitan's own Llama as the rival of tools.bench_train: the Laneformer's shape and parameter count, our data.
 
 Loaded by `experimental.custom_import = "tools.bench_llama"`. Model, attention, activation checkpointing, compile, FSDP
-and loss are TorchTitan's, untouched. On one device it goes under FSDP as well, as the Laneformer does, for the same mixed
-precision. Optimizer and loader are ours, for both.
+and loss are TorchTitan's, untouched. On one device it goes under FSDP as well, as the Laneformer does, for the same
+mixed precision. Optimizer and loader are ours, for both.
 """
 
 from __future__ import annotations

@@ -154,11 +154,20 @@ def choose_local_batch(options: Options, gpu: str | None) -> int:
     if gpu is None:
         return 1
     job = plan_sums.Job(
-        config=LaneformerConfig.from_flavor(options.flavor), seq_len=options.seq_len, steps=1,
-        global_batch=options.gpus, local_batch=1, shard=options.gpus, replicate=1, checkpointing=options.checkpointing, reshard=True,
-        checkpoint_interval=1, keep_latest=1, keep_every=0,
+        config=LaneformerConfig.from_flavor(options.flavor),
+        seq_len=options.seq_len,
+        steps=1,
+        global_batch=options.gpus,
+        local_batch=1,
+        shard=options.gpus,
+        replicate=1,
+        checkpointing=options.checkpointing,
+        reshard=True,
+        checkpoint_interval=1,
+        keep_latest=1,
+        keep_every=0,
         param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
-    )  # fmt: skip
+    )
     batch = plan_sums.largest_local_batch(job, plan_sums.GPUS[gpu])
     if batch == 0:
         raise ValueError(f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu}")
@@ -170,7 +179,8 @@ def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Resu
     steps = options.warmup + options.steps
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
-        "-m", "train", "--job.config_file", "configs/phase1.toml", "--job.dump_folder", str(run), "--mixture.lock", str(lock),
+        "-m", "train", "--job.config_file", "configs/phase1.toml",
+        "--job.dump_folder", str(run), "--mixture.lock", str(lock),
         "--model.flavor", options.flavor, "--training.seq_len", str(options.seq_len),
         "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
         "--training.steps", str(steps), "--lr_scheduler.warmup_steps", "1", "--training.gc_freq", "1000",

@@ -2,8 +2,8 @@
 
 Checked: the job file and its overrides, the mesh of all ranks, batch divisibility and the micro-batches that follow,
 how every parameter is cut (rank 0's shard), the dataloader's slice, optimizer, schedule of the whole length, one step
-forward and backward through FSDP. Not checked: that the collectives work and what they cost (a fake one moves nothing, so
-the loss means nothing), the GPU's memory, mixed precision, compile, and the layers left out: to stay within a CPU's
+forward and backward through FSDP. Not checked: that the collectives work and what they cost (a fake one moves nothing,
+so the loss means nothing), the GPU's memory, mixed precision, compile, and the layers left out: to stay within a CPU's
 memory and minutes, widths and lanes are the job's own, but there is one layer and a sequence is short.
 """
 

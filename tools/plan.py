@@ -252,7 +252,8 @@ def compute_table(phase: Result, result: Result) -> Table:
     c, job = phase["compute"], phase["job"]
     rows = [
         ["batch", f"{job['global_batch']} sequences x {job['seq_len']} = {c['tokens_per_step']:,} tokens a step"],
-        ["mesh", f"{job['replicate']} x {job['shard']} GPUs, micro-batches: {job['micro_batches']} of {job['local_batch']}"],
+        ["mesh", f"{job['replicate']} x {job['shard']} GPUs"],
+        ["micro-batches", f"{job['micro_batches']} of {job['local_batch']} sequences a GPU"],
         ["tokens", f"{c['steps']:,} steps = {c['tokens']:.4g}"],
         ["FLOPs", f"{c['flops_per_token'] / 1e9:.2f}e9 a token (causal and windowed keys only) = {c['flops']:.4g}"],
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
