@@ -38,6 +38,12 @@ class Model:
     hf_assets_path: str = "."
     """Unused: see [mixture] for the tokenizer, tools.import_hf for weights"""
 
+    attention: str = "auto"
+    """auto (flex where it is compiled for a GPU, else sdpa), sdpa, or flex"""
+
+    mask_documents: bool = False
+    """Whether a token sees its own document only; the published recipe says nothing of it"""
+
 
 @dataclass
 class Checkpoint:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from laneformer.titan import (
     LaneformerStateDictAdapter,
     TitanLaneformer,
+    build_token_loss,
     model_args_by_flavor,
     parallelize_laneformer,
 )
@@ -28,7 +28,7 @@ register_train_spec(
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_mixture_loader,
         build_tokenizer_fn=None,
-        build_loss_fn=build_cross_entropy_loss,
+        build_loss_fn=build_token_loss,
         build_metrics_processor_fn=build_run_metrics,
         state_dict_adapter=LaneformerStateDictAdapter,
     ),

@@ -6,6 +6,7 @@ asked to stop. So the guard refuses a step on every rank or on none, and all ran
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from laneformer.provenance import write_atomically
+from laneformer.titan import TitanLaneformer
 
 from . import signals
 from .checkpoint import PhaseCheckpointManager
@@ -54,6 +56,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.heartbeat = Heartbeat(self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s)
         signals.WORKER.deadline_s = section.stop_deadline_s
         super().__init__(job_config)
+        if isinstance(self.model_parts[0], TitanLaneformer):
+            # one device included: parallelize wraps that in FSDP, too, and autocast on top would widen the streams
+            self.maybe_enable_amp = contextlib.nullcontext()
         self.checkpointer.configure(job_config)
         self.guard = Guard(section)
         self.stopping = False
@@ -68,6 +73,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).vocab_size()
             if pieces > vocab_size:
                 raise ValueError(f"{tokenizer} has {pieces} pieces, but the model's vocab_size is {vocab_size}")
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        """Hand the labels to the model, which returns a loss per token (B, S) in place of logits."""
+        inputs, labels, extra_inputs, extra_kwargs = super().post_dataloading_process(input_dict, labels)
+        if isinstance(self.model_parts[0], TitanLaneformer):
+            extra_inputs["labels"] = labels
+        return inputs, labels, extra_inputs, extra_kwargs
 
     def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """TorchTitan asks for the batches once, right after the checkpoint is loaded: the attempt begins here."""

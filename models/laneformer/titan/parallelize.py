@@ -3,15 +3,23 @@
 The lane axis decides the sharding. FSDP cuts dimension 0 by default, and dimension 0 of a lane matrix is L = 8: on more
 than eight shards most ranks would own nothing. Each parameter is therefore cut along its first dimension that the shard
 degree divides; with 8 shards (HSDP, one node) that is the lane axis itself, one lane per GPU.
+
+The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is D or F
+wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective checkpointing keeps the first
+kind and computes the second anew: wo is small, and what w2 yields is only added, so that no gradient asks for it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -19,37 +27,60 @@ from torchtitan.tools.logging import logger
 
 from ..model import Laneformer
 
-# what selective checkpointing keeps: the lane matrices are batched products (bmm), which a dense model's list lacks
-SAVED_OPS = {
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.mm.default,
+PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
+KEPT_OPS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
+
+
+def keeps(operation: Any, *operands: Any) -> bool:
+    """Whether selective checkpointing keeps the result: attention, and products no wider than what they are made of."""
+    if operation in PRODUCTS:
+        inner, outer = operands[1].shape[-2:]
+        return outer <= inner
+    return operation in KEPT_OPS
 
 
 def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """Prepare the (meta) model for its mesh. Raises ValueError for parallelisms that the Laneformer does not have."""
     check_parallelism(parallel_dims)
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
-    if job_config.activation_checkpoint.mode != "none":
-        apply_ac(
-            model,
-            job_config.activation_checkpoint,
-            model_compile_enabled=compile_model,
-            op_sac_save_list=SAVED_OPS,
-            base_folder=job_config.job.dump_folder,
-        )
+    checkpointing = job_config.activation_checkpoint
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+        apply_selective_checkpointing(model)
+    elif checkpointing.mode != "none":
+        apply_ac(model, checkpointing, model_compile_enabled=compile_model, base_folder=job_config.job.dump_folder)
     if compile_model:
-        for layer in model.layers:
-            layer.compile(backend=job_config.compile.backend, fullgraph=True)
+        # the last norm runs over the wide streams as well, and outside of any layer
+        for module in (*model.layers, model.norm):
+            module.compile(backend=job_config.compile.backend, fullgraph=True)
         logger.info("Compiling each layer with torch.compile")
+    if job_config.compile.enable and "loss" in job_config.compile.components:
+        model.lm_head.compile_backend = job_config.compile.backend
     if parallel_dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
         apply_fsdp(model, parallel_dims.get_mesh(names), job_config)
+    else:
+        # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams
+        apply_fsdp(model, parallel_dims.world_mesh, job_config)
     return model
+
+
+def apply_selective_checkpointing(model: Laneformer) -> None:
+    """Wrap every layer so that its backward pass keeps what `keeps` names and computes the rest anew."""
+
+    def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if keeps(operation, *operands) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(
+            layer, context_fn=lambda: create_selective_checkpoint_contexts(policy), preserve_rng_state=False
+        )
 
 
 def check_parallelism(parallel_dims: ParallelDims) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
 from ..config import FLAVORS, LaneformerConfig
-from ..model import Laneformer, init_parameter
+from ..model import Laneformer, init_parameter, rope_table, run_layers
+from .attention import KINDS, TitanAttention, document_ids, training_masks
+from .loss import TitanHead
 
 
 def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
@@ -31,10 +33,12 @@ def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
 
 @dataclass
 class LaneformerArgs(BaseModelArgs):
-    """Architecture and initialisation seed; TorchTitan logs it and asks it for parameters and FLOPs."""
+    """Architecture, attention kernel and initialisation seed; TorchTitan logs it and asks for parameters and FLOPs."""
 
     config: LaneformerConfig = field(default_factory=LaneformerConfig)
     init_seed: int = 0
+    attention: str = "sdpa"
+    mask_documents: bool = False
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take `[architecture]` overrides, the seed, and check the sequence length. Raises ValueError."""
@@ -42,6 +46,8 @@ class LaneformerArgs(BaseModelArgs):
         overrides = {key: value for key, value in section.items() if value is not None}
         self.config = dataclasses.replace(self.config, **overrides)
         self.init_seed = job_config.debug.seed or 0
+        self.attention = choose_attention(job_config)
+        self.mask_documents = job_config.model.mask_documents
         longest = self.config.max_position_embeddings
         if job_config.training.seq_len > longest:
             raise ValueError(
@@ -53,6 +59,17 @@ class LaneformerArgs(BaseModelArgs):
         return sum(p.numel() for p in model.parameters()), flops_per_token(self.config, seq_len)
 
 
+def choose_attention(job_config: JobConfig) -> str:
+    """The kernel that `model.attention` names; "auto" is flex where it is compiled for a GPU. Raises ValueError."""
+    kind = job_config.model.attention
+    if kind not in KINDS:
+        raise ValueError(f"model.attention = {kind!r} is unknown; choose from {KINDS}")
+    if kind == "auto":
+        compiled = job_config.compile.enable and "model" in job_config.compile.components
+        return "flex" if compiled and torch.cuda.is_available() else "sdpa"
+    return kind
+
+
 def model_args_by_flavor() -> dict[str, LaneformerArgs]:
     return {name: LaneformerArgs(config=LaneformerConfig.from_flavor(name)) for name in FLAVORS}
 
@@ -61,8 +78,21 @@ class TitanLaneformer(Laneformer):
     """The same module with the constructor and `init_weights` of TorchTitan's ModelProtocol, a protocol by shape."""
 
     def __init__(self, model_args: LaneformerArgs):
-        super().__init__(model_args.config)
+        config = model_args.config
+        super().__init__(config)
         self.model_args = model_args
+        for index, layer in enumerate(self.layers):
+            layer.attention = TitanAttention(config, index)
+        self.lm_head = TitanHead(config)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Token ids (B, S) -> logits (B, S, V); with labels (B, S) the loss of every token, (B, S)."""
+        rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
+        documents = document_ids(input_ids) if self.model_args.mask_documents else None
+        masks = training_masks(self.config, input_ids, self.model_args.attention, documents)
+        # a block mask passes through the layers to TitanAttention
+        h = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks)  # type: ignore[arg-type]
+        return self.lm_head(h, self.norm, labels)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Draw the parameters where they lie; there are no buffers to place."""

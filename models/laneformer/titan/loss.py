@@ -1,0 +1,124 @@
+"""Cross-entropy straight from the streams: the logits of a chunk of tokens at a time, never those of the batch.
+
+    N tokens   L lanes   D hidden   v = V / L, the slice of the vocabulary that a lane scores
+
+A batch's logits are the largest tensor of a step (fp32 logits, their softmax, their gradient). They live only inside
+the loss, so the forward pass computes them chunk by chunk, keeping one number a token (the log of the softmax's
+denominator), and the backward pass computes them a second time, which costs one more product with the head. The result
+is one loss a token: its sum is the training loss, its sums by source are the per-source losses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import LaneformerConfig
+from ..model import LaneRMSNorm, LMHead
+
+IGNORE_INDEX = -100  # TorchTitan's, and PyTorch's default
+CHUNK_TOKENS = 2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """logits (L, n, v), labels (n,) -> losses (n,), 0 where ignored, and the softmax's log-denominators (n,)."""
+    _, count, slice_size = logits.shape
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    peak = wide.amax((0, 2))
+    denominator = (wide - peak[None, :, None]).exp().sum((0, 2)).log() + peak
+    place = labels.clamp(min=0)
+    chosen = wide[place // slice_size, torch.arange(count, device=labels.device), place % slice_size]
+    return torch.where(labels == IGNORE_INDEX, 0.0, denominator - chosen), denominator
+
+
+def logits_gradient(logits: Tensor, denominator: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
+    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each token's own gradient (n,)."""
+    lanes, _, slice_size = logits.shape
+    wide = logits.to(denominator.dtype)
+    columns = torch.arange(lanes * slice_size, device=labels.device).view(lanes, 1, slice_size)
+    one_hot = columns == labels[None, :, None]
+    weight = torch.where(labels == IGNORE_INDEX, 0.0, gradient)
+    return (((wide - denominator[None, :, None]).exp() - one_hot.to(wide.dtype)) * weight[None, :, None]).to(
+        logits.dtype
+    )
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, backend: str | None) -> Tensor:
+        function = _compiled(token_losses, backend) if backend else token_losses
+        losses, denominators = [], []
+        for part, label in zip(x.split(chunk), labels.split(chunk), strict=True):
+            loss, denominator = function(torch.bmm(part.transpose(0, 1), weight.mT), label)
+            losses.append(loss)
+            denominators.append(denominator)
+        ctx.save_for_backward(x, weight, labels, torch.cat(denominators))
+        ctx.chunk, ctx.backend = chunk, backend
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, labels, denominators = ctx.saved_tensors
+        function = _compiled(logits_gradient, ctx.backend) if ctx.backend else logits_gradient
+        x_gradient = torch.empty_like(x)
+        # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum anew
+        weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)
+        at = 0
+        for part, label, denominator, gradient in zip(
+            *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
+        ):
+            rows = part.transpose(0, 1)
+            d_logits = function(torch.bmm(rows, weight.mT), denominator, label, gradient)
+            x_gradient[at : at + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
+            weight_gradient += torch.bmm(d_logits.mT, rows)
+            at += len(part)
+        return x_gradient, weight_gradient.to(weight.dtype), None, None, None
+
+
+class TitanHead(LMHead):
+    """The model's head; with labels it returns losses instead of logits."""
+
+    def __init__(self, config: LaneformerConfig):
+        super().__init__(config)
+        self.chunk_tokens = CHUNK_TOKENS
+        self.compile_backend: str | None = None  # set by parallelize when compile.components has "loss"
+
+    def forward(self, h: Tensor, norm: LaneRMSNorm, labels: Tensor | None = None) -> Tensor:
+        """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S) in float32 or wider.
+
+        Only the vocabulary-parallel head is computed in chunks; the other kinds make all their logits.
+        """
+        if labels is None:
+            return super().forward(h, norm)
+        if self.kind == "vocab_parallel":
+            x = norm(h).flatten(0, 1)
+            losses = ChunkedCrossEntropy.apply(
+                x, self.weight, labels.flatten(), self.chunk_tokens, self.compile_backend
+            )
+        else:
+            logits = super().forward(h, norm).flatten(0, 1)
+            losses, _ = token_losses(logits[None], labels.flatten())
+        return losses.view(labels.shape)
+
+
+def loss_sum(prediction: Tensor, labels: Tensor) -> Tensor:
+    """TorchTitan's loss function: the sum of the losses (B, S) that the model returned, or of logits (B, S, V)."""
+    if prediction.dim() == 2:
+        return prediction.sum()
+    return token_losses(prediction.flatten(0, 1)[None], labels.flatten())[0].sum()
+
+
+def build_token_loss(job_config: Any, **kwargs: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """TorchTitan's loss builder."""
+    return loss_sum

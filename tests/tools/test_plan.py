@@ -1,0 +1,133 @@
+"""The plan reproduces the published sums, and its parts agree with each other and with the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laneformer import LaneformerConfig
+from tools import plan_sums as sums
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = sums.Job(
+    config=LaneformerConfig(), seq_len=4096, steps=620_000, global_batch=1536, local_batch=8, shard=8, replicate=24,
+    checkpointing="selective", reshard=True, checkpoint_interval=500, keep_latest=5, keep_every=0,
+)  # fmt: skip
+CLUSTER = sums.Cluster(192, 8, sums.GPUS["h100"], 50e9, 17_000, 600)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tools.plan", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def published() -> dict:
+    done = run("configs/phase1.toml", "configs/phase2.toml")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "DOES NOT FIT" not in done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_published_sums(published: dict) -> None:
+    one, two = published["phases"]
+    assert one["parameters"]["total"] == two["parameters"]["total"] == 2_320_069_632
+    assert sum(v for k, v in one["parameters"].items() if k != "total") == 2_320_069_632
+    assert one["compute"]["tokens_per_step"] == 6_291_456
+    assert one["compute"]["tokens"] == 620_000 * 1536 * 4096 == 3_900_702_720_000  # "about 4T"
+    assert two["compute"]["tokens"] == 310_000 * 1536 * 4096 == 1_950_351_360_000  # "about 2T"
+    assert published["total"]["tokens"] == 5_851_054_080_000
+    assert published["total"]["days"] == pytest.approx(5_851_054_080_000 / (192 * 17_000) / 86_400, rel=1e-12)
+    assert round(published["total"]["days"]) == 21  # "about 21 days"
+    assert round(one["compute"]["mfu_percent"]) == 25  # of an H100, as the authors say
+
+
+def test_shipped_jobs_fit_their_gpus_and_their_data(published: dict) -> None:
+    for phase in published["phases"]:
+        assert phase["memory"]["total"] <= phase["usable_bytes"]
+        assert phase["job"]["local_batch"] <= phase["largest_local_batch"]
+        assert math.isclose(sum(s["tokens"] for s in phase["data"]), phase["compute"]["tokens"], rel_tol=1e-9)
+        assert all(s["epochs_so_far"] <= 4 for s in phase["data"]), "epoch_cap of the recipes"
+    code = sum(s["tokens"] for s in published["phases"][1]["data"] if s["category"] == "code")
+    assert code / published["phases"][1]["compute"]["tokens"] == pytest.approx(0.5901 / 1.0002)
+    first, second = ({s["name"]: s["tokens_so_far"] for s in phase["data"]} for phase in published["phases"])
+    assert all(second[name] >= tokens for name, tokens in first.items()), "phase 2 goes on where phase 1 stopped"
+
+
+def test_speed_follows_from_mfu() -> None:
+    rate = sums.tokens_per_s_at(sums.compute(JOB, CLUSTER)["mfu_percent"], JOB, CLUSTER.gpu)
+    assert rate == pytest.approx(17_000)
+
+
+def test_memory_parts() -> None:
+    memory = sums.memory(JOB)
+    states = memory["weights"] + memory["moments"] + memory["gradients"]
+    assert states == 16 * 2_320_069_632 / 8
+    assert sums.memory(dataclasses.replace(JOB, checkpointing="full"))["total"] < memory["total"]
+    assert memory["total"] < sums.memory(dataclasses.replace(JOB, checkpointing="none"))["total"]
+    assert memory["total"] > sums.USABLE * CLUSTER.gpu.memory_bytes, "eight sequences do not fit 80 GB"
+    batch = sums.largest_local_batch(JOB, CLUSTER.gpu)
+    fits = [sums.memory(dataclasses.replace(JOB, local_batch=n))["total"] <= 73.6e9 for n in (batch, 2 * batch)]
+    assert fits == [True, False]
+
+
+def test_traffic_by_hand() -> None:
+    """P = 2.32e9: weights gathered twice in bf16 (the head once), gradients scattered and reduced in fp32."""
+    p, head = 2_320_069_632, 98_304_000
+    hybrid = sums.traffic(JOB, CLUSTER, 8, 24)
+    assert hybrid["all_gather_bytes"] == pytest.approx((2 * p - head) * 2 * 7 / 8)
+    assert hybrid["reduce_scatter_bytes"] == pytest.approx(p * 4 * 7 / 8)
+    assert hybrid["nic_bytes"] == hybrid["all_reduce_bytes"] == pytest.approx(p / 8 * 4 * 2 * 23 / 24)
+    assert hybrid["nic_s"] == pytest.approx(0.0445, abs=1e-4)  # at 50 GB/s
+    flat = sums.traffic(JOB, CLUSTER, 192, 1)
+    assert flat["all_reduce_bytes"] == 0
+    assert flat["nic_bytes_worst"] == pytest.approx(((2 * p - head) * 2 + p * 4) * 184 / 192)
+    assert flat["nic_bytes"] == pytest.approx(flat["nic_bytes_worst"] / 8)
+    twice = sums.traffic(dataclasses.replace(JOB, local_batch=4), CLUSTER, 8, 24)
+    assert twice["all_reduce_bytes"] == 2 * hybrid["all_reduce_bytes"], "TorchTitan reduces every micro-batch"
+
+
+def test_checkpoints_and_failures() -> None:
+    c = sums.checkpoints(JOB, CLUSTER)
+    assert c["bytes"] == 12 * 2_320_069_632
+    assert c["written"] == 1240
+    assert c["bytes_kept"] == 6 * c["bytes"]
+    kept = sums.checkpoints(dataclasses.replace(JOB, keep_every=10_000), CLUSTER)["bytes_kept"]
+    assert kept == (5 + 62) * c["bytes"]
+    step_s = 6_291_456 / (192 * 17_000)
+    assert c["hours_lost_per_failure"] == pytest.approx((250 * step_s + 600) / 3600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("configs/phase1.toml", "--gpus", "64"), "24 x 8 = 192 GPUs, --gpus is 64"),
+        (
+            ("configs/phase1.toml", "--training.local_batch_size", "7"),
+            "not a multiple of 192 GPUs x local_batch_size = 7",
+        ),
+        (("configs/none.toml",), "no such job file"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_dry_run_of_the_whole_world() -> None:
+    """192 ranks by a fake network, with the lanes, mesh and batch of phase 2; narrow, for CI's sake."""
+    narrow = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
+    flags = [a for k, v in narrow.items() for a in (f"--architecture.{k}", str(v))]
+    done = run("configs/phase2.toml", "--dry-run", "--json", "--training.local_batch_size", "1", *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])["phases"][0]["dry_run"]
+    assert seen["world_size"] == 192
+    assert seen["step"] == 1
+    assert seen["lr"] == pytest.approx(2e-4 / 1000), "the first of a thousand warm-up steps"

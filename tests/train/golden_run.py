@@ -1,0 +1,71 @@
+"""The run behind the golden losses, and the command that renews them on purpose:
+
+    python -m tests.train.golden_run          (from the checkout; writes tests/train/golden/DEVICE.json)
+
+The losses of 20 steps of the real trainer depend on the model, the initialisation, the data order, the optimizer, the
+schedule and the loss. On another machine they agree to rounding only: other vector widths and libraries sum in another
+order, and each step builds on the one before. How much that is, is measured when they are renewed: the same job on one
+rank and on two, which sum their gradients in another order, and with a compiled loss and layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tools.synthetic_data import write_synthetic_lock
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SEQ_LEN, VOCAB_SIZE, GLOBAL_BATCH = 20, 32, 512, 8
+ARCHITECTURE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "sliding_window": 8, "max_position_embeddings": SEQ_LEN, "vocab_size": VOCAB_SIZE,
+}  # fmt: skip
+
+
+def device_kind() -> str:
+    """What the golden file is named after: cpu, or the GPU's name."""
+    return torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+
+
+def golden_path() -> Path:
+    return ROOT / f"tests/train/golden/{device_kind()}.json"
+
+
+def golden_losses(folder: Path, *overrides: str, ranks: int = 1) -> list[float]:
+    """The losses of the run in a fresh `folder`."""
+    lock = write_synthetic_lock(folder / "data", STEPS * GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train",
+        "--job.config_file", "configs/debug_phase1.toml", "--job.dump_folder", str(folder / "run"),
+        "--mixture.lock", str(lock), "--training.seq_len", str(SEQ_LEN), "--training.steps", str(STEPS),
+        "--training.global_batch_size", str(GLOBAL_BATCH), "--training.local_batch_size", "4",
+        "--lr_scheduler.warmup_steps", "2", "--checkpoint.no-enable", "--metrics.no-enable_tensorboard",
+        "--architecture.swa_layers", "0", "1", "2",
+        *(a for k, v in ARCHITECTURE.items() for a in (f"--architecture.{k}", str(v))), *overrides,
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    """Run three ways and write losses and the largest difference between the ways so far, step by step."""
+    ways = {"one rank": ((), 1), "two ranks": ((), 2), "compiled": (("--compile.enable",), 1)}
+    with tempfile.TemporaryDirectory() as folder:
+        losses = {way: golden_losses(Path(folder) / way, *extra, ranks=n) for way, (extra, n) in ways.items()}
+    spread = [max(at) - min(at) for at in zip(*losses.values(), strict=True)]
+    rounding = [max(spread[: step + 1]) for step in range(STEPS)]
+    golden_path().write_text(json.dumps({"losses": losses["one rank"], "rounding": rounding}, indent=1) + "\n")
+    print(f"wrote {golden_path()}; largest difference by rounding {rounding[-1]:.2e}")
+
+
+if __name__ == "__main__":
+    main()

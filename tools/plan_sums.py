@@ -1,0 +1,236 @@
+"""The arithmetic of a training run before it runs: tokens, FLOPs, time, memory, checkpoints, data, network traffic.
+
+Everything follows from the job file, the architecture and a datasheet. What no sum can know is an estimate and named
+one: the tensors alive inside a layer's backward pass, and the share of a GPU that is usable.
+
+    P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from laneformer.config import LaneformerConfig
+from laneformer.titan.loss import CHUNK_TOKENS
+from laneformer.titan.spec import flops_per_token
+
+Facts = dict[str, float]
+FP32, BF16 = 4, 2
+MOMENTS = 2
+SHARD_TOKEN_BYTES = 2
+USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
+LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
+WIDE_IN_BACKWARD = 10  # streams alive inside one layer's backward pass: recomputed, their gradients, delayed gradients
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A datasheet: dense BF16 FLOPs/s, bytes of memory, NVLink bytes/s in each direction."""
+
+    peak_flops: float
+    memory_bytes: float
+    nvlink_bytes_per_s: float
+
+
+GPUS = {
+    "a100": Gpu(312e12, 80e9, 300e9),
+    "h100": Gpu(989e12, 80e9, 450e9),
+    "h200": Gpu(989e12, 141e9, 450e9),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the job runs on, and the speed that is expected of it."""
+
+    gpus: int
+    gpus_per_node: int
+    gpu: Gpu
+    nic_bytes_per_s: float  # per GPU
+    tokens_per_s_per_gpu: float
+    restart_s: float  # from a failure to the first step of the next attempt
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job file says, as far as the sums need it. `shard` and `replicate` are the mesh: HSDP, or FSDP with 1."""
+
+    config: LaneformerConfig
+    seq_len: int
+    steps: int
+    global_batch: int
+    local_batch: int
+    shard: int
+    replicate: int
+    checkpointing: str  # none, selective, full
+    reshard: bool  # layers are gathered again for the backward pass
+    checkpoint_interval: int
+    keep_latest: int
+    keep_every: int  # steps between checkpoints that are never deleted, 0: none
+    param_bytes: int = BF16
+    reduce_bytes: int = FP32
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.seq_len
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch // (self.local_batch * self.shard * self.replicate)
+
+
+def check(job: Job, cluster: Cluster) -> None:
+    """ValueError when mesh, batch and cluster do not fit each other."""
+    mesh = job.shard * job.replicate
+    if mesh != cluster.gpus:
+        raise ValueError(
+            f"the mesh has {job.replicate} x {job.shard} = {mesh} GPUs, --gpus is {cluster.gpus}; give --gpus {mesh} "
+            "or --parallelism.data_parallel_replicate_degree and --parallelism.data_parallel_shard_degree"
+        )
+    if job.global_batch % (job.local_batch * mesh):
+        raise ValueError(
+            f"training.global_batch_size = {job.global_batch} is not a multiple of {mesh} GPUs x local_batch_size = "
+            f"{job.local_batch}; choose a local batch that divides {job.global_batch / mesh:g}"
+        )
+
+
+def compute(job: Job, cluster: Cluster) -> Facts:
+    """Tokens, FLOPs, steps and days at the expected speed."""
+    tokens = job.steps * job.tokens_per_step
+    flops = flops_per_token(job.config, job.seq_len)
+    step_s = job.tokens_per_step / (cluster.gpus * cluster.tokens_per_s_per_gpu)
+    return {
+        "steps": job.steps,
+        "tokens_per_step": job.tokens_per_step,
+        "tokens": tokens,
+        "flops_per_token": flops,
+        "flops": flops * tokens,
+        "mfu_percent": 100 * cluster.tokens_per_s_per_gpu * flops / cluster.gpu.peak_flops,
+        "step_s": step_s,
+        "days": job.steps * step_s / 86400,
+        "gpu_hours": cluster.gpus * job.steps * step_s / 3600,
+    }
+
+
+def tokens_per_s_at(mfu_percent: float, job: Job, gpu: Gpu) -> float:
+    return mfu_percent / 100 * gpu.peak_flops / flops_per_token(job.config, job.seq_len)
+
+
+def parameters(config: LaneformerConfig) -> dict[str, int]:
+    """By part; the layers all together."""
+    counts = config.parameter_count()
+    d, kv = config.hidden_size, config.head_dim * config.num_key_value_heads
+    n = config.num_hidden_layers
+    return {
+        "embedding": counts["embedding"],
+        "attention": n * (2 * d * d + 2 * d * kv),
+        "feed_forward": n * 3 * d * config.intermediate_size,
+        "norms": counts["norms"],
+        "lm_head": counts["lm_head"],
+        "total": counts["total"],
+    }
+
+
+def kept_per_token(job: Job, layer: int) -> int:
+    """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
+
+    Inputs: the streams (layer 0's are views of the embedding) and the delayed attention output, from which the streams
+    in front of the MLP follow. Selective adds the narrow products; without checkpointing those streams and both normed
+    inputs are kept as well (at most: the compiler may compute them anew).
+    """
+    config = job.config
+    d, wide = config.hidden_size, config.num_lanes * config.hidden_size
+    before = layer - config.broadcast_delay
+    delayed = wide if before >= 0 and config.broadcasts(before, "attention") else 0
+    inputs = (wide if layer else d) + delayed
+    if job.checkpointing == "full":
+        return inputs
+    kv = config.head_dim * config.num_key_value_heads
+    narrow = 2 * d + 2 * kv + 2 * config.intermediate_size
+    return inputs + narrow + (3 * wide if job.checkpointing == "none" else 0)
+
+
+def memory(job: Job) -> dict[str, float]:
+    """Bytes on one GPU at the peak: states exactly, gathers and activations as estimated."""
+    config, counts = job.config, job.config.parameter_count()
+    micro = job.local_batch * job.seq_len
+    wide = micro * config.num_lanes * config.hidden_size * job.param_bytes
+    own = counts["total"] / job.shard
+    gathered = LAYERS_IN_FLIGHT * counts["layer"] + counts["lm_head"] if job.reshard else counts["total"]
+    chunk = min(CHUNK_TOKENS, micro) if config.lm_head_type == "vocab_parallel" else micro
+    # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams, normed, their gradient
+    head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
+    layer = WIDE_IN_BACKWARD * wide + 2 * micro * config.intermediate_size * job.param_bytes
+    kept = sum(kept_per_token(job, i) for i in range(config.num_hidden_layers)) * micro * job.param_bytes
+    parts = {
+        "weights": FP32 * own,
+        "moments": MOMENTS * FP32 * own,
+        "gradients": FP32 * own,
+        "gathered": job.param_bytes * gathered
+        + LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes),
+        "kept_activations": kept,
+        "working_set": max(head, layer),
+    }
+    return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
+
+
+def largest_local_batch(job: Job, gpu: Gpu, most: int = 64) -> int:
+    """The largest power of two whose step fits the GPU, 0 if not even one sequence does."""
+    usable = USABLE * gpu.memory_bytes
+    sizes = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    return max((n for n in sizes if memory(dataclasses.replace(job, local_batch=n))["total"] <= usable), default=0)
+
+
+def checkpoints(job: Job, cluster: Cluster) -> Facts:
+    """Size, cadence, storage under retention, and what a failure costs on average."""
+    full_bytes = job.config.parameter_count()["total"] * FP32 * (1 + MOMENTS)
+    step_s = compute(job, cluster)["step_s"]
+    kept_for_ever = job.steps // job.keep_every if job.keep_every else 1  # the last one at least
+    lost_s = job.checkpoint_interval / 2 * step_s + cluster.restart_s
+    return {
+        "bytes": full_bytes,
+        "every_s": job.checkpoint_interval * step_s,
+        "written": -(-job.steps // job.checkpoint_interval),
+        "bytes_written": -(-job.steps // job.checkpoint_interval) * full_bytes,
+        "bytes_kept": (job.keep_latest + kept_for_ever) * full_bytes,
+        "hours_lost_per_failure": lost_s / 3600,
+        "gpu_hours_lost_per_failure": cluster.gpus * lost_s / 3600,
+    }
+
+
+def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
+    """Bytes that a GPU receives in one step on a mesh of `replicate` x `shard`, by collective, and the seconds of each.
+
+    TorchTitan synchronises every micro-batch. Shards inside a node travel over NVLink. Shards across nodes pass the
+    network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a ring over all
+    ranks that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`).
+    """
+    counts = job.config.parameter_count()
+    gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]  # the head is gathered once
+    others = (shard - 1) / shard
+    all_gather = job.micro_batches * job.param_bytes * gathers * others
+    reduce_scatter = job.micro_batches * job.reduce_bytes * counts["total"] * others
+    all_reduce = job.micro_batches * job.reduce_bytes * counts["total"] / shard * 2 * (replicate - 1) / replicate
+    nodes = -(-shard // cluster.gpus_per_node)
+    within = all_gather + reduce_scatter
+    # of what a GPU needs from other shards, the part that other nodes hold
+    outside = within / others * (nodes - 1) / nodes if nodes > 1 else 0.0
+    nic, nic_worst = all_reduce + outside / min(shard, cluster.gpus_per_node), all_reduce + outside
+    return {
+        "all_gather_bytes": all_gather,
+        "reduce_scatter_bytes": reduce_scatter,
+        "all_reduce_bytes": all_reduce,
+        "ring_ranks": max(shard, replicate),
+        "nvlink_s": within / cluster.gpu.nvlink_bytes_per_s,
+        "nic_bytes": nic,
+        "nic_bytes_worst": nic_worst,
+        "nic_s": nic / cluster.nic_bytes_per_s,
+        "nic_s_worst": nic_worst / cluster.nic_bytes_per_s,
+    }
+
+
+def data_needed(tokens: int, weights: dict[str, int], before: dict[str, float]) -> dict[str, float]:
+    """Tokens of each source after this phase, `before` being what earlier phases took."""
+    total = sum(weights.values())
+    return {name: before.get(name, 0.0) + tokens * weight / total for name, weight in weights.items()}
