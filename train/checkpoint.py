@@ -17,6 +17,7 @@ import torch
 from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.tools.logging import logger
 
+from .checkpoint_times import CheckpointTimes
 from .optimizer import apply_optimizer_settings
 
 STEP_FOLDER = re.compile(r"step-(\d+)$")
@@ -34,6 +35,7 @@ class PhaseCheckpointManager(CheckpointManager):
         section = job_config.checkpoint
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
+        self.times = CheckpointTimes()
         if section.exclude_from_loading:
             raise ValueError(
                 f"checkpoint.exclude_from_loading = {section.exclude_from_loading} would drop these states at every "
@@ -44,6 +46,17 @@ class PhaseCheckpointManager(CheckpointManager):
                 "checkpoint.initial_load_in_hf is not supported; turn the folder into a checkpoint with "
                 "`python -m tools.import_hf --hf DIR --out RUN_DIR` and give that as checkpoint.initial_load_path"
             )
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """TorchTitan's, timed."""
+        if self._should_save(curr_step, last_step):
+            with self.times.saving(self):
+                super().save(curr_step, last_step)
+
+    def maybe_wait_for_staging(self) -> None:
+        """TorchTitan's, timed."""
+        with self.times.blocking():
+            super().maybe_wait_for_staging()
 
     def load(self, step: int = -1) -> bool:
         """Restore the job's state. Returns whether anything was loaded. Raises ValueError where that is not safe."""

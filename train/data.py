@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torchdata.nodes as tn
 from torchtitan.components.dataloader import BaseDataLoader
@@ -22,7 +23,10 @@ READ_AHEAD_BATCHES = 4
 
 
 class MixtureLoader(BaseDataLoader):
-    """Yields ({"input": int64 (b, S)}, labels int64 (b, S)), b the local batch size, from the current state on."""
+    """Yields ({"input": int64 (b, S), "source": int64 (b,)}, labels int64 (b, S)) from the current state on.
+
+    b is the local batch size; "source" counts in `mixture.source_names`.
+    """
 
     def __init__(self, lock: Path, dp_rank: int, dp_world_size: int, local_batch_size: int, reader_threads: int):
         self.lock = lock
@@ -34,9 +38,9 @@ class MixtureLoader(BaseDataLoader):
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.reader_threads = reader_threads
 
-    def _read(self, first: int) -> torch.Tensor:
-        tokens, _ = self.mixture.sequences(first + self.local.start, len(self.local))
-        return torch.from_numpy(tokens)
+    def _read(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, source = self.mixture.sequences(first + self.local.start, len(self.local))
+        return torch.from_numpy(tokens), torch.from_numpy(source.astype(np.int64, copy=False))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         starts = tn.IterableWrapper(_count_from(self.sequences, self.micro_batch))
@@ -46,9 +50,9 @@ class MixtureLoader(BaseDataLoader):
         )  # fmt: skip
         if torch.cuda.is_available():
             node = tn.PinMemory(node)
-        for tokens in tn.Loader(tn.Prefetcher(node, READ_AHEAD_BATCHES, snapshot_frequency=2**31)):
+        for tokens, source in tn.Loader(tn.Prefetcher(node, READ_AHEAD_BATCHES, snapshot_frequency=2**31)):
             self.sequences += self.micro_batch
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+            yield {"input": tokens[:, :-1], "source": source}, tokens[:, 1:]
 
     def continue_after(self, windows: dict[str, int]) -> None:
         """Begin every source behind the windows that an earlier phase has consumed."""
@@ -56,14 +60,17 @@ class MixtureLoader(BaseDataLoader):
         here = {name: windows[name] for name in self.mixture.source_names if name in windows}
         self.mixture = Mixture.open(self.lock, here)
 
+    def windows_per_source(self) -> dict[str, int]:
+        """Windows of every source that this phase and those before it have used, in closed form."""
+        return {**self.offsets, **self.mixture.windows_per_source(self.sequences)}
+
     def state_dict(self) -> dict[str, Any]:
         """One JSON string, equal on all ranks: position, mixture, and the windows of every source used so far."""
-        used = self.mixture.windows_per_source(self.sequences)
         state = {
             "sequences": self.sequences,
             "fingerprint": self.mixture.fingerprint,
             "offsets": self.offsets,
-            "windows": {**self.offsets, **used},
+            "windows": self.windows_per_source(),
         }
         return {"mixture": json.dumps(state)}
 

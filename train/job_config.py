@@ -54,6 +54,14 @@ class Checkpoint:
     """Whether random weights are a valid start (phase 1); without it a missing checkpoint stops the job"""
 
 
+@dataclass
+class Validation:
+    """TorchTitan's section; the data are the mixture's own held-out windows, so that its dataset fields are unused."""
+
+    windows_per_source: int = 16
+    """Held-out windows of each source, the first ones; all there are when a source has fewer"""
+
+
 def _architecture_section() -> type:
     """Every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor."""
     hints = typing.get_type_hints(LaneformerConfig)
@@ -73,4 +81,5 @@ class JobConfig:
     phase: Phase = field(default_factory=Phase)
     model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]

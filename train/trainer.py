@@ -16,6 +16,7 @@ from laneformer.provenance import write_atomically
 
 from .checkpoint import PhaseCheckpointManager
 from .run_folder import count_attempts, open_run_folder, record_attempt
+from .source_losses import SourceLosses
 
 # the one component that a TrainSpec cannot name
 torchtitan.train.CheckpointManager = PhaseCheckpointManager
@@ -36,6 +37,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.run = Path(job_config.job.dump_folder)
         self.first_step_of_process = True
         self._check_vocabulary()
+        sources = self.dataloader.mixture.source_names
+        self.source_losses = SourceLosses(len(sources), self.device)
+        self.loss_fn = self.source_losses.watch(self.loss_fn)
+        self.metrics_processor.sees(self.dataloader, self.source_losses, self.checkpointer.times)
 
     def _check_vocabulary(self) -> None:
         tokenizer, vocab_size = self.dataloader.tokenizer, self.model_args.config.vocab_size
@@ -56,7 +61,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         loader.mixture.check_epochs(training.steps * training.global_batch_size)
         metrics.attempt = count_attempts(self.run) + 1
         metrics.tokens_before = sum(loader.offsets.values()) * training.seq_len
-        metrics.last_logged_step = self.step
+        metrics.continue_after(self.step)
         torch.distributed.barrier()  # rank 0 adds its line only after every rank has counted them
         if torch.distributed.get_rank() != 0:
             return
@@ -79,6 +84,12 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.first_step_of_process = False
+
+    def forward_backward_step(self, *, input_dict: dict[str, torch.Tensor], **rest: Any) -> torch.Tensor:
+        """TorchTitan hands every key but "input" to the model; the sources are for the log, at logged steps."""
+        source = input_dict.pop("source")
+        self.source_losses.source = source if self.metrics_processor.should_log(self.step) else None
+        return super().forward_backward_step(input_dict=input_dict, **rest)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the step; the token counter is this rank's share of what all ranks have seen."""
