@@ -26,6 +26,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     """One phase of one run; `train()` goes from wherever the run stands to `training.steps`."""
 
     checkpointer: PhaseCheckpointManager
+    loss_fn: Any
 
     def __init__(self, job_config: Any):
         if job_config.training.global_batch_size < 0:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from tools.dashboard import page, short, state, write_page
+from tools.dashboard import page, state, write_page
+from tools.dashboard_cards import short
 from tools.dashboard_charts import BUCKETS, sample, smooth
-from tools.dashboard_run import merge_attempts, read_run
+from tools.dashboard_merge import merge_attempts
+from tools.dashboard_run import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NOW = 1.79e9 + 3600
@@ -181,10 +183,8 @@ def test_the_page_loads_nothing_from_outside(drawn: Path) -> None:
 
 def figures_of(text: str) -> list[dict[str, Any]]:
     """Traces of the plots, as they stand in the page."""
-    decoder, traces = json.JSONDecoder(), []
-    for match in re.finditer(r'Plotly\.newPlot\(\s*"[^"]*",\s*', text):
-        traces += decoder.raw_decode(text, match.end())[0]
-    return traces
+    texts = re.findall(r'<script type="application/json">(.*?)</script>', text, flags=re.S)
+    return [trace for one in texts for trace in json.loads(one)["data"]]
 
 
 def test_every_figure_of_the_input_is_on_the_page(tmp_path: Path) -> None:
