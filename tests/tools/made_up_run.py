@@ -114,7 +114,8 @@ def write_run(folder: Path, steps: int = 2000, every: int = 2) -> Path:
         )
         (folder / phase / "model.json").write_text(json.dumps(MODEL))
         starts = [{"attempt": n, "step": int(first * length), "world_size": 192, "torch": "2.13.0",
-                   "code_version": "0123456789ab", "mixture_fingerprint": "ef" * 32, "time": 1.79e9, "started_from": None}
+                   "code_version": "0123456789ab", "mixture_fingerprint": "ef" * 32, "time": 1.79e9,
+                   "started_from": None}
                   for of, n, first, _ in PLAN if of == phase]  # fmt: skip
         lines = "".join(json.dumps(event) + "\n" for event in events(phase, length))
         (folder / phase / "events.jsonl").write_text(lines)
