@@ -29,6 +29,7 @@ from tools.dashboard_cards import (
     chip,
     code,
     decode_card,
+    line_chip,
     measured,
     short,
     sources_card,
@@ -93,7 +94,7 @@ def page_body(runs: Sequence[Run], now: float) -> str:
         smooth_losses(run)
     sections = [run_section(run, index, now) for index, run in enumerate(runs)]
     if len(runs) > 1:
-        chips = "".join(chip(colour(i), run.name) for i, run in enumerate(runs))
+        chips = "".join(line_chip(i, run.name) for i, run in enumerate(runs))
         figure = to_div(comparison_figure(runs), "comparison", "middle")
         caption = "Smoothed, over tokens. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
         sections.insert(0, card("Loss of all runs", f'<p class="chips">{chips}</p>{figure}', caption))
@@ -196,7 +197,10 @@ def charts_of(run: Run, index: int) -> str:
     if not run.kept_rows:
         return card("Training", '<p class="none">not measured: metrics.jsonl has no rows yet</p>')
     attempts = attempts_of(run)
-    chips = [chip(colour(i), f"{phase} · attempt {n}") for i, (phase, n) in enumerate(attempts)]
+    chips = [
+        chip(colour(i), f"{phase} · attempt {n}" if len(run.phases) > 1 else f"attempt {n}")
+        for i, (phase, n) in enumerate(attempts)
+    ]
     chips[CHIPS:] = [f"and {len(chips) - CHIPS} more attempts"] * (len(chips) > CHIPS)
     if any(row["valid_loss"] is not None for row in run.kept_rows):
         chips.append(chip(VALID, "validation loss"))

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from tools.dashboard_charts import colour, to_div
-from tools.dashboard_overlays import bits_figure, sources_figure, sources_of
+from tools.dashboard_overlays import bits_figure, line_of, sources_figure, sources_of
 from tools.dashboard_run import Run, number
 
 
@@ -40,6 +40,15 @@ def card(title: str, body: str, caption: str = "") -> str:
 
 def chip(tint: str, text: str) -> str:
     return f'<span class="chip"><i style="background:{tint}"></i>{escape(text)}</span>'
+
+
+def line_chip(index: int, text: str) -> str:
+    """The chip of a curve that `line_of(index)` draws, dashes and all."""
+    line = line_of(index)
+    style = {"solid": "solid", "dash": "dashed", "dot": "dotted"}[line["dash"]]
+    return (
+        f'<span class="chip"><i class="line" style="border-top:3px {style} {line["color"]}"></i>{escape(text)}</span>'
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -132,11 +141,12 @@ def sources_card(run: Run, index: int) -> str:
         return card("Loss by source", '<p class="none">not measured</p>')
     last = {key: _last_of(run, key) for key in ("loss_by_source", "valid_loss_by_source", "tokens_by_source")}
     tokens = last["tokens_by_source"]
-    total = sum(filter(None, tokens.values())) or 1.0
+    total = sum(number(count) or 0.0 for count in tokens.values()) or 1.0
     rows = []
     for place, name in enumerate(names):
-        share = None if tokens.get(name) is None else 100 * tokens[name] / total
-        cells = [chip(colour(place), name), short(tokens.get(name)), measured(share, ".1f", " %")]
+        count = number(tokens.get(name))
+        share = None if count is None else 100 * count / total
+        cells = [line_chip(place, name), short(count), measured(share, ".1f", " %")]
         rows.append([*cells, *(measured(last[key].get(name), ".4f") for key in list(last)[:2])])
     head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
     figure = to_div(sources_figure(run), f"sources-{index}", "middle")
@@ -148,5 +158,5 @@ def _last_of(run: Run, key: str) -> dict[str, Any]:
     """The last value of every name under `key`."""
     found: dict[str, Any] = {}
     for row in run.kept_rows:
-        found |= {name: value for name, value in row[key].items() if value is not None}
+        found |= row[key]
     return found

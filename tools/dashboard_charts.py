@@ -26,6 +26,7 @@ PHASE_TINTS = ("rgba(79,143,247,0.07)", "rgba(240,153,75,0.09)", "rgba(47,181,16
 NEUTRAL = "#8a94a6"
 VALID = "#a03fb8"  # the validation loss, on both themes
 TROUBLE_TINT = "#d93a4e"
+MARKS = 100  # more points than this are a line without marks
 BUCKETS = 400  # about one for every three pixels of a wide screen
 
 
@@ -40,14 +41,14 @@ class Panel(NamedTuple):
 
 
 TRAINING_PANELS = (
-    Panel("Loss", "nats per token", ("loss", "smooth_loss"), (0.52, 0.97), ".4f"),
+    Panel("Loss", "nats per token", ("loss", "smooth_loss"), (0.52, 0.95), ".4f"),
     Panel("Learning rate", "", ("lr",), (0.37, 0.46)),
     Panel("Gradient norm", "", ("grad_norm",), (0.19, 0.31)),
     Panel("Tokens per second", "", ("tokens_per_s",), (0.0, 0.13), ",.0f"),
 )
 MACHINE_PANELS = (
-    Panel("z of the loss", "robust deviations from the last rows", ("loss_z",), (0.87, 0.97), ".2f"),
-    Panel("z of the gradient norm", "", ("grad_norm_z",), (0.72, 0.82), ".2f"),
+    Panel("z of the loss", "robust deviations from the last rows", ("loss_z",), (0.86, 0.95), ".2f"),
+    Panel("z of the gradient norm", "", ("grad_norm_z",), (0.715, 0.805), ".2f"),
     Panel("Tokens per second and device", "", ("tokens_per_s_per_device",), (0.57, 0.67), ",.0f"),
     Panel("MFU", "% of the peak", ("mfu",), (0.43, 0.52), ".1f"),
     Panel("Waiting for data", "% of the time", ("data_percent",), (0.29, 0.38), ".2f"),
@@ -140,9 +141,10 @@ def training_figure(run: Run) -> go.Figure:
     """Loss with validation and events, learning rate, gradient norm and speed over one axis of steps or tokens."""
     figure = bare_figure()
     drawn = _draw_attempts(figure, run, TRAINING_PANELS)
-    validated = [row for row in run.kept_rows if row["valid_loss"] is not None]
-    if validated:
-        look = {"mode": "lines+markers", "marker": {"size": 6, "symbol": "diamond", "color": VALID}}
+    for phase in run.phases:  # another mixture, another validation loss: no line from one to the next
+        validated = [row for row in run.kept_rows if row["phase"] == phase and row["valid_loss"] is not None]
+        mode = "lines+markers" if len(validated) <= MARKS else "lines"
+        look = {"mode": mode, "marker": {"size": 6, "symbol": "diamond", "color": VALID}}
         figure.add_trace(_line(validated, "valid_loss", "y", {"color": VALID, "width": 1.4}, **look))
     _draw_hover(figure, drawn, TRAINING_PANELS)
     _lay_out_panels(figure, TRAINING_PANELS, drawn)
@@ -230,7 +232,7 @@ def _draw_events(figure: go.Figure, run: Run) -> None:
         marker={"symbol": "triangle-down", "size": 10, "color": tints}, hovertemplate="%{text}<extra></extra>",
     )  # fmt: skip
     figure.add_trace(marks.update(hoverinfo=None, cliponaxis=False))
-    strip = {"domain": (0.972, 0.99), "visible": False, "fixedrange": True, "range": [-1, 1]}
+    strip = {"domain": (0.98, 0.995), "visible": False, "fixedrange": True, "range": [-1, 1]}
     figure.update_layout({f"yaxis{len(TRAINING_PANELS) + 1}": strip})
 
 
@@ -296,11 +298,11 @@ def _marks(run: Run, x: str, title: str, labels: list[dict[str, Any]]) -> dict[s
         labels.append({**label, "text": f"<b>{escape(phase)}</b>{escape(origin)}", "showarrow": False})
     for row in restarts(run):
         dotted = {"color": NEUTRAL, "width": 1, "dash": "dot"}
-        line = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 0.97, "line": dotted, "opacity": 0.7}
+        line = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 0.95, "line": dotted, "opacity": 0.7}
         shapes.append({**line, "x0": row[x], "x1": row[x], "layer": "below"})
         if len(restarts(run)) > 30:
             continue  # the lines and the chips tell them apart; numbers would lie on each other
-        label = {"xref": "x", "yref": "paper", "x": row[x], "y": 0.97, "yanchor": "top", "xanchor": "left"}
+        label = {"xref": "x", "yref": "paper", "x": row[x], "y": 0.95, "yanchor": "top", "xanchor": "left"}
         labels.append({**label, "text": f"↻{row['attempt']}", "showarrow": False, "xshift": 1})
     return {"shapes": shapes, "annotations": labels}
 

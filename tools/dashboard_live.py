@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from tools.dashboard_run import stamp
 
 HOST = "127.0.0.1"
+REST = 4.0  # after making the page, times what it took: a login node's core is mostly left to others
 QUIET_S = 60  # the page is also made anew this often without a change: it says since when a run is quiet
 
 
@@ -32,8 +33,10 @@ def watch(folders: Sequence[Path], write: Callable[[], Any], every_s: float) -> 
     while True:
         version = version_of(folders)
         if version != written:
+            started = time.monotonic()
             write()
             written = version
+            every_s = max(every_s, REST * (time.monotonic() - started))
         time.sleep(every_s)
 
 
@@ -44,17 +47,21 @@ class Live:
     folders: Sequence[Path]
     body: Callable[[], str]  # the inner HTML of <main>
     page: Callable[[str, str], str]  # (inner HTML of <main>, version) -> the whole page
+    rest: float = REST
     version: str = ""
     main: str = ""
+    not_before: float = 0.0  # on the monotonic clock
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def newest(self) -> tuple[str, str]:
         """(version, inner HTML of <main>)."""
         with self.lock:
-            version = version_of(self.folders)
-            if version != self.version:
+            version, now = version_of(self.folders), time.monotonic()
+            if version != self.version and now >= self.not_before:
                 self.main = self.body()
                 self.version = version
+                took_s = time.monotonic() - now
+                self.not_before = now + took_s + self.rest * took_s
             return self.version, self.main
 
 

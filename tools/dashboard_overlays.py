@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
-from tools.dashboard_charts import BUCKETS, bare_figure, colour, half_life_rows, sample, values_of
-from tools.dashboard_run import Run
+from tools.dashboard_charts import BUCKETS, MARKS, bare_figure, colour, half_life_rows, sample, values_of
+from tools.dashboard_run import Run, number
 
-DASHES = ("solid", "dash", "dot", "dashdot")  # beyond the palette, colours come again
+DASHES = ("solid", "dash", "dot")  # beyond the palette, colours come again
 
 
 def line_of(index: int, width: float = 2) -> dict[str, Any]:
@@ -45,10 +47,16 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
                     hovertemplate="%{fullData.name}<extra></extra>",
                 )
             )  # fmt: skip
-    figure.update_xaxes(title_text="tokens seen, all phases", exponentformat="SI", nticks=8)
+    figure.update_xaxes(
+        title_text="tokens seen, all phases", exponentformat="SI", nticks=8, zeroline=False, title_font_size=12
+    )
     figure.update_yaxes(fixedrange=True, zeroline=False, nticks=7, range=common_range(runs))
     figure.update_layout(margin={"t": 12})
     return figure
+
+
+def label_x(figure: go.Figure, title: str) -> None:
+    figure.update_xaxes(title_text=title, title_font_size=12, exponentformat="SI", nticks=8, zeroline=False)
 
 
 def span(values: Sequence[float]) -> list[float] | None:
@@ -70,55 +78,60 @@ def common_range(runs: Sequence[Run]) -> list[float] | None:
 
 def sources_of(run: Run) -> list[str]:
     """All sources that any phase names, in order; a source's place here is its colour."""
-    return list(
-        dict.fromkeys(n for row in run.kept_rows for k in ("loss_by_source", "tokens_by_source") for n in row[k])
-    )
+    names: dict[str, None] = {}
+    for row in run.kept_rows:
+        names |= dict.fromkeys(row["loss_by_source"]) | dict.fromkeys(row["tokens_by_source"])
+    return list(names)
 
 
 def sources_figure(run: Run) -> go.Figure:
     """Loss by source, smoothed (lines), and validation loss by source (diamonds), over tokens or steps."""
-    figure = bare_figure()
+    figure, names = bare_figure(), sources_of(run)
     x_key = "x_tokens" if all(row["x_tokens"] is not None for row in run.kept_rows) else "x_step"
-    keep, settled = 0.5 ** (1 / half_life_rows(run)), []
-    for index, name in enumerate(sources_of(run)):
-        x, y = _smoothed(run, name, x_key, keep)
-        settled += y[len(y) // 50 :] if len(run.kept_rows) >= 500 else y
-        figure.add_trace(go.Scatter(x=x, y=y, name=name, mode="lines", line=line_of(index, 1.8), connectgaps=False))
-        validated = [row for row in run.kept_rows if row["valid_loss_by_source"].get(name) is not None]
-        figure.add_trace(
-            go.Scatter(
-                x=[row[x_key] for row in validated], y=[row["valid_loss_by_source"][name] for row in validated],
-                name=f"{name}, validation", mode="lines+markers", line={**line_of(index, 0.8)}, opacity=0.8,
-                marker={"symbol": "diamond", "size": 6, "color": colour(index)},
-            )
-        )  # fmt: skip
-    title = "tokens seen, all phases" if x_key == "x_tokens" else "step, all phases"
-    figure.update_xaxes(title_text=title, exponentformat="SI", nticks=8)
-    figure.update_yaxes(
-        fixedrange=True, zeroline=False, nticks=7, hoverformat=".4f", range=span([*filter(None, settled)])
-    )
+    settled: list[float] = []
+    for phase in run.phases:
+        rows = [row for row in run.kept_rows if row["phase"] == phase]
+        x, smooth = smoothed_by_source(rows, names, x_key, half_life_rows(run))
+        validated = [row for row in rows if row["valid_loss_by_source"]]
+        valid_x = [row[x_key] for row in validated]
+        look: dict[str, Any] = {"mode": "lines+markers" if len(validated) <= MARKS else "lines"}
+        for index, name in enumerate(names):
+            y = [None if math.isnan(value) else float(f"{value:.6g}") for value in smooth[:, index]]
+            if any(value is not None for value in y):
+                figure.add_trace(go.Scatter(x=x, y=y, name=name, mode="lines", line=line_of(index, 1.8)))
+                long = len(run.kept_rows) >= 500 and phase == run.phases[0]
+                settled += [value for value in y[len(y) // 50 if long else 0 :] if value is not None]
+            losses = [number(row["valid_loss_by_source"].get(name)) for row in validated]
+            if any(loss is not None for loss in losses):
+                marker = {"symbol": "diamond", "size": 6, "color": colour(index)}
+                figure.add_trace(
+                    go.Scatter(x=valid_x, y=losses, name=f"{name}, validation", line=line_of(index, 0.8), marker=marker)
+                    .update(look, opacity=0.8)
+                )  # fmt: skip
+    label_x(figure, "tokens seen, all phases" if x_key == "x_tokens" else "step, all phases")
+    figure.update_yaxes(fixedrange=True, zeroline=False, nticks=7, hoverformat=".4f", range=span(settled))
     figure.update_layout(margin={"t": 12})
     return figure
 
 
-def _smoothed(run: Run, name: str, x_key: str, keep: float) -> tuple[list[float], list[float | None]]:
-    """The exponential mean of one source's losses, thinned; a gap where a phase does not have the source."""
-    x: list[float] = []
-    y: list[float | None] = []
-    every = max(1, len(run.kept_rows) // (2 * BUCKETS))
-    for phase in run.phases:
-        total = weight = 0.0
-        rows = [row for row in run.kept_rows if row["phase"] == phase]
-        rows = [row for row in rows if row["loss_by_source"].get(name) is not None]
-        for index, row in enumerate(rows):
-            total, weight = keep * total + row["loss_by_source"][name], keep * weight + 1
-            if index % every == 0 or index == len(rows) - 1:
-                x.append(row[x_key])
-                y.append(float(f"{total / weight:.6g}"))
-        if rows:
-            x.append(rows[-1][x_key])
-            y.append(None)
-    return x, y
+def smoothed_by_source(
+    rows: Sequence[dict[str, Any]], names: Sequence[str], x_key: str, half_life: float
+) -> tuple[list[float], np.ndarray]:
+    """The exponential means of all sources' losses, thinned for the screen: x, and float64 (points, sources).
+
+    A row without a source leaves its mean as it is; NaN before the first one.
+    """
+    keep, every = 0.5 ** (1 / half_life), max(1, len(rows) // (2 * BUCKETS))
+    total, weight = np.zeros(len(names)), np.zeros(len(names))
+    x, points = [], []
+    for place, row in enumerate(rows):
+        losses = np.array([row["loss_by_source"].get(name) for name in names], dtype=float)  # None becomes NaN
+        there = np.isfinite(losses)
+        total[there], weight[there] = keep * total[there] + losses[there], keep * weight[there] + 1
+        if place % every == 0 or place == len(rows) - 1:
+            x.append(row[x_key])
+            points.append(np.divide(total, weight, out=np.full(len(names), np.nan), where=weight > 0))
+    return x, np.array(points).reshape(len(points), len(names))
 
 
 def bits_figure(evals: Sequence[dict[str, Any]], sources: Sequence[str]) -> go.Figure:

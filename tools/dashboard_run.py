@@ -22,7 +22,7 @@ FIGURES = (
     "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
     "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
 )  # fmt: skip
-BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")
+BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
 FILES = (
     "metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl", "config.toml", "model.json", "lineage.json"
 )  # fmt: skip
@@ -92,8 +92,7 @@ def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
     figures: dict[str, Any] = {key: number(row.get(key)) for key in FIGURES}
     for key in BY_SOURCE:
         by_source = row.get(key)
-        items = by_source.items() if isinstance(by_source, dict) else ()
-        figures[key] = {str(name): number(value) for name, value in items}
+        figures[key] = by_source if isinstance(by_source, dict) else {}
     wait, seconds = figures["data_s"], figures["seconds"]
     figures["data_percent"] = 100 * wait / seconds if wait is not None and seconds else None
     return {**row, **figures, **identity}

@@ -50,6 +50,7 @@ small, .facts, .caption, footer { color:var(--soft); font-size:13px }
 .stack .low { margin:0 }
 .chips { margin:0 0 4px; display:flex; flex-wrap:wrap; gap:2px 16px; font-size:13px; color:var(--soft) }
 .chip i { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:7px }
+.chip i.line { width:26px; height:0; border-radius:0; vertical-align:middle }
 .row { display:grid; grid-template-columns:minmax(84px,150px) 1fr 64px; gap:14px; align-items:center; padding:5px 0 }
 .row span { line-height:1.25; overflow-wrap:anywhere } .row small { display:block; font-size:12px }
 .row .bar { height:14px } .row b { text-align:right; font-weight:600; font-variant-numeric:tabular-nums }
