@@ -55,7 +55,9 @@ MACHINE_PANELS = (
     Panel("Standing still for checkpoints", "s", ("checkpoint_s",), (0.145, 0.235), ".2f"),
     Panel("Memory, peak", "GiB", ("memory_gib",), (0.0, 0.09), ".2f"),
 )
-TROUBLE = re.compile("fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quarantine|roll|lost|bad|stop|error|exit")
+TROUBLE = re.compile(
+    "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quarantine|roll|lost|bad|stop|error|exit"
+)
 
 
 def colour(index: int) -> str:

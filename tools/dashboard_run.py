@@ -157,15 +157,20 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
 
 
 def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Give an event its place on both axes, by the logged row of its phase at its step or next to it."""
+    """Give an event its place on both axes: at its step, or where its phase stood at its time; rows by step."""
     event["x_step"] = event["x_tokens"] = None
-    step = number(event.get("step"))
-    if step is None or not rows:
+    step, time = number(event.get("step")), number(event.get("time"))
+    if step is not None:
+        near = rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)] if rows else None
+    else:  # from outside the job: the supervisor, the launcher
+        earlier = [row for row in rows if time is not None and row["time"] is not None and row["time"] <= time]
+        near = max(earlier, key=lambda row: row["time"], default=None)
+    if near is None:
         return
-    near = rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)]
-    event["x_step"] = near["x_step"] + step - near["step"]
+    beyond = 0 if step is None else step - near["step"]
+    event["x_step"] = near["x_step"] + beyond
     if near["x_tokens"] is not None and near["tokens"] is not None and near["step"]:
-        event["x_tokens"] = near["x_tokens"] + (step - near["step"]) * near["tokens"] / near["step"]
+        event["x_tokens"] = near["x_tokens"] + beyond * near["tokens"] / near["step"]
 
 
 def _losses_not_finite(run: Run) -> list[str]:

@@ -61,7 +61,7 @@ class RunMetrics(MetricsProcessor):
                 by_step[row["step"]] = row
         for row in [by_step[step] for step in sorted(by_step)][-Z_WINDOW:]:
             for z, key in ((self.loss_z, "loss"), (self.grad_norm_z, "grad_norm")):
-                z.add(math.nan if row[key] is None else row[key])
+                z.add(math.nan if row.get(key) is None else row[key])
 
     def should_log(self, step: int) -> bool:
         """Also the last step, whose checkpoint is the one that is used."""

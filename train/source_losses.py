@@ -1,7 +1,8 @@
 """The loss of a step by source: every sequence comes from one source, so sums over sequences are all it takes.
 
 Only steps that are logged pay for it: one more pass over the logits at hand, without gradients, sequence by sequence so
-that they are never whole in float32. Sums stay on the device until `reduce`, which is the one all-reduce.
+that they are never whole in float32; nothing but a sum where the model returns losses. Sums stay on the device until
+`reduce`, which is the one all-reduce.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 
 
 @torch.no_grad()
-def sequence_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each sequence in nats, summed over its tokens: (B, S, V), (B, S) -> float64 (B,)."""
+def sequence_losses(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each sequence in nats, summed over its tokens: float64 (B,).
+
+    prediction: what the model returned, logits (B, S, V), or losses (B, S) that are 0 where labels (B, S) are ignored.
+    """
+    if prediction.dim() == 2:
+        return prediction.detach().double().sum(1)
     losses = [
-        nn.functional.cross_entropy(one.float(), target, reduction="sum", ignore_index=IGNORE_INDEX)
-        for one, target in zip(logits.detach(), labels, strict=True)
+        nn.functional.cross_entropy(logits.float(), target, reduction="sum", ignore_index=IGNORE_INDEX)
+        for logits, target in zip(prediction.detach(), labels, strict=True)
     ]
     return torch.stack(losses).double()
 

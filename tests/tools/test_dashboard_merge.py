@@ -89,7 +89,7 @@ def write(folder: Path, phase: str, steps: range, tokens_before: int = 0, parent
     (folder / "config.toml").write_text(f'[phase]\nname = "{phase}"\n')
     lines = [
         {"step": s, "attempt": 1, "phase": phase, "loss": 2.0, "tokens": s * TOKENS_A_STEP,
-         "tokens_total": tokens_before + s * TOKENS_A_STEP}
+         "tokens_total": tokens_before + s * TOKENS_A_STEP, "time": 50.0 + s}
         for s in steps
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -115,7 +115,7 @@ def test_a_run_begins_where_its_parent_checkpoint_stands(tmp_path: Path) -> None
 def test_events_stand_at_their_step_on_both_axes(tmp_path: Path) -> None:
     parent = tmp_path / "one/checkpoint/step-10"
     run = write(tmp_path / "two", "phase2", range(2, 9, 2), 1000, parent)
-    lines = [{"step": 4, "kind": "spike"}, {"step": 5, "kind": "hang"}, {"step": 99, "kind": "x"}, {"kind": "launched"}]
+    lines: list[dict[str, Any]] = [{"step": 4}, {"step": 5}, {"step": 99}, {}, {"time": 55.5}, {"time": 1.0}]
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     places = [(event["x_step"], event["x_tokens"]) for event in read_run(run).events]
-    assert places == [(14, 1400), (15, 1500), (109, 10900), (None, None)]
+    assert places == [(14, 1400), (15, 1500), (109, 10900), (None, None), (14, 1400), (None, None)]

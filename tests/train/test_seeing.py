@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace as Section
 
 import numpy as np
 import pytest
@@ -20,8 +22,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from data_mixtures.mixture import Mixture, valid_windows
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.provenance import append_line, replace_last_line
+from train.metrics import Z_WINDOW, RunMetrics
 from train.source_losses import sequence_losses
 from train.statistics import RunningZ
+from train.validate import HeldOutValidator, deal_out
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, STEPS, WINDOWS = 32, 8, 6, 5
@@ -172,8 +176,6 @@ def test_tensorboard_holds_the_scalars(run: Path) -> None:
 
 def test_one_rank_validates_and_resumes_the_same(run: Path, prepared_data: Path, tmp_path: Path) -> None:
     """From the checkpoint of step 3 on one rank: tokens, losses by source and validation of step 6, to rounding."""
-    import shutil
-
     alone = tmp_path / "alone"
     shutil.copytree(run, alone)
     shutil.rmtree(alone / "checkpoint/step-6")
@@ -188,10 +190,6 @@ def test_one_rank_validates_and_resumes_the_same(run: Path, prepared_data: Path,
 
 
 def test_validation_off_the_logged_steps_is_refused() -> None:
-    from types import SimpleNamespace as Section
-
-    from train.validate import HeldOutValidator
-
     job: object = Section(validation=Section(freq=5), metrics=Section(log_freq=2))
     with pytest.raises(ValueError, match=r"freq = 5 is not a multiple of metrics.log_freq = 2"):
         HeldOutValidator(job, 0, 1, None, (None, None), None)  # type: ignore[arg-type]
@@ -199,8 +197,6 @@ def test_validation_off_the_logged_steps_is_refused() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_every_held_out_window_is_read_once_whatever_the_ranks(windows: int, ranks: int, batch: int) -> None:
-    from train.validate import deal_out
-
     tokens, source = np.arange(windows)[:, None], np.zeros(windows, dtype=np.int64)
     dealt, sources = deal_out(tokens, source, ranks, batch, unread=1)
     assert dealt.shape[1:3] == (ranks, batch)
@@ -212,7 +208,10 @@ def test_sequence_losses_add_up_to_the_loss() -> None:
     logits, labels = torch.randn(3, 7, 11, dtype=torch.float64).float(), torch.randint(0, 11, (3, 7))
     labels[1, 2:5] = -100  # left out of the loss
     expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
-    assert torch.allclose(sequence_losses(logits, labels).sum(), expected, rtol=21 * EPSILON, atol=0)
+    by_sequence = sequence_losses(logits, labels)
+    assert torch.allclose(by_sequence.sum(), expected, rtol=21 * EPSILON, atol=0)
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    assert torch.allclose(sequence_losses(losses, labels), by_sequence, rtol=7 * EPSILON, atol=0)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=8, max_size=40), st.floats(0.5, 8), st.floats(-100, 100))
@@ -241,6 +240,23 @@ def test_z_scores_find_a_spike_after_a_spike() -> None:
     z.add(1e9)
     assert abs(z.score(3.0) - 10) < 3, "one spike moves neither the centre nor the scale"
     assert z.score(math.nan) == math.inf
+
+
+def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the rows that led to the step where the attempt begins; those behind it are taken back."""
+    metrics = object.__new__(RunMetrics)
+    metrics.path = tmp_path / "metrics.jsonl"
+    metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
+    for step, loss in steps:
+        append_line(metrics.path, json.dumps({"step": step, "loss": loss, "grad_norm": 0.5}))
+    with open(metrics.path, "a") as file:
+        file.write('{"step": 5, "lo')
+    metrics.continue_after(3)
+    assert list(metrics.loss_z.values) == [1.0, 2.5, 3.5]
+    assert list(metrics.grad_norm_z.values) == [0.5] * 3
+    assert metrics.last_logged_step == 3
 
 
 def test_the_last_line_is_replaced_whole(tmp_path: Path) -> None:
