@@ -280,6 +280,8 @@ def loss_range(run: Run) -> list[float] | None:
     low, high = min(losses), max(settled)
     if len(losses) >= 500:  # one spike in a thousand may leave the panel
         high = sorted(settled)[int(0.999 * (len(settled) - 1))]
+    valid = [row["valid_loss"] for row in run.kept_rows if row["valid_loss"] is not None]
+    low = min([low, *valid])
     margin = 0.05 * (high - low) or 0.1
     return [low - margin, high + margin]
 

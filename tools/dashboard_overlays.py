@@ -102,7 +102,9 @@ def sources_figure(run: Run) -> go.Figure:
                 long = len(run.kept_rows) >= 500 and phase == run.phases[0]
                 settled += [value for value in y[len(y) // 50 if long else 0 :] if value is not None]
             losses = [number(row["valid_loss_by_source"].get(name)) for row in validated]
-            if any(loss is not None for loss in losses):
+            known = [loss for loss in losses if loss is not None]
+            if known:
+                settled.append(min(known))
                 marker = {"symbol": "diamond", "size": 6, "color": colour(index)}
                 figure.add_trace(
                     go.Scatter(x=valid_x, y=losses, name=f"{name}, validation", line=line_of(index, 0.8), marker=marker)

@@ -96,7 +96,7 @@ class RunMetrics(MetricsProcessor):
             "tokens_total": self.tokens_before + tokens,
             "tokens_by_source": {n: w * training.seq_len for n, w in self.loader.windows_per_source().items()},
             **throughput,
-            "checkpoint_s": checkpoint_s,
+            "checkpoint_s": round(checkpoint_s, 3),  # asking whether there is something to wait for is no wait
             "checkpoint_total_s": checkpoint_total_s,
             "memory_gib": memory.max_reserved_gib,
             "memory_active_gib": memory.max_active_gib,

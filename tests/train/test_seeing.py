@@ -139,7 +139,7 @@ def test_rows_hold_what_the_hardware_did(run: Path) -> None:
         assert 0.05 < row["memory_gib"] < 64
         assert row["loss_z"] == row["grad_norm_z"] == 0.0, "a quarter of the window is not filled yet"
         assert 0 <= row["data_s"] < row["seconds"]
-    assert [r["checkpoint_s"] > 0.001 for r in rows] == [False, False, False, True, False, False]
+    assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, False, True, False, False]
     finished = [r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None]
     assert len(finished) <= 1, "the save of step 3; the last one ends after the last row"
     assert all(total > 0 for total in finished)
