@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +229,10 @@ def test_several_runs_share_a_page(run_folder: Path, tmp_path: Path) -> None:
     assert text.count("<article>") == 2
 
 
-def test_ten_thousand_rows_are_fast_and_the_page_stays_small(tmp_path: Path) -> None:
+def test_the_page_of_ten_thousand_rows_stays_small(tmp_path: Path) -> None:
     folder = made_up_run.write_run(tmp_path / "long", steps=20_000, every=3)
     assert len(read_run(folder).kept_rows) == 10_000 - 1
-    started = time.perf_counter()
     write_page([folder], tmp_path / "x.html", now=NOW)
-    assert time.perf_counter() - started < 10, "one core needs about 1 s"
     assert (tmp_path / "x.html").stat().st_size < 8e6, "plotly.js is 4.8 MB of it"
     assert "groups of neighbouring steps" in (tmp_path / "x.html").read_text()
 

@@ -117,7 +117,7 @@ def test_tokens_by_source_are_the_mixtures_closed_form(run: Path, prepared_data:
 
 
 def test_validation_is_the_checkpoints_loss_in_one_process(run: Path, prepared_data: Path) -> None:
-    """Ten windows on two ranks of four: the last batch is padded, which must not count."""
+    """Fifteen windows on two ranks of four: one more is padded, which must not count."""
     rows = rows_of(run)
     assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
