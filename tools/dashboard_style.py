@@ -69,6 +69,7 @@ code { font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace }
 .chart .gridlayer path { stroke:var(--grid) !important }
 .chart .hoverlayer .bg { fill:var(--card) !important; fill-opacity:.96 !important; stroke:var(--line) !important;
   stroke-opacity:1 !important } .chart .hoverlayer text { fill:var(--ink) !important }
+.chart .hoverlayer .hovertext path { fill:var(--card) !important; stroke:var(--line) !important }
 .chart .spikeline { stroke:var(--soft) !important; stroke-width:1px !important; opacity:.5 }
 .chart .updatemenu-button rect { fill:var(--card) !important; stroke:var(--line) !important }
 .facts-of { display:grid; grid-template-columns:repeat(auto-fill,minmax(150px,1fr)); gap:16px; margin:22px 0 6px }

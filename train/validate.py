@@ -93,9 +93,7 @@ class HeldOutValidator(BaseValidator):
         (model,) = model_parts
         model.eval()
         sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=utils.device_type)
-        for tokens, source in zip(
-            self.tokens, self.sources, strict=True
-        ):  # a batch or two: no place to look for signals
+        for tokens, source in zip(self.tokens, self.sources, strict=True):  # signals wait: it is a few batches
             batch = tokens.to(utils.device_type, torch.int64)
             with self.train_context(), self.amp:
                 losses = sequence_losses(model(batch[:, :-1]), batch[:, 1:])
