@@ -186,6 +186,10 @@ def figures_of(text: str) -> list[dict[str, Any]]:
     return [trace for one in texts for trace in json.loads(one)["data"]]
 
 
+KEYS = ("loss", "lr", "grad_norm", "tokens_per_s", "loss_z", "grad_norm_z", "tokens_per_s_per_device", "mfu",
+        "checkpoint_s", "memory_gib", "valid_loss")  # fmt: skip
+
+
 def test_every_figure_of_the_input_is_on_the_page(tmp_path: Path) -> None:
     folder = made_up_run.write_run(tmp_path / "small", steps=60, every=1)
     write_page([folder], folder / "dashboard.html", now=NOW)
@@ -196,8 +200,14 @@ def test_every_figure_of_the_input_is_on_the_page(tmp_path: Path) -> None:
     counted = {(r["phase"], r["attempt"], r["step"]) for r in run.kept_rows}
     for r in rows:
         is_kept = (r["phase"], r["attempt"], r["step"]) in counted
-        for key in ("loss", "lr", "grad_norm", "tokens_per_s") if is_kept else ("loss",):
-            assert float(f"{r[key]:.6g}") in drawn_values, (key, r)
+        for key in KEYS if is_kept else ("loss",):
+            assert key not in r or float(f"{r[key]:.6g}") in drawn_values, (key, r)
+    assert any("valid_loss" in r for r in rows)
+    assert counted
+    for last in rows[-1]["loss_by_source"].values():
+        assert f"{last:.4f}" in text
+    for told in ("roll_back", "loss z 11.2", "SIGUSR1 ten minutes"):
+        assert told in text, told
     for r in (json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()):
         for source, figures in r.get("sources", {}).items():
             assert source in text
