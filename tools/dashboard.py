@@ -1,19 +1,21 @@
-"""One self-contained HTML page of a run: what was trained, how it went, what was measured.
+"""One self-contained HTML page of one or many runs: what was trained, how it goes, what was measured.
 
-    python -m tools.dashboard runs/demo --out runs/demo/dashboard.html
+    python -m tools.dashboard runs/demo --out runs/demo/dashboard.html    (once)
+    python -m tools.dashboard runs/phase1 runs/phase2 --watch             (the file again and again while they run)
+    python -m tools.dashboard runs/phase1 --serve --port 8765             (served here, charts updated in place)
 
 The page is one file without any outside host: plotly.js stands in it, and its own policy lets the browser refuse the
-network. What has no figure says "not measured". dashboard_run.py reads, dashboard_charts.py draws.
+network. What has no figure says "not measured". dashboard_run.py reads, dashboard_charts.py and dashboard_overlays.py
+draw, dashboard_cards.py writes the rest, dashboard_live.py watches and serves.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from plotly.offline import get_plotlyjs
@@ -21,20 +23,38 @@ from plotly.offline import get_plotlyjs
 from evals.records import PROVENANCE
 from laneformer import LaneformerConfig
 from laneformer.provenance import write_atomically
+from tools.dashboard_cards import (
+    bits_card,
+    card,
+    chip,
+    code,
+    decode_card,
+    line_chip,
+    measured,
+    short,
+    sources_card,
+    table,
+    utc,
+    where_evaluated,
+)
 from tools.dashboard_charts import (
     BUCKETS,
-    STYLE,
+    VALID,
     attempts_of,
-    bits_figure,
     colour,
-    comparison_figure,
     half_life_rows,
+    machine_figure,
     restarts,
+    smooth_losses,
     to_div,
     training_figure,
 )
+from tools.dashboard_live import Live, serve, watch
+from tools.dashboard_overlays import comparison_figure
 from tools.dashboard_run import Run, number, read_run
+from tools.dashboard_style import SCRIPT, STYLE
 
+CHIPS = 24  # more attempts than this are counted, not listed
 # what of the job's config is worth a line
 SETTINGS = (
     "model.flavor", "training.steps", "training.global_batch_size", "training.local_batch_size", "training.seq_len",
@@ -46,67 +66,47 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
-    """A figure as text, "not measured" where there is none."""
-    known = number(value)
-    return '<span class="none">not measured</span>' if known is None else f"{known:{form}}{unit}"
+def page(runs: Sequence[Run], now: float, reload_s: float | None = None) -> str:
+    """The whole page as text; with reload_s the browser loads the file again every so many seconds."""
+    live = f"setTimeout(() => location.reload(), {1000 * reload_s:.0f});" if reload_s else ""
+    return whole_page(page_body(runs, now), " · ".join(run.name for run in runs), live)
 
 
-def short(value: Any, unit: str = "") -> str:
-    """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
-    known = number(value)
-    if known is None:
-        return measured(None)
-    power = min(4, int(math.log10(abs(known)) // 3)) if abs(known) >= 1000 else 0
-    return f"{known / 1000**power:.3g} {' kMGT'[power].strip()}{unit}".strip()
+def whole_page(body: str, title: str, live: str = "", version: str = "", connect: str = "'none'") -> str:
+    """Head, style and scripts around the inner HTML of <main>; `live` is script that keeps the page up to date.
 
-
-def utc(seconds: Any) -> str:
-    known = number(seconds)
-    return measured(None) if known is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(known))
-
-
-def page(runs: Sequence[Run], now: float) -> str:
-    """The whole page as text. The policy in its head lets the browser itself refuse any outside host."""
-    charts = [charts_of(run, index) for index, run in enumerate(runs)]  # first: they smooth the losses
-    sections = [run_section(run, charts[index], now) for index, run in enumerate(runs)]
-    if len(runs) > 1:
-        chips = "".join(chip(colour(i), run.name) for i, run in enumerate(runs))
-        figure = to_div(comparison_figure(runs), "comparison", "middle")
-        sections.insert(0, card("Loss of all runs", f'<p class="chips">{chips}</p>{figure}', "Smoothed, over tokens."))
+    The policy in the head lets the browser itself refuse any outside host.
+    """
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-    title = escape(" · ".join(run.name for run in runs))
+    policy += f"; connect-src {connect}"
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}"><link rel="icon" href="data:,">
 <style>{STYLE}</style><script>{get_plotlyjs()}</script></head>
-<body><main>{"".join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer></main></body></html>
+<body data-version="{version}"><main>{body}</main><script>{SCRIPT}{live}</script></body></html>
 """
 
 
-def card(title: str, body: str, caption: str = "") -> str:
-    below = f'<p class="caption">{caption}</p>' if caption else ""
-    return f'<section class="card"><h2>{escape(title)}</h2>{body}{below}</section>'
+def page_body(runs: Sequence[Run], now: float) -> str:
+    """The inner HTML of <main>: a comparison when there are several runs, a section for each run."""
+    for run in runs:
+        smooth_losses(run)
+    sections = [run_section(run, index, now) for index, run in enumerate(runs)]
+    if len(runs) > 1:
+        chips = "".join(line_chip(i, run.name) for i, run in enumerate(runs))
+        figure = to_div(comparison_figure(runs), "comparison", "middle")
+        caption = "Smoothed, over tokens. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
+        sections.insert(0, card("Loss of all runs", f'<p class="chips">{chips}</p>{figure}', caption))
+    return f"{''.join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer>"
 
 
-def chip(tint: str, text: str) -> str:
-    return f'<span class="chip"><i style="background:{tint}"></i>{escape(text)}</span>'
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def run_section(run: Run, charts: str, now: float) -> str:
+def run_section(run: Run, index: int, now: float) -> str:
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in run.warnings)
     told = f'<ul class="warnings">{warnings}</ul>' if warnings else ""
     layout = "stack" if len(run.evals_of("bits_per_byte")) > 1 else "pair"  # curves over checkpoints need the width
     measurements = f'<div class="{layout}">{bits_card(run)}{decode_card(run)}</div>'
-    parts = (header(run, now), told, tiles(run), charts, measurements, evaluations_card(run))
+    parts = (header(run, now), told, tiles(run), charts_of(run, index), measurements, evaluations_card(run))
     return f"<article>{''.join(parts)}{provenance_card(run)}</article>"
 
 
@@ -196,9 +196,14 @@ def tiles(run: Run) -> str:
 def charts_of(run: Run, index: int) -> str:
     if not run.kept_rows:
         return card("Training", '<p class="none">not measured: metrics.jsonl has no rows yet</p>')
-    figure = training_figure(run)
     attempts = attempts_of(run)
-    chips = "".join(chip(colour(i), f"{phase} · attempt {n}") for i, (phase, n) in enumerate(attempts))
+    chips = [
+        chip(colour(i), f"{phase} · attempt {n}" if len(run.phases) > 1 else f"attempt {n}")
+        for i, (phase, n) in enumerate(attempts)
+    ]
+    chips[CHIPS:] = [f"and {len(chips) - CHIPS} more attempts"] * (len(chips) > CHIPS)
+    if any(row["valid_loss"] is not None for row in run.kept_rows):
+        chips.append(chip(VALID, "validation loss"))
     logged = sum(len(s.rows) for s in run.stretches)
     again = logged - len(run.kept_rows)
     caption = (
@@ -213,74 +218,18 @@ def charts_of(run: Run, index: int) -> str:
         caption += " ↻ marks where an attempt took over."
     if logged > 4 * BUCKETS:
         caption += f" Drawn from {BUCKETS} groups of neighbouring steps, of each the extremes; every spike is kept."
-    body = f'<p class="chips">{chips}</p>{to_div(figure, f"training-{index}", "tall")}'
-    return card("Training", body, caption + " Drag to zoom, double-click for everything.")
-
-
-def bits_card(run: Run) -> str:
-    evals = [e for e in run.evals_of("bits_per_byte") if isinstance(e.get("sources"), dict)]
-    if not evals:
-        return card("Bits per byte", '<p class="none">not measured</p>')
-    sources = evals[-1]["sources"]
-    names = sorted(sources, key=lambda name: number(sources[name].get("bits_per_byte")) or 0.0)
-    longest = max((number(sources[n].get("bits_per_byte")) or 0.0 for n in names), default=0) or 1.0
-    bars = ""
-    for index, name in enumerate(names):
-        value = number(sources[name].get("bits_per_byte"))
-        fill = f'<i style="width:{100 * (value or 0) / longest:.2f}%;background:{colour(index)}"></i>'
-        label = f"{escape(name)}<small>{escape(str(sources[name].get('category', '')))}</small>"
-        text = measured(value, ".3f")
-        bars += f'<div class="row"><span>{label}</span><div class="bar">{fill}</div><b>{text}</b></div>'
-    curves = to_div(bits_figure(evals, names), f"bits-{run.name}", "low") if len(evals) > 1 else ""
-    caption = f"Held-out text through the decode engine, {where_evaluated(evals[-1])}. Lower is better."
-    return card("Bits per byte", f'<div class="bits"><div class="rows">{bars}</div>{curves}</div>', caption)
-
-
-def where_evaluated(record: dict[str, Any]) -> str:
-    parts = [str(record["phase"])] if record.get("phase") else []
-    parts += [f"step {record['step']:,}"] if number(record.get("step")) is not None else []
-    return " ".join(parts) or "checkpoint not recorded"
-
-
-def decode_card(run: Run) -> str:
-    """Decode speed as a part of what reading the weights at the measured bandwidth would allow."""
-    records = run.evals_of("decode_speed")[-2:]
-    if not records:
-        return card("Decode speed", '<p class="none">not measured</p>')
-    caption = "Batch 1. At full bandwidth every byte of a token is read once, as fast as a probe read in the same run."
-    if any((number(record.get("percent_of_probe")) or 0) > 100 for record in records):
-        caption += " Beyond it weights come from the processor's caches, into which the probe's buffer does not fit."
-    return card("Decode speed", "".join(map(bullet, reversed(records))), caption)
-
-
-def spread(low: Any, high: Any) -> str:
-    return f"{short(low)} – {short(high)}" if number(low) is not None else measured(None)
-
-
-def bullet(record: dict[str, Any]) -> str:
-    """One measured decode speed: its bar on the scale of the bandwidth, and the figures behind it."""
-    speed, percent, ttft_s = (number(record.get(key)) for key in ("tokens_per_s", "percent_of_probe", "ttft_s"))
-    per_token, bandwidth = (number(record.get(key)) for key in ("bytes_per_token", "probe_bytes_per_s"))
-    ceiling = bandwidth / per_token if bandwidth and per_token else None
-    names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record.get(key)]
-    names += [f"{record['threads']} threads"] if record.get("threads") else []
-    entries = (
-        ("read bandwidth", short(bandwidth, "B/s")),
-        ("read for each token", short(per_token, "B")),
-        ("of the bandwidth", measured(percent, ".1f", " %")),
-        ("10th to 90th percentile", spread(record.get("tokens_per_s_p10"), record.get("tokens_per_s_p90"))),
-        ("one token", measured(1000 / speed if speed else None, ".3g", " ms")),
-        ("first token after", measured(ttft_s and 1000 * ttft_s, ".3g", " ms")),
-        ("prefill", short(record.get("prefill_tokens_per_s"), " tok/s")),
-    )
-    scale = max(100.0, percent or 0) / 100
-    limit = f'<u style="left:{100 / scale:.2f}%"></u>' if scale > 1 else ""  # where the bandwidth ends
-    behind = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries)
-    return (
-        f'<div class="bullet"><h3>{escape(" · ".join([*names, where_evaluated(record)]))}</h3>'
-        f'<div class="bar"><i style="width:{(percent or 0) / scale:.2f}%;background:{colour(0)}"></i>{limit}</div>'
-        f'<small class="scale"><span><b>{short(speed)}</b> tokens/s</span>'
-        f'<span>full bandwidth: {short(ceiling)}</span></small><dl class="facts-of">{behind}</dl></div>'
+    if run.events:
+        caption += " ▾ above the loss: what happened to the job; point at it."
+    chips_line = f'<p class="chips">{"".join(chips)}</p>'
+    training = chips_line + to_div(training_figure(run), f"training-{index}", "tall")
+    machine = to_div(machine_figure(run), f"machine-{index}", "many")
+    of_machine = "Checkpoint seconds stand in the first row after the save. Waiting and memory are rank 0's."
+    return "".join(
+        (
+            card("Training", training, caption + " Drag to zoom, double-click for everything."),
+            sources_card(run, index),
+            card("Statistics and machine", machine, of_machine),
+        )
     )
 
 
@@ -301,21 +250,14 @@ def evaluations_card(run: Run) -> str:
     return card("Evaluations", table(head, rows) if rows else '<p class="none">not measured</p>')
 
 
-def code(value: Any) -> str:
-    """A hash or path in monospace; long hexadecimal is cut, the whole of it is in the tooltip."""
-    if value is None or value == "":
-        return '<span class="none">not recorded</span>'
-    text = str(value)
-    cut = text[:12] + "…" if len(text) > 24 and set(text) <= set("0123456789abcdef") else text
-    return f'<code title="{escape(text)}">{escape(cut)}</code>'
-
-
 def provenance_card(run: Run) -> str:
     """Where the figures come from: data, tokenizer and code by hash, the starts of the job, its settings by phase."""
     keys = {"tokenizer_sha256": "tokenizer", "data_sha256": "evaluation data", "code_version": "evaluation code"}
     facts = {title: [e[key] for e in run.evals if e.get(key)] for key, title in keys.items()}
     facts["mixture"] = [a["mixture_fingerprint"] for a in run.attempts if a.get("mixture_fingerprint")]
-    facts |= {key: [value] for key, value in run.lineage.items() if isinstance(value, str | int | float)}
+    for phase, lineage in run.lineages.items():
+        known = {key: value for key, value in lineage.items() if isinstance(value, str | int | float)}
+        facts |= {f"{key} of {phase}": [value] for key, value in known.items()}
     rows = [[escape(name), " ".join(map(code, dict.fromkeys(values))) or code(None)] for name, values in facts.items()]
     body = table(("identity", "sha256 or version"), rows)
     keys_of_start = ("phase", "attempt", "step", "world_size", "started_from", "torch", "code_version")
@@ -333,26 +275,70 @@ def provenance_card(run: Run) -> str:
     return card("Provenance", body)
 
 
-def write_page(folders: Iterable[Path], out: Path, now: float | None = None) -> list[Run]:
-    """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """All runs, with names that tell them apart."""
     runs = [read_run(folder) for folder in folders]
-    text = page(runs, now=time.time() if now is None else now)
+    names = [run.name for run in runs]
+    for run, folder in zip(runs, folders, strict=True):
+        if names.count(run.name) > 1:
+            run.name = "/".join(folder.resolve().parts[-2:])
+    return runs
+
+
+def write_page(
+    folders: Iterable[Path], out: Path, now: float | None = None, reload_s: float | None = None
+) -> list[Run]:
+    """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
+    runs = read_runs(list(folders))
+    text = page(runs, time.time() if now is None else now, reload_s)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text)
     return runs
 
 
-def main(run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path = Path("dashboard.html")) -> None:
-    """Draw one or several run folders as one HTML file that needs no network.
+def serve_pages(folders: Sequence[Path], port: int, every_s: float) -> None:
+    """Serve the page of these run folders on this machine until interrupted; it asks for changes every so often."""
+    title = " · ".join(run.name for run in read_runs(folders))
+
+    def whole(body: str, version: str) -> str:
+        return whole_page(body, title, f"poll({1000 * every_s:.0f});", version, connect="'self'")
+
+    live = Live(folders, lambda: page_body(read_runs(folders), time.time()), whole)
+    serve(live, port, lambda address: print(f"{address}  (Ctrl-C ends it)", flush=True))
+
+
+def main(
+    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    out: Path = Path("dashboard.html"),
+    watch_runs: Annotated[bool, tyro.conf.arg(name="watch")] = False,
+    serve_runs: Annotated[bool, tyro.conf.arg(name="serve")] = False,
+    port: int = 8765,
+    every_s: float = 5.0,
+) -> None:
+    """Draw one or several run folders as one HTML file that needs no network, once or while they run.
 
     Args:
         run_dirs: run folders; several are compared
         out: the HTML file to write
+        watch_runs: write the file again whenever the runs change, until Ctrl-C; the page reloads itself meanwhile
+        serve_runs: serve the page on 127.0.0.1 instead of writing a file; its charts are updated in place
+        port: where to serve; 0 takes a free one
+        every_s: seconds between two looks at the runs
     """
     if not run_dirs:
         raise ValueError("no run folder given; for example: python -m tools.dashboard runs/demo --out dashboard.html")
-    runs = write_page(run_dirs, out)
-    for run in runs:
+    if every_s <= 0:
+        raise ValueError(f"--every-s {every_s} is not a time between two looks; give seconds above 0")
+    try:
+        if serve_runs:
+            serve_pages(run_dirs, port, every_s)
+        if watch_runs:
+            print(f"{out} is kept up to date  (Ctrl-C ends it)", flush=True)
+            watch(run_dirs, lambda: write_page(run_dirs, out, reload_s=max(every_s, 1.0)), every_s)
+    except KeyboardInterrupt:
+        if serve_runs:
+            return
+    for run in write_page(run_dirs, out):
         print(f"{run.name}: {len(run.kept_rows)} logged steps, {len(run.evals)} evaluations")
         for warning in run.warnings:
             print(f"  {warning}")

@@ -7,111 +7,56 @@ rows, those with the extremes, so that a spike is never lost, and smoothing is d
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from html import escape
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
 from tools.dashboard_run import Run
+from tools.dashboard_style import FONT
 
 PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
 PHASE_TINTS = ("rgba(79,143,247,0.07)", "rgba(240,153,75,0.09)", "rgba(47,181,160,0.08)")
 NEUTRAL = "#8a94a6"
+VALID = "#a03fb8"  # the validation loss, on both themes
+TROUBLE_TINT = "#d93a4e"
+MARKS = 100  # more points than this are a line without marks
 BUCKETS = 400  # about one for every three pixels of a wide screen
-# panel: row key, title, unit, share of the height from bottom to top
-PANELS = (
-    ("loss", "Loss", "nats per token", (0.52, 0.97)),
-    ("lr", "Learning rate", "", (0.37, 0.46)),
-    ("grad_norm", "Gradient norm", "", (0.19, 0.31)),
-    ("tokens_per_s", "Tokens per second", "", (0.0, 0.13)),
+
+
+class Panel(NamedTuple):
+    """One of several plots above each other: title, unit, row keys of its curves, share of the height."""
+
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+    domain: tuple[float, float]  # from bottom to top
+    form: str = ".3g"
+
+
+TRAINING_PANELS = (
+    Panel("Loss", "nats per token", ("loss", "smooth_loss"), (0.52, 0.95), ".4f"),
+    Panel("Learning rate", "", ("lr",), (0.37, 0.46)),
+    Panel("Gradient norm", "", ("grad_norm",), (0.19, 0.31)),
+    Panel("Tokens per second", "", ("tokens_per_s",), (0.0, 0.13), ",.0f"),
 )
-
-
-FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
-# the page in two themes: everything that is not data takes its colour from here
-STYLE = (
-    "body { font:15px/1.5 "
-    + FONT
-    + """ }
-:root { --page:#f6f6f3; --card:#ffffff; --ink:#1c2430; --soft:#5d6879; --line:#e6e6e0; --grid:#ecece7; --track:#eeeeea;
-  --good:#1f8a5b; --warn:#b4540a; color-scheme:light dark }
-@media (prefers-color-scheme:dark) { :root { --page:#0f1216; --card:#171b21; --ink:#e8ebf0; --soft:#97a1b2;
-  --line:#252b34; --grid:#232932; --track:#232932; --good:#4cc38a; --warn:#f0a45d } }
-* { box-sizing:border-box }
-body { margin:0; background:var(--page); color:var(--ink); -webkit-text-size-adjust:100% }
-main { max-width:1240px; margin:0 auto; padding:40px 24px 24px }
-article + article, .card + article { margin-top:72px }
-h1 { font-size:32px; line-height:1.15; letter-spacing:-.02em; margin:0; overflow-wrap:anywhere }
-h2 { font-size:15px; font-weight:650; margin:0 0 12px }
-h3, th { font-size:12px; font-weight:500; color:var(--soft); margin:0; text-align:left }
-small, .facts, .caption, footer { color:var(--soft); font-size:13px }
-.title { display:flex; flex-wrap:wrap; align-items:center; gap:8px 16px }
-.state { font-size:13px; padding:3px 12px 3px 10px; border-radius:99px; background:var(--card);
-  border:1px solid var(--line) }
-.state::before { content:""; display:inline-block; width:8px; height:8px; border-radius:50%; margin-right:8px;
-  background:var(--soft) }
-.state.live::before, .state.done::before { background:var(--good) }
-.state.live::before { box-shadow:0 0 0 4px color-mix(in srgb,var(--good) 22%,transparent) }
-.facts { margin:10px 0 20px; display:flex; flex-wrap:wrap; gap:2px 20px }
-.progress { display:flex; flex-wrap:wrap; gap:6px; margin-bottom:20px }
-.progress > div { min-width:max-content }
-.bar { background:var(--track); border-radius:4px; height:8px; overflow:hidden }
-.bar i { display:block; height:100%; border-radius:4px }
-.progress small { white-space:nowrap; font-variant-numeric:tabular-nums; display:block; margin-top:4px }
-.progress b { color:var(--ink); font-weight:600 }
-.tiles { display:grid; grid-template-columns:repeat(6,1fr); gap:1px; background:var(--line); overflow:hidden;
-  border:1px solid var(--line); border-radius:14px; margin-bottom:16px }
-.tiles > div { background:var(--card); padding:16px 18px }
-.tiles strong { display:block; font-size:26px; line-height:1.3; font-weight:620; letter-spacing:-.02em;
-  font-variant-numeric:tabular-nums }
-.tiles small { font-size:12px; line-height:1.35; display:block }
-.tiles strong .none { font-size:15px; line-height:34px; font-weight:400; letter-spacing:0; display:block }
-.none { color:var(--soft); font-style:italic }
-.card { background:var(--card); border:1px solid var(--line); border-radius:14px; padding:20px 22px; margin-bottom:16px;
-  min-width:0 }
-.caption { margin:12px 0 0 }
-.pair { display:grid; grid-template-columns:1fr 1fr; gap:0 16px }
-.stack .bits { display:grid; grid-template-columns:1fr 1fr; gap:0 40px; align-items:center }
-.stack .low { margin:0 }
-.chips { margin:0 0 4px; display:flex; flex-wrap:wrap; gap:2px 16px; font-size:13px; color:var(--soft) }
-.chip i { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:7px }
-.row { display:grid; grid-template-columns:minmax(84px,150px) 1fr 64px; gap:14px; align-items:center; padding:5px 0 }
-.row span { line-height:1.25; overflow-wrap:anywhere } .row small { display:block; font-size:12px }
-.row .bar { height:14px } .row b { text-align:right; font-weight:600; font-variant-numeric:tabular-nums }
-.rows p { margin:0 0 10px; font-size:13px; color:var(--soft) }
-.scroll { overflow-x:auto; margin:0 -22px; padding:0 22px } .scroll + .scroll { margin-top:22px }
-table { border-collapse:collapse; width:100%; font-size:13px; font-variant-numeric:tabular-nums }
-td, th { padding:6px 20px 6px 0; border-bottom:1px solid var(--line); white-space:nowrap; vertical-align:top }
-tr:last-child td { border-bottom:0 }
-code { font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace }
-.warnings { margin:0 0 16px; padding:12px 16px 12px 34px; border-radius:14px; font-size:13px; color:var(--warn);
-  border:1px solid color-mix(in srgb,var(--warn) 40%,transparent) }
-.chart { width:100%; min-width:0 } .tall { height:880px } .middle { height:380px }
-.low { height:260px; margin-top:16px }
-.chart text { fill:var(--soft) !important } .chart text.annotation-text { fill:var(--ink) !important }
-.chart .gridlayer path { stroke:var(--grid) !important }
-.chart .hoverlayer .bg { fill:var(--card) !important; fill-opacity:.96 !important; stroke:var(--line) !important;
-  stroke-opacity:1 !important } .chart .hoverlayer text { fill:var(--ink) !important }
-.chart .spikeline { stroke:var(--soft) !important; stroke-width:1px !important; opacity:.5 }
-.chart .updatemenu-button rect { fill:var(--card) !important; stroke:var(--line) !important }
-.facts-of { display:grid; grid-template-columns:repeat(auto-fill,minmax(150px,1fr)); gap:16px; margin:22px 0 6px }
-.facts-of dt { font-size:12px; color:var(--soft) } .facts-of dd { margin:0; font-size:17px; font-weight:600;
-  font-variant-numeric:tabular-nums } .scale { display:flex; justify-content:space-between; margin-top:6px }
-.bullet .bar { height:28px; border-radius:7px; position:relative }
-.bullet u { position:absolute; top:0; bottom:0; width:3px; margin-left:-1.5px; background:var(--card) }
- .bullet .bar i { border-radius:7px }
-.bullet { margin-bottom:26px } .bullet h3 { margin-bottom:8px }
-footer { text-align:center; padding:12px 0 }
-@media (max-width:1000px) { .tiles { grid-template-columns:repeat(3,1fr) }
-  .pair, .stack .bits { grid-template-columns:1fr } }
-@media (max-width:600px) { main { padding:24px 12px } h1 { font-size:26px } .tiles { grid-template-columns:1fr 1fr }
-  .card { padding:16px 14px } .scroll { margin:0 -14px; padding:0 14px } .tall { height:760px }
-  .tiles > div { padding:12px 14px } .tiles strong { font-size:22px } .row { gap:10px } }
-/* a finger scrolls the page; it must not be caught by a chart as tall as the screen */
-@media (hover:none) and (pointer:coarse) { .chart rect.drag { pointer-events:none !important } }
-"""
+MACHINE_PANELS = (
+    Panel("z of the loss", "robust deviations from the last rows", ("loss_z",), (0.86, 0.95), ".2f"),
+    Panel("z of the gradient norm", "", ("grad_norm_z",), (0.715, 0.805), ".2f"),
+    Panel("Tokens per second and device", "", ("tokens_per_s_per_device",), (0.57, 0.67), ",.0f"),
+    Panel("MFU", "% of the peak", ("mfu",), (0.43, 0.52), ".1f"),
+    Panel("Waiting for data", "% of the time", ("data_percent",), (0.29, 0.38), ".2f"),
+    Panel("Standing still for checkpoints", "s", ("checkpoint_s",), (0.145, 0.235), ".2f"),
+    Panel("Memory, peak", "GiB", ("memory_gib",), (0.0, 0.09), ".2f"),
+)
+TROUBLE = re.compile(
+    "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quarantine|roll|lost|bad|stop|error|exit"
 )
 
 
@@ -119,15 +64,20 @@ def colour(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
-def sample(rows: Sequence[dict[str, Any]], buckets: int) -> list[int]:
-    """Indices of the rows to draw: all when few, else of each bucket its first row and those with extreme values."""
+def sample(rows: Sequence[dict[str, Any]], buckets: int, keys: Sequence[str] = ()) -> list[int]:
+    """Indices of the rows to draw: all when few, else of each bucket its first row and those with extreme values.
+
+    keys: figures of which both extremes are kept; by default those of the training figure that matter.
+    """
     if len(rows) <= 4 * buckets:
         return list(range(len(rows)))
+    extremes: list[tuple[str, Callable[..., int]]] = [(key, extreme) for key in keys for extreme in (min, max)]
+    extremes = extremes or [("loss", min), ("loss", max), ("grad_norm", max), ("tokens_per_s", min)]
     chosen = {len(rows) - 1}
     for bucket in range(buckets):
         inside = range(bucket * len(rows) // buckets, (bucket + 1) * len(rows) // buckets)
         chosen.add(inside[0])
-        for key, extreme in (("loss", min), ("loss", max), ("grad_norm", max), ("tokens_per_s", min)):
+        for key, extreme in extremes:
             known = [i for i in inside if rows[i][key] is not None]
             if known:
                 chosen.add(extreme(known, key=lambda i: rows[i][key]))
@@ -153,7 +103,7 @@ def half_life_rows(run: Run) -> float:
     return max(2.0, len(run.kept_rows) / 200)
 
 
-def _figure() -> go.Figure:
+def bare_figure() -> go.Figure:
     figure = go.Figure(layout=go.Layout(template=go.layout.Template()))
     figure.update_layout(
         paper_bgcolor="rgba(0,0,0,0)",
@@ -167,7 +117,7 @@ def _figure() -> go.Figure:
     return figure
 
 
-def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float | None]:
+def values_of(rows: Sequence[dict[str, Any]], key: str) -> list[float | None]:
     return [None if row[key] is None else float(f"{row[key]:.6g}") for row in rows]
 
 
@@ -175,7 +125,7 @@ def _line(rows: Sequence[dict[str, Any]], key: str, axis: str, line: dict[str, A
     """One curve over steps; the tokens of its points travel along as `meta`, for the other x axis."""
     steps, tokens = [row["x_step"] for row in rows], [row["x_tokens"] for row in rows]
     options = {"mode": "lines", "hoverinfo": "skip", **options}
-    return go.Scatter(x=steps, y=_values(rows, key), yaxis=axis, line=line, meta=tokens, **options)
+    return go.Scatter(x=steps, y=values_of(rows, key), yaxis=axis, line=line, meta=tokens, **options)
 
 
 def attempts_of(run: Run) -> list[tuple[str, int]]:
@@ -183,70 +133,142 @@ def attempts_of(run: Run) -> list[tuple[str, int]]:
     return list(dict.fromkeys((s.phase, s.attempt) for s in run.stretches))
 
 
-def training_figure(run: Run) -> go.Figure:
-    """Loss, learning rate, gradient norm and speed of all phases over one axis of steps or tokens."""
-    figure = _figure()
+def smooth_losses(run: Run) -> None:
+    """Set `smooth_loss` of all rows that count, phase by phase."""
     for phase in run.phases:
         smooth([row for s in run.stretches if s.phase == phase and s.kept for row in s.rows], half_life_rows(run))
-    attempts, rows_total = attempts_of(run), sum(len(s.rows) for s in run.stretches)
-    drawn: list[dict[str, Any]] = []
-    for stretch in sorted(run.stretches, key=lambda s: s.kept):  # what was thrown away lies underneath
-        tint = colour(attempts.index((stretch.phase, stretch.attempt)))
-        rows = [stretch.rows[i] for i in sample(stretch.rows, math.ceil(BUCKETS * len(stretch.rows) / rows_total))]
-        if not stretch.kept:
-            figure.add_trace(_line(rows, "loss", "y", {"color": tint, "width": 1.2, "dash": "dot"}, opacity=0.6))
-            continue
-        joined = [row for row in drawn[-1:] if row["phase"] == stretch.phase]  # a restart leaves no gap in the curve
-        _draw(figure, [*joined, *rows], tint)
-        drawn += rows
-    texts = [_hover_text(row) for row in drawn]
-    unseen = _line(drawn, "loss", "y", {"color": "rgba(0,0,0,0)"}, text=texts, hovertemplate="%{text}<extra></extra>")
-    figure.add_trace(unseen.update(hoverinfo=None))
-    _lay_out_panels(figure, run)
+
+
+def training_figure(run: Run) -> go.Figure:
+    """Loss with validation and events, learning rate, gradient norm and speed over one axis of steps or tokens."""
+    figure = bare_figure()
+    drawn = _draw_attempts(figure, run, TRAINING_PANELS)
+    for phase in run.phases:  # another mixture, another validation loss: no line from one to the next
+        validated = [row for row in run.kept_rows if row["phase"] == phase and row["valid_loss"] is not None]
+        mode = "lines+markers" if len(validated) <= MARKS else "lines"
+        look = {"mode": mode, "marker": {"size": 6, "symbol": "diamond", "color": VALID}}
+        figure.add_trace(_line(validated, "valid_loss", "y", {"color": VALID, "width": 1.4}, **look))
+    _draw_hover(figure, drawn, TRAINING_PANELS)
+    _lay_out_panels(figure, TRAINING_PANELS, drawn)
+    figure.update_layout(yaxis={"nticks": 7, "rangemode": "normal", "range": loss_range(run)})
+    figure.update_layout(yaxis2={"exponentformat": "power"})
+    _draw_events(figure, run)
     _switch_x(figure, run)
     return figure
 
 
-def _draw(figure: go.Figure, rows: Sequence[dict[str, Any]], tint: str) -> None:
-    figure.add_trace(_line(rows, "loss", "y", {"color": tint, "width": 1.2}, opacity=0.3))
-    figure.add_trace(_line(rows, "smooth_loss", "y", {"color": tint, "width": 2.4}))
-    figure.add_trace(_line(rows, "lr", "y2", {"color": NEUTRAL, "width": 1.8}))
-    figure.add_trace(_line(rows, "grad_norm", "y3", {"color": tint, "width": 1.2}))
-    figure.add_trace(_line(rows, "tokens_per_s", "y4", {"color": tint, "width": 1.2}))
+def machine_figure(run: Run) -> go.Figure:
+    """z-scores, speed, waiting and memory, attempts in the colours of the training figure."""
+    figure = bare_figure()
+    drawn = _draw_attempts(figure, run, MACHINE_PANELS)
+    _draw_hover(figure, drawn, MACHINE_PANELS)
+    _lay_out_panels(figure, MACHINE_PANELS, drawn)
+    figure.update_layout(yaxis={"rangemode": "normal"}, yaxis2={"rangemode": "normal"})
+    _switch_x(figure, run)
+    return figure
 
 
-def _hover_text(row: dict[str, Any]) -> str:
-    """One box for all panels: what was logged at this step."""
+def _draw_attempts(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    """Curves of all panels; returns the rows that were drawn and count."""
+    attempts, rows_total = attempts_of(run), sum(len(s.rows) for s in run.stretches)
+    keys = [key for panel in panels for key in panel.keys] if panels is not TRAINING_PANELS else []
+    drawn: list[dict[str, Any]] = []
+    for stretch in sorted(run.stretches, key=lambda s: s.kept):  # what was thrown away lies underneath
+        tint = colour(attempts.index((stretch.phase, stretch.attempt)))
+        buckets = math.ceil(BUCKETS * len(stretch.rows) / rows_total)
+        rows = [stretch.rows[i] for i in sample(stretch.rows, buckets, keys)]
+        if not stretch.kept:
+            if panels is TRAINING_PANELS:
+                figure.add_trace(_line(rows, "loss", "y", {"color": tint, "width": 1.2, "dash": "dot"}, opacity=0.6))
+            continue
+        joined = [row for row in drawn[-1:] if row["phase"] == stretch.phase]  # a restart leaves no gap in the curve
+        _draw(figure, [*joined, *rows], tint, panels)
+        drawn += rows
+    return drawn
 
-    def value(key: str, form: str) -> str:
-        return "not measured" if row[key] is None else format(row[key], form)
 
-    return "<br>".join(
-        (
-            f"{row['phase']}, attempt {row['attempt']}, step {row['step']:,}",
-            f"loss {value('loss', '.4f')}, smoothed {value('smooth_loss', '.4f')}",
-            f"learning rate {value('lr', '.3g')}",
-            f"gradient norm {value('grad_norm', '.3g')}",
-            f"tokens per second {value('tokens_per_s', ',.0f')}",
-        )
-    )
+def _draw(figure: go.Figure, rows: Sequence[dict[str, Any]], tint: str, panels: Sequence[Panel]) -> None:
+    for index, panel in enumerate(panels):
+        axis = f"y{index + 1 if index else ''}"
+        for key in panel.keys:
+            if all(row[key] is None for row in rows):
+                continue
+            look: dict[str, Any] = {"color": NEUTRAL if key == "lr" else tint, "width": 1.8 if key == "lr" else 1.2}
+            if key == "smooth_loss":
+                look["width"] = 2.4
+            figure.add_trace(_line(rows, key, axis, look, opacity=0.3 if key == "loss" else 1))
 
 
-def _lay_out_panels(figure: go.Figure, run: Run) -> None:
+def _draw_hover(figure: go.Figure, rows: Sequence[dict[str, Any]], panels: Sequence[Panel]) -> None:
+    """One unseen curve whose hover box tells what was logged at a step, for all panels."""
+    texts = [_hover_text(row, panels) for row in rows]
+    flat = [{**row, "zero": 0.0} for row in rows]
+    key, axis = ("loss", "y") if panels is TRAINING_PANELS else ("zero", f"y{len(panels)}")
+    unseen = _line(flat, key, axis, {"color": "rgba(0,0,0,0)"}, text=texts, hovertemplate="%{text}<extra></extra>")
+    figure.add_trace(unseen.update(hoverinfo=None))
+
+
+def _hover_text(row: dict[str, Any], panels: Sequence[Panel]) -> str:
+    lines = [f"{row['phase']}, attempt {row['attempt']}, step {row['step']:,}"]
+    for panel in panels:
+        values = ["not measured" if row[key] is None else format(row[key], panel.form) for key in panel.keys]
+        lines.append(f"{panel.title[0].lower() + panel.title[1:]} {', smoothed '.join(values)}")
+    if row["valid_loss"] is not None and panels is TRAINING_PANELS:
+        lines.append(f"validation loss {row['valid_loss']:.4f}")
+    return "<br>".join(lines)
+
+
+def _draw_events(figure: go.Figure, run: Run) -> None:
+    """Faults, roll-backs and starts as marks above the loss; what happened stands in their hover boxes."""
+    at: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for event in run.events:
+        if event["x_step"] is not None:
+            at.setdefault((event["phase"], event.get("attempt"), event["x_step"], event.get("kind")), []).append(event)
+    if not at:
+        return
+    groups = list(at.values())
+    rows = [{"x_step": g[0]["x_step"], "x_tokens": g[0]["x_tokens"], "zero": 0.0} for g in groups]
+    tints = [TROUBLE_TINT if TROUBLE.search(str(g[0].get("kind")).lower()) else NEUTRAL for g in groups]
+    marks = _line(
+        rows, "zero", f"y{len(TRAINING_PANELS) + 1}", {}, mode="markers", text=[event_text(group) for group in groups],
+        marker={"symbol": "triangle-down", "size": 10, "color": tints}, hovertemplate="%{text}<extra></extra>",
+    )  # fmt: skip
+    figure.add_trace(marks.update(hoverinfo=None, cliponaxis=False))
+    strip = {"domain": (0.98, 0.995), "visible": False, "fixedrange": True, "range": [-1, 1]}
+    figure.update_layout({f"yaxis{len(TRAINING_PANELS) + 1}": strip})
+
+
+def event_text(group: Sequence[dict[str, Any]]) -> str:
+    """What one kind of event at one step was: its first record, and how many ranks or times there were."""
+    first = group[0]
+    told = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens"}
+    details = [f"{key} {_cut(value)}" for key, value in first.items() if key not in told and value is not None]
+    more = f" ({len(group)} times)" if len(group) > 1 else ""
+    head = f"<b>{escape(str(first.get('kind', 'event')))}</b>{more}, attempt {first.get('attempt', '?')}"
+    return "<br>".join([f"{head}, step {first.get('step')}", *map(escape, details[:6])])
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 90 else text[:89] + "…"
+
+
+def _lay_out_panels(figure: go.Figure, panels: Sequence[Panel], rows: Sequence[dict[str, Any]]) -> None:
     axes: dict[str, Any] = {}
-    for (_, title, unit, domain), suffix in zip(PANELS, ("", "2", "3", "4"), strict=True):
-        axes[f"yaxis{suffix}"] = {
-            "domain": domain, "anchor": "x", "nticks": 7 if not suffix else 3, "zeroline": False, "fixedrange": True,
-            "rangemode": "normal" if not suffix else "tozero", "exponentformat": "power" if suffix == "2" else "SI",
+    for index, panel in enumerate(panels):
+        measured = any(row[key] is not None for row in rows for key in panel.keys)
+        unit = panel.unit if measured else "not measured"
+        axes[f"yaxis{index + 1 if index else ''}"] = {
+            "domain": panel.domain, "anchor": "x", "nticks": 3, "zeroline": False, "fixedrange": True,
+            "rangemode": "tozero", "exponentformat": "SI",
         }  # fmt: skip
         figure.add_annotation(
-            text=f"<b>{title}</b>" + (f"  {unit}" if unit else ""), xref="paper", yref="paper", x=0, y=domain[1],
+            text=f"<b>{panel.title}</b>  {unit}".strip(), xref="paper", yref="paper", x=0, y=panel.domain[1],
             xanchor="left", yanchor="bottom", showarrow=False, yshift=3,
         )  # fmt: skip
     figure.update_layout(**axes, hoversubplots="axis")
-    figure.update_layout(xaxis={"anchor": "y4", "zeroline": False, "exponentformat": "SI", "nticks": 8})
+    figure.update_layout(xaxis={"anchor": f"y{len(panels)}", "zeroline": False, "exponentformat": "SI", "nticks": 8})
     figure.update_xaxes(hoverformat=".4s", spikethickness=1)
-    figure.update_yaxes(range=loss_range(run), selector={"anchor": "x", "nticks": 7})
 
 
 def loss_range(run: Run) -> list[float] | None:
@@ -258,6 +280,8 @@ def loss_range(run: Run) -> list[float] | None:
     low, high = min(losses), max(settled)
     if len(losses) >= 500:  # one spike in a thousand may leave the panel
         high = sorted(settled)[int(0.999 * (len(settled) - 1))]
+    valid = [row["valid_loss"] for row in run.kept_rows if row["valid_loss"] is not None]
+    low = min([low, *valid])
     margin = 0.05 * (high - low) or 0.1
     return [low - margin, high + margin]
 
@@ -267,19 +291,22 @@ def _marks(run: Run, x: str, title: str, labels: list[dict[str, Any]]) -> dict[s
     shapes: list[dict[str, Any]] = []
     under = {"xref": "paper", "yref": "paper", "x": 0, "y": 0, "xanchor": "left", "yanchor": "top", "yshift": -26}
     labels = [*labels, {**under, "text": title, "showarrow": False}]
-    start = 0.0
     for index, phase in enumerate(run.phases):
-        end = [row[x] for row in run.kept_rows if row["phase"] == phase][-1]
+        start = run.origins[phase][x == "x_tokens"]
+        end = max((row[x] for row in run.kept_rows if row["phase"] == phase), default=start)
         whole = {"type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "line": {"width": 0}}
         shapes.append({**whole, "x0": start, "x1": end, "fillcolor": PHASE_TINTS[index % len(PHASE_TINTS)]})
         label = {"xref": "x", "yref": "paper", "x": (start + end) / 2, "y": 1, "yanchor": "bottom"}
-        labels.append({**label, "text": f"<b>{phase}</b>", "showarrow": False})
-        start = end
+        parent = run.lineages.get(phase, {}).get("parent") if index == 0 else None
+        origin = f" from {'/'.join(Path(parent).parts[-3::2])}" if parent else ""
+        labels.append({**label, "text": f"<b>{escape(phase)}</b>{escape(origin)}", "showarrow": False})
     for row in restarts(run):
         dotted = {"color": NEUTRAL, "width": 1, "dash": "dot"}
-        line = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 0.97, "line": dotted, "opacity": 0.7}
+        line = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 0.95, "line": dotted, "opacity": 0.7}
         shapes.append({**line, "x0": row[x], "x1": row[x], "layer": "below"})
-        label = {"xref": "x", "yref": "paper", "x": row[x], "y": 0.97, "yanchor": "top", "xanchor": "left"}
+        if len(restarts(run)) > 30:
+            continue  # the lines and the chips tell them apart; numbers would lie on each other
+        label = {"xref": "x", "yref": "paper", "x": row[x], "y": 0.95, "yanchor": "top", "xanchor": "left"}
         labels.append({**label, "text": f"↻{row['attempt']}", "showarrow": False, "xshift": 1})
     return {"shapes": shapes, "annotations": labels}
 
@@ -312,39 +339,11 @@ def _switch_x(figure: go.Figure, run: Run) -> None:
         figure.update_layout(updatemenus=[{**style, **place, "buttons": buttons}])
 
 
-def bits_figure(evals: Sequence[dict[str, Any]], sources: Sequence[str]) -> go.Figure:
-    """Bits per byte of each source over the evaluated checkpoints; x is tokens, or steps where tokens are unknown."""
-    figure = _figure()
-    key = "tokens_total" if all(e.get("tokens_total") is not None for e in evals) else "step"
-    placed = sorted((e for e in evals if e.get(key) is not None), key=lambda e: e[key])
-    for index, source in enumerate(sources):
-        points = [(e[key], e["sources"][source]["bits_per_byte"]) for e in placed if source in e["sources"]]
-        x, y = [p[0] for p in points], [p[1] for p in points]
-        line = {"color": colour(index), "width": 2}
-        figure.add_trace(go.Scatter(x=x, y=y, name=source, mode="lines+markers", line=line, marker={"size": 6}))
-    figure.update_xaxes(title_text="tokens seen" if key == "tokens_total" else "step", exponentformat="SI", nticks=6)
-    figure.update_yaxes(nticks=6, fixedrange=True, zeroline=False)
-    figure.update_layout(margin={"t": 12, "b": 40})
-    return figure
-
-
-def comparison_figure(runs: Sequence[Run]) -> go.Figure:
-    """The smoothed loss of several runs over tokens."""
-    figure = _figure()
-    for index, run in enumerate(runs):
-        rows = [row for row in run.kept_rows if row["x_tokens"] is not None]
-        rows = [rows[i] for i in sample(rows, BUCKETS)]
-        x = [row["x_tokens"] for row in rows]
-        line = {"color": colour(index), "width": 2}
-        figure.add_trace(go.Scatter(x=x, y=_values(rows, "smooth_loss"), name=run.name, mode="lines", line=line))
-    figure.update_xaxes(title_text="tokens seen, all phases", exponentformat="SI", nticks=8)
-    figure.update_yaxes(fixedrange=True, zeroline=False)
-    figure.update_layout(margin={"t": 12})
-    return figure
-
-
 def to_div(figure: go.Figure, name: str, kind: str) -> str:
-    """The figure as an HTML element; plotly.js must stand earlier in the page, `.chart.<kind>` gives its height."""
-    config = {"responsive": True, "displayModeBar": False}
-    inner = figure.to_html(full_html=False, include_plotlyjs=False, config=config, div_id=name)
-    return f'<div class="chart {kind}">{inner}</div>'
+    """The figure as HTML: an empty element and, beside it, what the page's script draws into it.
+
+    `.chart.<kind>` in the style sheet gives its height.
+    """
+    content = figure.to_json().replace("</", "<\\/")  # the text must not end the element that it stands in
+    place = f'<div id="{escape(name)}"></div><script type="application/json">{content}</script>'
+    return f'<div class="chart {kind}">{place}</div>'

@@ -7,6 +7,7 @@ missing stays None. A step that was logged again, after a roll-back or a resume,
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import tomllib
@@ -15,17 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FIGURES = ("loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "mfu", "time")
+from tools.dashboard_merge import Stretch, merge_attempts, place_on_one_axis
 
-
-@dataclass
-class Stretch:
-    """Rows of one attempt in one phase, in order; `kept` is False where the same steps were run again later."""
-
-    phase: str
-    attempt: int
-    kept: bool
-    rows: list[dict[str, Any]]
+FIGURES = (
+    "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
+    "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
+)  # fmt: skip
+BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
+FILES = (
+    "metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl", "config.toml", "model.json", "lineage.json"
+)  # fmt: skip
 
 
 @dataclass
@@ -36,9 +36,11 @@ class Run:
     stretches: list[Stretch] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)  # with `phase`, and `x_step` and `x_tokens` or None
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    lineage: dict[str, Any] = field(default_factory=dict)
+    lineages: dict[str, dict[str, Any]] = field(default_factory=dict)  # by phase
+    origins: dict[str, tuple[float, float]] = field(default_factory=dict)  # (steps, tokens) before each phase
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -82,91 +84,93 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def merge_attempts(rows: Iterable[dict[str, Any]]) -> list[Stretch]:
-    """Stretches of rows in the order of the run: by phase, by attempt, as written.
-
-    A row counts unless a later row of its phase is at its step or an earlier one: then the run went back behind it.
-    """
-    by_phase: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_phase.setdefault(row["phase"], []).append(row)
-    stretches: list[Stretch] = []
-    for phase, of_phase in by_phase.items():
-        of_phase.sort(key=lambda row: row["attempt"])  # stable
-        earliest_later = math.inf
-        for row in reversed(of_phase):
-            row["kept"] = row["step"] < earliest_later
-            earliest_later = min(earliest_later, row["step"])
-        before: dict[str, Any] | None = None
-        for row in of_phase:
-            if before is None or breaks(before, row):
-                stretches.append(Stretch(phase, row["attempt"], row["kept"], []))
-            stretches[-1].rows.append(row)
-            before = row
-    return stretches
-
-
-def breaks(before: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether the curve breaks between two rows of a phase: another attempt, a step back, or steps run again."""
-    same = (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
-    return not same or row["step"] <= before["step"]
-
-
-def place_on_one_axis(stretches: list[Stretch]) -> None:
-    """Give every row `x_step` and `x_tokens`, which go on growing from phase to phase; x_tokens may be None."""
-    steps_before: float = 0
-    tokens_before: float = 0
-    for phase in dict.fromkeys(s.phase for s in stretches):
-        rows = [row for s in stretches if s.phase == phase for row in s.rows]
-        for row in rows:
-            row["x_step"] = steps_before + row["step"]
-            counted_here = None if row["tokens"] is None else tokens_before + row["tokens"]
-            row["x_tokens"] = counted_here if row["tokens_total"] is None else row["tokens_total"]
-        last = [row for row in rows if row["kept"]][-1]
-        steps_before, tokens_before = last["x_step"], last["x_tokens"] or tokens_before
-
-
 def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
     step, attempt = number(row.get("step")), number(row.get("attempt"))
     if step is None:
         return None
     identity = {"step": int(step), "attempt": int(attempt or 1), "phase": str(row.get("phase") or folder)}
-    return {**row, **{key: number(row.get(key)) for key in FIGURES}, **identity}
+    figures: dict[str, Any] = {key: number(row.get(key)) for key in FIGURES}
+    for key in BY_SOURCE:
+        by_source = row.get(key)
+        figures[key] = by_source if isinstance(by_source, dict) else {}
+    wait, seconds = figures["data_s"], figures["seconds"]
+    figures["data_percent"] = 100 * wait / seconds if wait is not None and seconds else None
+    return {**row, **figures, **identity}
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["phase"], row["attempt"], row["step"], row["time"]
 
 
+def places_of(folder: Path) -> list[Path]:
+    """The folder and its phases."""
+    return [folder, *sorted(p for p in folder.glob("phase*") if p.is_dir())]
+
+
+def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:
+    """Names, sizes and times of everything that `read_run` reads: equal means that nothing has changed."""
+    files = [place / name for folder in folders for place in places_of(folder) for name in FILES]
+    return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
+
+
 def read_run(folder: Path) -> Run:
     """Read a run folder and its phase subfolders; a folder without any run file is refused (ValueError)."""
-    places = [folder, *sorted(p for p in folder.glob("phase*") if p.is_dir())]
-    run = Run(name=folder.resolve().name)
-    rows: list[dict[str, Any]] = []
-    lost = 0
-    for place in places:
-        elsewhere = {_key(row) for row in rows}  # a run may keep its phases' rows twice: in a subfolder, and together
-        read = read_jsonl(place / "metrics.jsonl", run.warnings)
-        clean = [row for row in (_clean(row, "training" if place == folder else place.name) for row in read) if row]
-        lost += len(read) - len(clean)
-        rows += [row for row in clean if _key(row) not in elsewhere]
-        run.evals += [e for e in read_jsonl(place / "evals.jsonl", run.warnings) if e not in run.evals]
-        run.lineage |= _read_object(place / "lineage.json", run.warnings)
-        run.model = run.model or _read_object(place / "model.json", run.warnings)
-        config = _read_object(place / "config.toml", run.warnings)
-        if config:
-            phase = config.get("phase", {}).get("name") or ("training" if place == folder else place.name)
-            run.configs.setdefault(phase, config)
-        starts = read_jsonl(place / "attempts.jsonl", run.warnings)
-        run.attempts += [{"phase": config.get("phase", {}).get("name") or place.name, **start} for start in starts]
+    places = places_of(folder)
     if not any((place / name).is_file() for place in places for name in ("metrics.jsonl", "config.toml", "model.json")):
         raise ValueError(f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json")
-    if lost:
-        run.warnings.append(f"metrics.jsonl: {lost} row(s) without a step left out")
-    run.stretches = merge_attempts(rows)
-    place_on_one_axis(run.stretches)
+    run = Run(name=folder.resolve().name)
+    rows: list[dict[str, Any]] = []
+    for place in places:
+        rows += _read_place(run, place, "training" if place == folder else place.name, {_key(row) for row in rows})
+    starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a.get("attempt"))) is not None
+              and (s := number(a.get("step"))) is not None}  # fmt: skip
+    run.stretches = merge_attempts(rows, starts)
+    run.origins = place_on_one_axis(run.stretches, run.lineages)
+    by_step = {p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases}
+    for event in run.events:
+        _place_event(event, by_step.get(event["phase"], []))
     run.warnings += _losses_not_finite(run)
     return run
+
+
+def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Add what one folder holds to the run; returns its rows but those read elsewhere.
+
+    A run may keep its phases' rows twice: in a subfolder, and together.
+    """
+    config = _read_object(place / "config.toml", run.warnings)
+    phase = str(config.get("phase", {}).get("name") or name)
+    read = read_jsonl(place / "metrics.jsonl", run.warnings)
+    clean = [row for row in (_clean(row, name) for row in read) if row]
+    if len(clean) < len(read):
+        run.warnings.append(f"metrics.jsonl: {len(read) - len(clean)} row(s) without a step left out")
+    run.evals += [e for e in read_jsonl(place / "evals.jsonl", run.warnings) if e not in run.evals]
+    run.model = run.model or _read_object(place / "model.json", run.warnings)
+    lineage = _read_object(place / "lineage.json", run.warnings)
+    if lineage:
+        run.lineages.setdefault(phase, lineage)
+    if config:
+        run.configs.setdefault(phase, config)
+    run.attempts += [{"phase": phase, **start} for start in read_jsonl(place / "attempts.jsonl", run.warnings)]
+    run.events += [{"phase": phase, **event} for event in read_jsonl(place / "events.jsonl", run.warnings)]
+    return [row for row in clean if _key(row) not in elsewhere]
+
+
+def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Give an event its place on both axes: at its step, or where its phase stood at its time; rows by step."""
+    event["x_step"] = event["x_tokens"] = None
+    step, time = number(event.get("step")), number(event.get("time"))
+    if step is not None:
+        near = rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)] if rows else None
+    else:  # from outside the job: the supervisor, the launcher
+        earlier = [row for row in rows if time is not None and row["time"] is not None and row["time"] <= time]
+        near = max(earlier, key=lambda row: row["time"], default=None)
+    if near is None:
+        return
+    beyond = 0 if step is None else step - near["step"]
+    event["x_step"] = near["x_step"] + beyond
+    if near["x_tokens"] is not None and near["tokens"] is not None and near["step"]:
+        event["x_tokens"] = near["x_tokens"] + beyond * near["tokens"] / near["step"]
 
 
 def _losses_not_finite(run: Run) -> list[str]:

@@ -27,6 +27,7 @@ from .checkpoint_files import (
     superseded,
     to_trash,
 )
+from .checkpoint_times import CheckpointTimes
 from .events import record_event
 from .optimizer import apply_optimizer_settings
 
@@ -50,6 +51,7 @@ class PhaseCheckpointManager(CheckpointManager):
         self.max_failed_saves = job_config.resilience.max_failed_saves
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
+        self.times = CheckpointTimes()
         if section.initial_load_all_states:
             if not section.initial_load_path:
                 raise ValueError("checkpoint.initial_load_all_states needs checkpoint.initial_load_path")
@@ -64,6 +66,11 @@ class PhaseCheckpointManager(CheckpointManager):
                 "checkpoint.initial_load_in_hf is not supported; turn the folder into a checkpoint with "
                 "`python -m tools.import_hf --hf DIR --out RUN_DIR` and give that as checkpoint.initial_load_path"
             )
+
+    def maybe_wait_for_staging(self) -> None:
+        """TorchTitan's, timed."""
+        with self.times.blocking():
+            super().maybe_wait_for_staging()
 
     def load(self, step: int = -1) -> bool:
         """Restore the job's state. Returns whether anything was loaded. Raises ValueError where that is not safe."""
@@ -103,7 +110,8 @@ class PhaseCheckpointManager(CheckpointManager):
         self.pending_step = curr_step
         problem = None
         try:
-            super().save(curr_step, last_step)
+            with self.times.saving(self):
+                super().save(curr_step, last_step)
         except CheckpointException as failure:  # on every rank: DCP tells them all
             problem = str(failure)
         if self.save_future is None or problem:

@@ -26,7 +26,10 @@ READ_AHEAD_BATCHES = 4
 
 
 class MixtureLoader(BaseDataLoader):
-    """Yields ({"input": int64 (b, S)}, labels int64 (b, S)), b the local batch size, from the current state on."""
+    """Yields ({"input": int64 (b, S), "source": int64 (b,)}, labels int64 (b, S)) from the current state on.
+
+    b is the local batch size; "source" counts in `mixture.source_names`.
+    """
 
     def __init__(
         self,
@@ -47,10 +50,11 @@ class MixtureLoader(BaseDataLoader):
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.reader_threads = reader_threads
 
-    def _read(self, first: int) -> torch.Tensor:
+    def _read(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         runs = windows_of(self.skips.numbers(first + self.local.start, len(self.local)))
-        parts = [self.mixture.sequences(number, last - number)[0] for number, last in runs]
-        return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        tokens, source = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
+        joined = tokens[0] if len(runs) == 1 else np.concatenate(tokens)
+        return torch.from_numpy(joined), torch.from_numpy(np.concatenate(source).astype(np.int64, copy=False))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         starts = tn.IterableWrapper(_count_from(self.sequences, self.micro_batch))
@@ -60,9 +64,9 @@ class MixtureLoader(BaseDataLoader):
         )  # fmt: skip
         if torch.cuda.is_available():
             node = tn.PinMemory(node)
-        for tokens in tn.Loader(tn.Prefetcher(node, READ_AHEAD_BATCHES, snapshot_frequency=2**31)):
+        for tokens, source in tn.Loader(tn.Prefetcher(node, READ_AHEAD_BATCHES, snapshot_frequency=2**31)):
             self.sequences += self.micro_batch
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+            yield {"input": tokens[:, :-1], "source": source}, tokens[:, 1:]
 
     def continue_after(self, windows: dict[str, int]) -> None:
         """Begin every source behind the windows that an earlier phase has consumed."""
@@ -78,15 +82,18 @@ class MixtureLoader(BaseDataLoader):
         """Source, shard and token offset of every sequence at positions first .. first + count."""
         return self.mixture.locate(self.skips.numbers(first, count))
 
+    def windows_per_source(self) -> dict[str, int]:
+        """Windows of every source that this phase and those before it have used, in closed form."""
+        return {**self.offsets, **self.mixture.windows_per_source(self.skips.used(self.sequences))}
+
     def state_dict(self) -> dict[str, Any]:
         """One JSON string, equal on all ranks: position, mixture, and the windows of every source used so far."""
-        used = self.mixture.windows_per_source(self.skips.used(self.sequences))
         state = {
             "sequences": self.sequences,
             "skip_sequences": self.skips.until(self.skips.used(self.sequences)),
             "fingerprint": self.mixture.fingerprint,
             "offsets": self.offsets,
-            "windows": {**self.offsets, **used},
+            "windows": self.windows_per_source(),
         }
         return {"mixture": json.dumps(state)}
 

@@ -115,6 +115,14 @@ class Resilience:
         self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]  # TOML has lists
 
 
+@dataclass
+class Validation:
+    """TorchTitan's section; the data are the mixture's own held-out windows, so that its dataset fields are unused."""
+
+    windows_per_source: int = 16
+    """Held-out windows of each source, the first ones; all there are when a source has fewer"""
+
+
 def _architecture_section() -> type:
     """Every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor."""
     hints = typing.get_type_hints(LaneformerConfig)
@@ -135,4 +143,5 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resilience: Resilience = field(default_factory=Resilience)
+    validation: Validation = field(default_factory=Validation)
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]

@@ -16,6 +16,7 @@ from laneformer.titan import (
 from .data import build_mixture_loader
 from .metrics import build_run_metrics
 from .optimizer import build_laneformer_optimizers
+from .validate import build_held_out_validator
 
 register_train_spec(
     "laneformer",
@@ -29,6 +30,7 @@ register_train_spec(
         build_dataloader_fn=build_mixture_loader,
         build_tokenizer_fn=None,
         build_loss_fn=build_token_loss,
+        build_validator_fn=build_held_out_validator,
         build_metrics_processor_fn=build_run_metrics,
         state_dict_adapter=LaneformerStateDictAdapter,
     ),

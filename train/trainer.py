@@ -30,6 +30,7 @@ from .exit_codes import DONE, STOPPED, UNCLEAN
 from .guard import Guard, UncleanStep
 from .heartbeat import Heartbeat
 from .run_folder import count_attempts, open_run_folder, record_attempt
+from .source_losses import SourceLosses
 
 # the one component that a TrainSpec cannot name
 torchtitan.train.CheckpointManager = PhaseCheckpointManager
@@ -40,6 +41,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     checkpointer: PhaseCheckpointManager
     step: int = 0
+    loss_fn: Any
 
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
@@ -64,6 +66,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.stopping = False
         self.first_step_of_process = True
         self._check_vocabulary()
+        sources = self.dataloader.mixture.source_names
+        self.source_losses = SourceLosses(len(sources), self.device)
+        self.loss_fn = self.source_losses.watch(self.loss_fn)
+        self.metrics_processor.sees(self.dataloader, self.source_losses, self.checkpointer.times)
 
     def _check_vocabulary(self) -> None:
         tokenizer, vocab_size = self.dataloader.tokenizer, self.model_args.config.vocab_size
@@ -93,7 +99,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         loader.check_epochs(training.steps * training.global_batch_size)
         metrics.attempt = self.attempt
         metrics.tokens_before = sum(loader.offsets.values()) * training.seq_len
-        metrics.last_logged_step = self.step
+        metrics.continue_after(self.step)
         if torch.distributed.get_rank() != 0:
             return
         open_run_folder(self.run, self.job_config, self.model_args.config, loader.tokenizer)
@@ -146,17 +152,17 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
         mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
         all_tokens = dist_utils.dist_sum(tokens, mesh)
-        losses = []
+        parts = []
         for inputs, labels in batches:
             inputs = {name: value.to(self.device) for name, value in inputs.items()}
-            loss = self.forward_backward_step(
+            part = self.forward_backward_step(
                 input_dict=inputs, labels=labels.to(self.device), global_valid_tokens=all_tokens
             )
-            losses.append(loss.detach())
+            parts.append(part.detach())
         grad_norm = dist_utils.clip_grad_norm_(
             list(self.model_parts[0].parameters()), self.job_config.training.max_norm, foreach=True
         )
-        loss, max_loss, norm = self._exchange(torch.stack(losses).sum(), all_tokens / tokens, grad_norm)
+        loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens, grad_norm)
         self._judge(loss, norm)
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
@@ -210,6 +216,12 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "guard": self.guard.state_dict()}
+
+    def forward_backward_step(self, *, input_dict: dict[str, torch.Tensor], **rest: Any) -> torch.Tensor:
+        """TorchTitan hands every key but "input" to the model; the sources are for the log, at logged steps."""
+        source = input_dict.pop("source")
+        self.source_losses.source = source if self.metrics_processor.should_log(self.step) else None
+        return super().forward_backward_step(input_dict=input_dict, **rest)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the step; the token counter is this rank's share of what all ranks have seen."""

@@ -47,6 +47,18 @@ def append_line(path: Path, line: str) -> None:
         os.fsync(file.fileno())
 
 
+def replace_last_line(path: Path, old: str, new: str) -> None:
+    """Put `new` in place of the last line of a file, which must be `old`, in one write."""
+    with open(path, "r+b", buffering=0) as file:
+        start = file.seek(-len(old.encode()) - 1, os.SEEK_END)
+        found = file.read()
+        assert found == old.encode() + b"\n", f"{path} ends in {found!r}, not in {old!r}"
+        file.seek(start)
+        file.write(new.encode() + b"\n")
+        file.truncate()
+        os.fsync(file.fileno())
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

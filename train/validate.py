@@ -1,0 +1,121 @@
+"""Validation loss on fixed held-out windows, by source: the same windows at every step, on any number of ranks.
+
+All windows stand in one list, cut into micro-batches for all ranks. The list is padded to a whole number of them, since
+every rank has to run as many forward passes as the others (FSDP gathers weights in each); what is padded is summed into
+a bin of its own that nobody reads. The total weighs sources as the mixture does, so that it compares with the loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.validate import BaseValidator
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
+
+from data_mixtures.mixture import read_lock, valid_windows
+
+from .metrics import RunMetrics
+from .source_losses import sequence_losses
+
+
+def held_out(lock_path: Path, windows_per_source: int) -> dict[str, np.ndarray]:
+    """Held-out windows uint16 (n, S + 1) of each source of a mixture. Raises ValueError where a source has none."""
+    windows = {}
+    for source in read_lock(lock_path)["sources"]:
+        windows[source["name"]] = valid_windows(lock_path.parent, source["name"], windows_per_source)
+        if not len(windows[source["name"]]):
+            raise ValueError(
+                f"source {source['name']!r} of {lock_path} has no held-out windows to validate on; raise "
+                "valid_per_10000 in the recipe and prepare again, or set validation.enable = false"
+            )
+    return windows
+
+
+def deal_out(tokens: np.ndarray, source: np.ndarray, ranks: int, batch: int, unread: int) -> tuple[np.ndarray, ...]:
+    """Cut N windows into the micro-batches of all ranks: (N, S + 1) -> (steps, ranks, batch, S + 1), and sources.
+
+    The last ones are filled up with the first window, whose source there is `unread`.
+    """
+    steps = -(-len(tokens) // (ranks * batch))
+    padding = steps * ranks * batch - len(tokens)
+    tokens = np.concatenate([tokens, np.repeat(tokens[:1], padding, axis=0)])
+    source = np.concatenate([source, np.full(padding, unread)])
+    return tokens.reshape(steps, ranks, batch, -1), source.reshape(steps, ranks, batch)
+
+
+class HeldOutValidator(BaseValidator):
+    """Measures the loss on the held-out windows and hands it to the run's metrics."""
+
+    def __init__(
+        self,
+        job_config: Any,
+        rank: int,
+        ranks: int,
+        mesh: DeviceMesh | None,
+        train_context: Callable[[], AbstractContextManager[None]],
+        metrics: RunMetrics,
+    ):
+        super().__init__(job_config)
+        section, log_freq = job_config.validation, job_config.metrics.log_freq
+        if section.freq % log_freq:
+            raise ValueError(
+                f"validation.freq = {section.freq} is not a multiple of metrics.log_freq = {log_freq}; a validation "
+                "loss stands in the row of its step, so choose a multiple"
+            )
+        lock = Path(job_config.mixture.lock)
+        weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
+        windows = held_out(lock, section.windows_per_source)
+        self.names, self.mesh, self.metrics = list(windows), mesh, metrics
+        self.weights = [weights[name] for name in self.names]
+        self.tokens_per_source = [w[:, 1:].size for w in windows.values()]
+        source = np.repeat(np.arange(len(windows)), [len(w) for w in windows.values()])
+        everything = np.concatenate(list(windows.values()))
+        tokens, sources = deal_out(everything, source, ranks, section.local_batch_size, len(windows))
+        self.tokens, self.sources = torch.from_numpy(tokens[:, rank]), torch.from_numpy(sources[:, rank])
+        self.train_context = train_context
+
+    def should_validate(self, step: int) -> bool:
+        return step % self.job_config.validation.freq == 0 or step == self.job_config.training.steps
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Measure and log; every rank has to call it at the same step."""
+        started = time.perf_counter()
+        (model,) = model_parts
+        model.eval()
+        sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=utils.device_type)
+        for tokens, source in zip(self.tokens, self.sources, strict=True):  # signals wait: it is a few batches
+            batch = tokens.to(utils.device_type, torch.int64)
+            with self.train_context():
+                losses = sequence_losses(model(batch[:, :-1], labels=batch[:, 1:]), batch[:, 1:])
+            sums.index_add_(0, source.to(utils.device_type), losses)
+        model.train()
+        if self.mesh is not None:
+            torch.distributed.all_reduce(sums, group=self.mesh.get_group())
+        means = [loss / count for loss, count in zip(sums.tolist(), self.tokens_per_source, strict=False)]
+        total = sum(w * mean for w, mean in zip(self.weights, means, strict=True)) / sum(self.weights)
+        by_source = dict(zip(self.names, means, strict=True))
+        self.metrics.log_held_out(step, total, by_source, time.perf_counter() - started)
+
+
+def build_held_out_validator(
+    job_config: Any,
+    dp_world_size: int,
+    dp_rank: int,
+    parallel_dims: ParallelDims,
+    validation_context: Callable[[], AbstractContextManager[None]],
+    metrics_processor: RunMetrics,
+    **unused: Any,
+) -> HeldOutValidator:
+    """TorchTitan's validator builder. Raises ValueError for a frequency or a mixture that cannot be validated."""
+    mesh = parallel_dims.get_optional_mesh("loss")
+    return HeldOutValidator(job_config, dp_rank, dp_world_size, mesh, validation_context, metrics_processor)
