@@ -39,7 +39,7 @@ cross:
 
 # launches are tested on a real Slurm of three virtual nodes
 slurm:
-	@(PATH=$$PATH:/usr/sbin; command -v slurmctld slurmd sbatch munged) >/dev/null \
+	@(export PATH=$$PATH:/usr/sbin; for x in slurmctld slurmd sbatch munged; do command -v $$x || exit 1; done) >/dev/null \
 	  || (apt-get update -q && apt-get install -qy --no-install-recommends slurmctld slurmd slurm-client munge) \
 	  || echo "no Slurm: its tests skip themselves"
 
