@@ -99,7 +99,8 @@ def launch(options: Options, overrides: list[str]) -> None:
     start = choose_start(options)
     run = run_folder(options, start)
     cluster = cluster_of(options, start.parent)
-    refuse_second_job(run)
+    if not options.dry_run:
+        refuse_second_job(run)
     dependency = ",".join(filter(None, (options.dependency, start.dependency))) or None
 
     def script(snapshot: Path) -> str:
