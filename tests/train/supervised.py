@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, RANKS = 32, 4, 2
+STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints
 COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
