@@ -67,7 +67,8 @@ class PhaseCheckpointManager(CheckpointManager):
             return False
         folder = Path(self.folder)
         own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest_complete_checkpoint(folder))
-        on_rank_zero(lambda: self._clear_branch(folder, own))
+        if not self.load_only:
+            on_rank_zero(lambda: self._clear_branch(folder, own))
         if own is not None:
             self._load(own, list(self.states))
             self.started_from = own
