@@ -58,7 +58,7 @@ test: lint browser cross slurm $(VENV)/transformers-4.57
 sanitize: setup cross
 	$(BIN)/python -m pytest tests/laneformer/test_engine_native.py
 
-# 200 training steps with a random fault every 20 (CI runs 60 with 3)
+# 200 training steps with a random fault every 20 (CI runs 40 with 2)
 chaos: setup
 	CHAOS_STEPS=200 $(BIN)/python -m pytest tests/train/test_chaos.py -s
 
