@@ -249,7 +249,7 @@ def test_next_phase_needs_the_final_checkpoint(undisturbed: Path, tmp_path: Path
         next_phase(tmp_path, Path("configs/debug_phase2.toml"))
 
 
-def test_decay_starts_in_the_stable_part(undisturbed: Path) -> None:
+def test_decay_starts_in_the_stable_part(undisturbed: Path, tmp_path: Path) -> None:
     assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.25}, 40) == (3, 31)
     assert stable_steps({"warmup_steps": 2000, "decay_ratio": 0.1}, 620_000) == (2001, 558_001)
     assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.0}, 40) == (3, 40)
@@ -260,6 +260,14 @@ def test_decay_starts_in_the_stable_part(undisturbed: Path) -> None:
     ):
         with pytest.raises(ValueError, match=word):
             decay_branch(undisturbed / "checkpoint" / name, steps)
+    assert decay_branch(undisturbed / "checkpoint/step-24", 4).skip_list is None
+    skipped = tmp_path / "skipped"
+    skipped.mkdir()
+    (skipped / "config.toml").write_bytes((undisturbed / "config.toml").read_bytes())  # a run started by hand
+    (skipped / "skip_sequences.json").write_text("[]")
+    start = decay_branch(skipped / "checkpoint/step-24", 4)
+    assert start.skip_list == skipped / "skip_sequences.json", "data that the parent left out stays out"
+    assert start.run == tmp_path / "skipped-decay-24+4"
 
 
 @pytest.mark.slow
