@@ -39,7 +39,7 @@ cross:
 
 # launches are tested on a real Slurm of three virtual nodes
 slurm:
-	@(PATH=$$PATH:/usr/sbin; command -v slurmctld slurmd sbatch munged) >/dev/null \
+	@(export PATH=$$PATH:/usr/sbin; for x in slurmctld slurmd sbatch munged; do command -v $$x || exit 1; done) >/dev/null \
 	  || (apt-get update -q && apt-get install -qy --no-install-recommends slurmctld slurmd slurm-client munge) \
 	  || echo "no Slurm: its tests skip themselves"
 
@@ -58,7 +58,7 @@ test: lint browser cross slurm $(VENV)/transformers-4.57
 sanitize: setup cross
 	$(BIN)/python -m pytest tests/laneformer/test_engine_native.py
 
-# 200 training steps with a random fault every 20 (CI runs 60 with 3)
+# 200 training steps with a random fault every 20 (CI runs 40 with 2)
 chaos: setup
 	CHAOS_STEPS=200 $(BIN)/python -m pytest tests/train/test_chaos.py -s
 

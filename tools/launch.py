@@ -99,7 +99,8 @@ def launch(options: Options, overrides: list[str]) -> None:
     start = choose_start(options)
     run = run_folder(options, start)
     cluster = cluster_of(options, start.parent)
-    refuse_second_job(run)
+    if not options.dry_run:
+        refuse_second_job(run)
     dependency = ",".join(filter(None, (options.dependency, start.dependency))) or None
 
     def script(snapshot: Path) -> str:
@@ -111,13 +112,13 @@ def launch(options: Options, overrides: list[str]) -> None:
     if not options.local and not shutil.which("sbatch"):
         raise ValueError("there is no sbatch here; launch from a login node, or with --local or --dry-run")
     snapshot = take_snapshot(run, start.config, [*start.overrides, *overrides], options.allow_dirty, script)
+    if start.skip_list is not None:
+        shutil.copy(start.skip_list, run)
     try:
         job_id = None if options.local else submit(snapshot / "submit.sbatch")
     except ValueError:
         remove(snapshot)
         raise
-    if start.skip_list is not None:
-        shutil.copy(start.skip_list, run)
     record = {"time": time.time(), "job_id": job_id, "snapshot": str(snapshot), "cluster": dataclasses.asdict(cluster),
               "dependency": dependency, "parent": str(start.parent) if start.parent else None,
               "started_from": start.checkpoint, "config": str(start.config), "overrides": overrides}  # fmt: skip

@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
 import tomllib
@@ -113,11 +112,8 @@ def git(*arguments: str, **variables: str) -> bytes:
 
 
 def write_code(folder: Path, code: dict[str, Any]) -> None:
-    with tempfile.TemporaryFile() as archive:
-        archive.write(git("archive", "--format=tar", code["tree"]))
-        archive.seek(0)
-        with tarfile.open(fileobj=archive) as tar:
-            tar.extractall(folder, filter="data")
+    folder.mkdir()
+    subprocess.run(["tar", "-xC", str(folder)], input=git("archive", "--format=tar", code["tree"]), check=True)
     (folder / "CODE_VERSION").write_text(code["version"] + "\n")  # what provenance.code_version answers from now on
 
 
@@ -131,7 +127,7 @@ def write_interpreter(env: Path) -> None:
     packages_folder.mkdir(parents=True)
     up = os.path.relpath(env.parent / "code", packages_folder)
     ours, standard = {ROOT, ROOT / "models"}, Path(os.__file__).parent
-    installed = [p for p in map(Path, sys.path[1:]) if p.is_dir() and p.resolve() not in ours]
+    installed = [p for p in map(Path, sys.path) if p.is_absolute() and p.is_dir() and p.resolve() not in ours]
     installed = [p for p in installed if p != standard and p.name != "lib-dynload"]
     # a path in a .pth file is searched, but its own .pth files are not run: no import hook comes along
     (packages_folder / "snapshot.pth").write_text("\n".join([f"{up}/models", up, *map(str, installed)]) + "\n")

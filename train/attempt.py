@@ -31,6 +31,7 @@ POLL_S = 0.2
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 # torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
 SLURM_GRACE_S = 90.0
+DEATH_S = 10.0  # a process in a call to a dead file system survives even SIGKILL: it is not waited for
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,15 @@ class Attempt:
         """Wait for the end of this start."""
         section = self.job.resilience
         hang = HangWatch(self.heartbeats, section.hang_timeout_s, section.start_timeout_s)
-        ended, asked_s = None, None
+        ended, told = None, False
         while self.workers.poll() is None:
             time.sleep(POLL_S)
             self._note_workers()
-            if self.stop.asked and asked_s is None:
-                asked_s = time.monotonic()
+            if self.stop.asked and not told:
                 (self.job.run / "stop").touch()
-            if asked_s is not None and (late := time.monotonic() - asked_s - section.stop_deadline_s) > 0:
-                ended = Ended(CRASHED, -1, f"no end {late + section.stop_deadline_s:.0f} s after the wish to stop")
+                told = True
+            if self.stop.forced:
+                ended = Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
             elif (waited_s := hang.hung_for_s()) is not None:
                 ended = self._on_hang(waited_s)
             if ended:
@@ -126,12 +127,18 @@ class Attempt:
         self.workers.kill()
         self.workers.wait()
         for process in self.known:
-            _kill_process(process)
+            with suppress(psutil.NoSuchProcess):  # psutil knows a process by its start, so a reused number is safe
+                process.kill()
+        deadline_s = time.monotonic() + DEATH_S
+        while time.monotonic() < deadline_s and not all(map(_is_gone, self.known)):
+            time.sleep(0.05)
 
 
-def _kill_process(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):  # knows a process by its start, so a reused number is safe
-        process.kill()
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def free_port() -> int:

@@ -79,7 +79,8 @@ class PhaseCheckpointManager(CheckpointManager):
             return False
         folder = Path(self.folder)
         own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest_complete_checkpoint(folder))
-        on_rank_zero(lambda: self._clear_branch(folder, own))
+        if not self.load_only:
+            on_rank_zero(lambda: self._clear_branch(folder, own))
         if own is None and self.resume_from is not None:
             own = self.resume_from  # a branch: the first start is a restart from another run's checkpoint
         if own is not None:

@@ -57,6 +57,7 @@ def _ask(node: str, arguments: list[str]) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"node"')]
     if not lines:
         said = done.stderr.strip().splitlines() or ["nothing"]
+        said = [line for line in said if "error" in line.lower()] or said
         return {"node": node, "ok": False, "reason": f"srun: exit status {done.returncode}, said {said[0]!r}"}
     return json.loads(lines[-1])
 

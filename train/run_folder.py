@@ -3,6 +3,10 @@
 config.toml      the resolved job config            attempts.jsonl   one line a start: what ran, from which checkpoint
 model.json       the architecture                   metrics.jsonl    one line a logged step
 tokenizer.model  the tokenizer of the mixture       checkpoint/      TorchTitan's DCP checkpoints, step-N
+events.jsonl     what happened, one line an event   outcome.json     how the last attempt ended
+logs/            what every start printed           heartbeats/      signs of life, one file a rank
+unclean/         refused batches, by sequence       checkpoint-aside/  damaged or abandoned checkpoints
+stop             made by anyone: save, then end     skip_sequences.json  data that is left out, and why
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A wish to stop: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), or the file RUN/stop.
+"""A wish to stop: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), Ctrl-C, or the file RUN/stop.
 
 A signal only sets a flag; the trainer asks at every step boundary, the ranks agree, and save. The flag is set by a
 thread that reads Python's wake-up pipe, because a handler would wait for ever behind a collective that hangs. What does
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-SIGNALS = {signal.SIGTERM, signal.SIGUSR1}
+SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 # Slurm signals every process of a step, and torchrun hands on what it got: two within seconds are one request
 SAME_REQUEST_S = 10.0
 
@@ -23,6 +23,7 @@ class StopSignals:
 
     def __init__(self, on_force: Callable[[], None]):
         self.asked: str | None = None  # the signal's name
+        self.forced = False  # a second signal, or the deadline
         self.deadline_s = 300.0
         self.on_force = on_force
 
@@ -42,11 +43,15 @@ class StopSignals:
                 continue
             if self.asked is None:
                 first_s, self.asked = time.monotonic(), signal.Signals(number).name
-                timer = threading.Timer(self.deadline_s, self.on_force)
+                timer = threading.Timer(self.deadline_s, self._force)
                 timer.daemon = True
                 timer.start()
             elif time.monotonic() - first_s > SAME_REQUEST_S:
-                self.on_force()
+                self._force()
+
+    def _force(self) -> None:
+        self.forced = True
+        self.on_force()
 
 
 def end_now() -> None:

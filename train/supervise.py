@@ -11,10 +11,11 @@ saved, start again), 86 (the guard refused a step and the policy is to stop), or
 from __future__ import annotations
 
 import argparse
+import fcntl
 import sys
 import textwrap
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -36,7 +37,8 @@ class Supervisor:
 
     def __init__(self, job: SupervisedJob, options: argparse.Namespace, train_arguments: list[str]):
         self.job, self.options, self.train_arguments = job, options, train_arguments
-        self.stop = StopSignals(on_force=lambda: None)  # the attempt has its own deadline
+        self.stop = StopSignals(on_force=lambda: None)  # the attempt sees it, and kills
+        self.stop.deadline_s = job.resilience.stop_deadline_s
         self.starts = self.fruitless = 0
         self.suspects: set[str] = set()  # nodes that a hang pointed at: taken last
 
@@ -138,9 +140,24 @@ def main() -> int:
     options, train_arguments = parser.parse_known_args()
     try:
         job = read_job(train_arguments)
+        alone = only_supervisor(job)
     except ValueError as problem:
         parser.error(str(problem))
-    return Supervisor(job, options, train_arguments).run()
+    with alone:
+        return Supervisor(job, options, train_arguments).run()
+
+
+def only_supervisor(job: SupervisedJob) -> TextIO:
+    """The lock of a run, held while this process lives: two jobs would delete each other's checkpoints."""
+    job.run.mkdir(parents=True, exist_ok=True)
+    lock = open(job.run / ".supervisor.lock", "w")  # noqa: SIM115 - stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as held:
+        raise ValueError(
+            f"another supervisor runs {job.run}; stop it (`touch {job.run}/stop`) or choose another job.dump_folder"
+        ) from held
+    return lock
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ def read_job(arguments: list[str]) -> SupervisedJob:
         job=section(Job, "job"),
         training=section(Training, "training"),
         checkpoint=section(Checkpoint, "checkpoint"),
+        model=section(Model, "model"),
+        mixture=section(Mixture, "mixture"),
         resilience=section(Resilience, "resilience"),
     )
     job, _ = tyro.cli(SupervisedJob, args=arguments, default=default, return_unknown_args=True)

@@ -184,7 +184,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         gathered = mine.new_zeros(torch.distributed.get_world_size() * len(mine))
         torch.distributed.all_gather_into_tensor(gathered, mine)
         everyone = gathered.view(-1, len(mine))
-        total, (_, highest, norm, stops) = everyone[:, 0].sum().item(), everyone.amax(dim=0).tolist()
+        total, _, highest, norm, stops = torch.cat([everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]).tolist()
         self.stopping = self.checkpointer.save_now = stops > 0
         return total, highest, norm
 

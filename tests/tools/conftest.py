@@ -16,7 +16,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(checkout: Path, prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of 24 steps of phase 1 on two ranks here, `--local`, from a snapshot."""
+    """The run folder of 40 steps of phase 1 on two ranks here, `--local`, from a snapshot."""
     run = tmp_path_factory.mktemp("runs") / "undisturbed"
     arguments = ("--run", str(run), "--nodes", "1", "--gpus-per-node", "2", "--cpu", "--local")
     lock = ("--mixture.lock", str(prepared_data / "phase1.lock.json"))

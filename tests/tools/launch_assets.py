@@ -44,7 +44,7 @@ SMALL = (
     "--architecture.num_key_value_heads", "4", "--architecture.sliding_window", "8",
     "--architecture.max_position_embeddings", "32", "--architecture.vocab_size", "512",
     "--checkpoint.async_mode", "disabled", "--metrics.no-enable_tensorboard", "--experimental.custom_import",
-    "train.paced", "--training.steps", "24", "--checkpoint.interval", "8",
+    "train.paced", "--training.steps", "40", "--checkpoint.interval", "8",
 )  # fmt: skip
 
 

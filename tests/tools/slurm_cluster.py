@@ -10,11 +10,11 @@ import getpass
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -93,7 +93,8 @@ class SlurmCluster:
 
     def __exit__(self, *exception: object) -> None:
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for daemon in self.daemons.values():
             daemon.kill()
             daemon.wait(timeout=30)
@@ -126,10 +127,12 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def lose_node(self, node: str) -> None:
-        """A power cut: the node's daemon and everything that it started, at once."""
+        """A power cut: the node's daemon and everything that it started, those first that could still report it."""
         daemon = self.daemons.pop(node)
-        for process in [*self.processes(node), psutil.Process(daemon.pid)]:
-            process.send_signal(signal.SIGKILL)
+        daemon.kill()
+        for process in sorted(self.processes(node), key=lambda process: "slurmstepd" not in process.name()):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         daemon.wait(timeout=30)
 
     def make_bad(self, node: str) -> None:

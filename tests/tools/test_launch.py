@@ -37,7 +37,7 @@ def test_snapshot_holds_all_that_the_job_runs_from(snapshot: Path, checkout: Pat
     kept = {str(p.relative_to(snapshot / "code")) for p in (snapshot / "code").rglob("*") if p.is_file()}
     assert kept == tracked | {"CODE_VERSION"}
     job = tomllib.loads((snapshot / "job.toml").read_text())
-    assert job["training"]["steps"] == 24, "overrides are in"
+    assert job["training"]["steps"] == 40, "overrides are in"
     assert job["comm"]["init_timeout_seconds"] == 300, "the file is in"
     assert job["training"]["gc_debug"] is False, "defaults are in"
     lock = Path(job["mixture"]["lock"])
@@ -238,49 +238,57 @@ def test_dry_run_prints_and_leaves_nothing(checkout: Path, tmp_path: Path) -> No
 
 def test_next_phase_needs_the_final_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     start = next_phase(undisturbed, Path("configs/debug_phase2.toml"))
-    assert start.checkpoint == str(undisturbed / "checkpoint/step-24")
+    assert start.checkpoint == str(undisturbed / "checkpoint/step-40")
     assert start.dependency is None, "it is written already"
     stopped = tmp_path / "stopped"
     stopped.mkdir()
     (stopped / "launches.jsonl").write_bytes((undisturbed / "launches.jsonl").read_bytes())
-    with pytest.raises(ValueError, match=r"step-24 does not exist, and no job that would write it"):
+    with pytest.raises(ValueError, match=r"step-40 does not exist, and no job that would write it"):
         next_phase(stopped, Path("configs/debug_phase2.toml"))
     with pytest.raises(ValueError, match="is no run folder"):
         next_phase(tmp_path, Path("configs/debug_phase2.toml"))
 
 
-def test_decay_starts_in_the_stable_part(undisturbed: Path) -> None:
-    assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.25}, 24) == (3, 19)
+def test_decay_starts_in_the_stable_part(undisturbed: Path, tmp_path: Path) -> None:
+    assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.25}, 40) == (3, 31)
     assert stable_steps({"warmup_steps": 2000, "decay_ratio": 0.1}, 620_000) == (2001, 558_001)
-    assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.0}, 24) == (3, 24)
+    assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.0}, 40) == (3, 40)
     for name, steps, word in (
-        ("step-24", 4, "steps 3 to 19"),
-        ("step-8", 0, "at least 1"),
+        ("step-40", 4, "steps 3 to 31"),
+        ("step-24", 0, "at least 1"),
         ("last", 4, "RUN/checkpoint"),
     ):
         with pytest.raises(ValueError, match=word):
             decay_branch(undisturbed / "checkpoint" / name, steps)
+    assert decay_branch(undisturbed / "checkpoint/step-24", 4).skip_list is None
+    skipped = tmp_path / "skipped"
+    skipped.mkdir()
+    (skipped / "config.toml").write_bytes((undisturbed / "config.toml").read_bytes())  # a run started by hand
+    (skipped / "skip_sequences.json").write_text("[]")
+    start = decay_branch(skipped / "checkpoint/step-24", 4)
+    assert start.skip_list == skipped / "skip_sequences.json", "data that the parent left out stays out"
+    assert start.run == tmp_path / "skipped-decay-24+4"
 
 
 @pytest.mark.slow
 def test_decay_branch(undisturbed: Path, checkout: Path, tmp_path: Path) -> None:
-    """From step 8 of the stable part the rate falls to its minimum at step 12; up to there it is the parent's run."""
+    """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
     run = tmp_path / "branch"
-    parent = undisturbed / "checkpoint/step-8"
+    parent = undisturbed / "checkpoint/step-24"
     done = launch(checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     before = {row["step"]: row for row in records(undisturbed / "metrics.jsonl")}
     branch = {row["step"]: row for row in records(run / "metrics.jsonl")}
-    assert [before[step]["lr"] for step in range(2, 9)] == [3e-3] * 7, "flat after the warmup of 2 steps"
-    assert list(branch) == [9, 10, 11, 12]
+    assert [before[step]["lr"] for step in range(2, 25)] == [3e-3] * 23, "flat after the warmup of 2 steps"
+    assert list(branch) == [25, 26, 27, 28]
     lowest = 0.1  # min_lr_factor of the job file
     expected = [3e-3 * (lowest + (1 - lowest) * (1 - k / 4)) for k in (1, 2, 3, 4)]
     # a factor and a product of the same four numbers, in another order: a few roundings
     assert [branch[s]["lr"] for s in branch] == pytest.approx(expected, rel=8 * sys.float_info.epsilon)
-    assert branch[9]["loss"] == before[9]["loss"], "weights and data position are the parent's"
-    assert branch[10]["grad_norm"] != before[10]["grad_norm"], "and then the smaller rate shows"
-    assert branch[12]["tokens_total"] == before[12]["tokens_total"]
-    assert final_checkpoint(run) == run / "checkpoint/step-12"
+    assert branch[25]["loss"] == before[25]["loss"], "weights and data position are the parent's"
+    assert branch[26]["grad_norm"] != before[26]["grad_norm"], "and then the smaller rate shows"
+    assert branch[28]["tokens_total"] == before[28]["tokens_total"]
+    assert final_checkpoint(run) == run / "checkpoint/step-28"
     assert (final_checkpoint(run) / ".metadata").is_file()
     assert json.loads((run / "lineage.json").read_text())["parent"] == str(parent)
-    assert next_phase(run, Path("configs/debug_phase2.toml")).checkpoint == str(run / "checkpoint/step-12")
+    assert next_phase(run, Path("configs/debug_phase2.toml")).checkpoint == str(run / "checkpoint/step-28")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from train.checkpoint_files import step_folders
+from train.signals import WORKER
 from train.trainer import LaneformerTrainer
 
 PLAN = Path(os.environ["LANEFORMER_FAULTS"])
@@ -63,9 +64,13 @@ def broken_step(self: LaneformerTrainer, **arguments: Any) -> torch.Tensor:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
+        if self.checkpointer.save_future is not None:
+            wait([self.checkpointer.save_future])  # a test counts on it
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "usr1":
         os.kill(os.getpid(), signal.SIGUSR1)
+        while WORKER.asked is None:
+            time.sleep(0.01)
     elif kind == "nan":
         next(self.model_parts[0].parameters()).grad.mul_(float("nan"))
     elif kind == "truncate":  # as a file system does that lost its last pages in a power cut

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, RANKS = 32, 4, 2
+STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints
 COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,7 +29,7 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
         "training.seq_len": SEQ_LEN, "training.global_batch_size": GLOBAL_BATCH, "training.local_batch_size": 2,
         "training.steps": steps, "lr_scheduler.warmup_steps": 2, "checkpoint.interval": interval,
         "checkpoint.keep_latest_k": 2, "resilience.keep_every_steps": 10, "resilience.backoff_s": 0.1,
-        "resilience.hang_timeout_s": 8, "resilience.unclean_policy": "rollback",
+        "resilience.hang_timeout_s": 12, "resilience.unclean_policy": "rollback",
         **{f"architecture.{name}": value for name, value in SMALL.items()},
     }  # fmt: skip
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.train.supervised import GLOBAL_BATCH, assert_same, curve, supervise, undisturbed
+from tests.train.supervised import GLOBAL_BATCH, INTERVAL, STEPS, assert_same, curve, supervise, undisturbed
 
 pytestmark = pytest.mark.slow
-STEPS, INTERVAL = 36, 5
 FAULTS: list[dict[str, Any]] = [
     {"kind": "kill", "step": 3, "rank": 1},  # before the first checkpoint: from the beginning
     {"kind": "stop", "step": 7, "rank": 0},
@@ -27,11 +26,6 @@ FAULTS: list[dict[str, Any]] = [
     {"kind": "truncate", "step": 27},  # of the checkpoint of step 25
     {"kind": "sigterm_supervisor", "step": 31, "rank": 0},
 ]
-
-
-@pytest.fixture(scope="module")
-def reference(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return undisturbed(tmp_path_factory.mktemp("reference"), prepared_data / "phase1.lock.json", STEPS, INTERVAL)
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,22 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
+import psutil
 import pytest
 
+from train.attempt import Attempt
 from train.events import read_events
 from train.exit_codes import CRASHED, DONE, STOPPED, UNCLEAN
 from train.heartbeat import laggards
-from train.supervise import Supervisor
+from train.signals import StopSignals
+from train.supervise import Supervisor, only_supervisor
 from train.supervised_job import SupervisedJob, read_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +111,32 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
     assert kinds["supervisor_bad_node"]["node"] == "b"
     assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
+
+
+def test_one_supervisor_a_run(job: SupervisedJob) -> None:
+    with only_supervisor(job), pytest.raises(ValueError, match="another supervisor"):
+        only_supervisor(job)
+    only_supervisor(job).close()
+
+
+def test_a_second_wish_kills_what_does_not_end(
+    job: SupervisedJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
+    child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(tmp_path / "pid")
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    monkeypatch.setattr("train.attempt.start_workers", lambda *_: subprocess.Popen([sys.executable, "-c", parent]))
+    stop = StopSignals(on_force=lambda: None)
+    attempt = Attempt(job, 1, stop)
+    attempt.start(None, 1, [])
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.05)
+    stop.asked = "SIGTERM"
+    Timer(1.0, stop._force).start()
+    assert attempt.watch().reason.startswith("killed")
+    assert (job.run / "stop").exists(), "they were asked first"
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_who_lags() -> None:
