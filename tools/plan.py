@@ -270,7 +270,7 @@ def memory_table(phase: Result, result: Result) -> Table:
     ]
     fits = m["total"] <= phase["usable_bytes"]
     said = "fits" if fits else "DOES NOT FIT"
-    rows.append([f"usable of a {result['gpu']}", gb(phase["usable_bytes"]), said])
+    rows.append([f"usable of one {result['gpu']}", gb(phase["usable_bytes"]), said])
     rows.append(["largest local batch that fits", str(phase["largest_local_batch"]), ""])
     rows.append(["(logits in float32, were they whole)", gb(m["logits_whole_fp32"]), "never made"])
     return table("memory per GPU at the peak (activations are an estimate)", ["", "bytes", "of the GPU"], rows)

@@ -20,19 +20,45 @@ JOB = sums.Job(
     checkpointing="selective", reshard=True, checkpoint_interval=500, keep_latest=5, keep_every=0,
 )  # fmt: skip
 CLUSTER = sums.Cluster(192, 8, sums.GPUS["h100"], 50e9, 17_000, 600)
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tools.plan", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+NARROW = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
+COMMANDS = {
+    "published": ["configs/phase1.toml", "configs/phase2.toml"],
+    "other mesh": ["configs/phase1.toml", "--gpus", "64"],
+    "odd batch": ["configs/phase1.toml", "--training.local_batch_size", "7"],
+    "no file": ["configs/none.toml"],
+    "dry run": ["configs/phase2.toml", "--dry-run", "--json", "--training.local_batch_size", "1",
+                *(a for k, v in NARROW.items() for a in (f"--architecture.{k}", str(v)))],
+}  # fmt: skip
+# all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
+RUN = """
+import contextlib, io, json, sys
+from tools.plan import main
+seen = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try: main(arguments)
+        except SystemExit as end: code = end.code
+    seen[name] = [code, out.getvalue(), err.getvalue()]
+print(json.dumps(seen))
+"""
 
 
 @pytest.fixture(scope="module")
-def published() -> dict:
-    done = run("configs/phase1.toml", "configs/phase2.toml")
+def runs() -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of every command."""
+    command = [sys.executable, "-c", RUN, json.dumps(COMMANDS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "DOES NOT FIT" not in done.stdout
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def published(runs: dict[str, tuple[int, str, str]]) -> dict:
+    code, said, error = runs["published"]
+    assert code == 0, error
+    assert "DOES NOT FIT" not in said
+    return json.loads(said.splitlines()[-1])
 
 
 def test_published_sums(published: dict) -> None:
@@ -105,29 +131,24 @@ def test_checkpoints_and_failures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "said"),
     [
-        (("configs/phase1.toml", "--gpus", "64"), "24 x 8 = 192 GPUs, --gpus is 64"),
-        (
-            ("configs/phase1.toml", "--training.local_batch_size", "7"),
-            "not a multiple of 192 GPUs x local_batch_size = 7",
-        ),
-        (("configs/none.toml",), "no such job file"),
+        ("other mesh", "24 x 8 = 192 GPUs, --gpus is 64"),
+        ("odd batch", "is not a multiple of 192 GPUs x local_batch_size = 7"),
+        ("no file", "no such job file"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], said: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
+def test_what_does_not_fit_is_refused(runs: dict[str, tuple[int, str, str]], name: str, said: str) -> None:
+    code, _, error = runs[name]
+    assert code == 2
+    assert said in error
 
 
-def test_dry_run_of_the_whole_world() -> None:
+def test_dry_run_of_the_whole_world(runs: dict[str, tuple[int, str, str]]) -> None:
     """192 ranks by a fake network, with the lanes, mesh and batch of phase 2; narrow, for CI's sake."""
-    narrow = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
-    flags = [a for k, v in narrow.items() for a in (f"--architecture.{k}", str(v))]
-    done = run("configs/phase2.toml", "--dry-run", "--json", "--training.local_batch_size", "1", *flags)
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])["phases"][0]["dry_run"]
+    code, said, error = runs["dry run"]
+    assert code == 0, error
+    seen = json.loads(said.splitlines()[-1])["phases"][0]["dry_run"]
     assert seen["world_size"] == 192
     assert seen["step"] == 1
     assert seen["lr"] == pytest.approx(2e-4 / 1000), "the first of a thousand warm-up steps"

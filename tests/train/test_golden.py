@@ -18,10 +18,9 @@ pytestmark = pytest.mark.skipif(
 def tolerance() -> list[float]:
     """Absolute, step by step: what another order of summation changed when the losses were kept, with a margin.
 
-    `rounding` is a single sample of a random walk: a machine with other vector widths rounds as differently as two
-    ranks or the compiler do, but may fall on another side, and differ in more places (matrix products, exponential).
-    Eight such differences, each at least one rounding of the loss itself, leave room for that; the planted change
-    below has to exceed them.
+    `rounding` is a sample of a random walk: another machine rounds as differently as narrower vectors, two ranks or the
+    compiler do here, but may fall on another side. Eight such differences, each at least one rounding of the loss
+    itself, leave room for that.
     """
     golden = json.loads(golden_path().read_text())
     epsilon = torch.finfo(torch.float32).eps
@@ -36,11 +35,11 @@ def disagreement(losses: list[float]) -> float:
 
 
 def test_golden_losses(tmp_path: Path) -> None:
-    assert disagreement(golden_losses(tmp_path / "same")) <= 1
-    # a learning rate one part in a thousand off must be seen; so must, all the more, anything in the model
-    assert disagreement(golden_losses(tmp_path / "planted", "--optimizer.lr", "3.003e-3")) > 1
+    assert disagreement(golden_losses(tmp_path)) <= 1
 
 
-def test_golden_losses_show_learning() -> None:
-    losses = json.loads(golden_path().read_text())["losses"]
-    assert losses[-1] < losses[0] - 0.3, "a run that learns nothing would not notice a broken optimizer"
+def test_a_small_change_would_be_seen() -> None:
+    """A learning rate one part in a thousand off, run when the losses were kept, is far outside of the tolerance."""
+    golden = json.loads(golden_path().read_text())
+    assert disagreement(golden["planted"]) > 10
+    assert golden["losses"][-1] < golden["losses"][0] - 0.3, "a run that learns nothing would notice nothing"
