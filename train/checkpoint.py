@@ -130,7 +130,8 @@ class PhaseCheckpointManager(CheckpointManager):
             return
         problem = None
         try:
-            self._async_wait()
+            with self.times.blocking():
+                self._async_wait()
         except (CheckpointException, OSError, RuntimeError) as failure:
             problem = str(failure)
         self.save_future = None
