@@ -187,11 +187,12 @@ def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path: Path)
     def begun(times: int) -> bool:
         return (tmp_path / "begun").is_file() and len((tmp_path / "begun").read_text().splitlines()) == times
 
+    def watches(cluster: SlurmCluster) -> bool:
+        return any(process.name() == "sleep" for process in cluster.processes("n3"))
+
     with SlurmCluster(tmp_path / "cluster") as cluster:
         job_id = int(cluster.command("sbatch", "--parsable", str(script)))
-        wait_for(
-            lambda: begun(1) and f"{job_id}.0" in cluster.command("squeue", "-s"), "the job and its watch", TIMEOUT_S
-        )
+        wait_for(lambda: begun(1) and watches(cluster), "the job and its watch", TIMEOUT_S)
         cluster.lose_node("n1")
         assert cluster.job(job_id)["JobState"] == "RUNNING", "a power cut is not noticed at once"
         wait_for(lambda: cluster.job(job_id)["Restarts"] == "1", "the requeue", TIMEOUT_S)
