@@ -118,9 +118,8 @@ class SlurmCluster:
 
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
-            env = {**self.env, "VIRTUAL_NODE": name}
             command = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed pytest leaves it behind
-            self.daemons[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.daemons[name] = subprocess.Popen(command, env=self.env, stdout=log, stderr=log, start_new_session=True)
 
     def start_node(self, node: str) -> None:
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
@@ -146,12 +145,15 @@ class SlurmCluster:
         for process in psutil.process_iter():
             try:
                 env = process.environ()
+                # slurmstepd writes its title over its environment; it keeps the log of its node open
+                logs = process.open_files() if process.name().startswith("slurmstepd") else []
             except (psutil.Error, OSError):
                 continue
+            names = [each for each in NODES if str(self.folder / f"slurmd-{each}.log") in {log.path for log in logs}]
             if env.get("SLURM_CONF") == self.env["SLURM_CONF"] and process.pid not in ours:
-                name = env.get("SLURMD_NODENAME") or env.get("VIRTUAL_NODE")
-                if node is None or name == node:
-                    found.append(process)
+                names.append(env.get("SLURMD_NODENAME", ""))
+            if node in names or (node is None and names):
+                found.append(process)
         return found
 
     def node_states(self) -> dict[str, str]:
