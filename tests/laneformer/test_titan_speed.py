@@ -14,10 +14,10 @@ from laneformer.titan.attention import BOS
 from laneformer.titan.parallelize import apply_selective_checkpointing, keeps
 from tools import plan_sums
 
-# two windowed layers and two full ones; layer 3 is the first to receive a delayed output
+# a windowed layer and a full one; the second receives the first one's outputs, delayed
 CONFIG = LaneformerConfig.from_flavor(
-    "tiny", hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_lanes=8, num_attention_heads=8,
-    num_key_value_heads=8, sliding_window=24, swa_layers=(0, 1), use_early_comm=False, vocab_size=512,
+    "tiny", hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_lanes=8, num_attention_heads=8,
+    num_key_value_heads=8, sliding_window=24, swa_layers=(0,), broadcast_delay=1, use_early_comm=False, vocab_size=512,
 )  # fmt: skip
 SEQ_LEN = 64
 
