@@ -126,12 +126,13 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def lose_node(self, node: str) -> None:
-        """A power cut: the node's daemon and everything that it started, those first that could still report it."""
+        """A power cut: the node's daemon and everything that it started; stopped first, so that none reports a death."""
         daemon = self.daemons.pop(node)
         daemon.kill()
-        for process in sorted(self.processes(node), key=lambda process: "slurmstepd" not in process.name()):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        for action in ("suspend", "kill"):
+            for process in self.processes(node):
+                with suppress(psutil.NoSuchProcess):
+                    getattr(process, action)()
         daemon.wait(timeout=30)
 
     def make_bad(self, node: str) -> None:
