@@ -126,13 +126,20 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def lose_node(self, node: str) -> None:
-        """A power cut: the node's daemon and everything that it started; stopped first, so that none reports a death."""
+        """A power cut: the node's daemon and everything that it started, those first that could still report a death.
+
+        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, the batch script ends with its status.
+        """
         daemon = self.daemons.pop(node)
         daemon.kill()
-        for action in ("suspend", "kill"):
-            for process in self.processes(node):
-                with suppress(psutil.NoSuchProcess):
-                    getattr(process, action)()
+
+        def place(process: psutil.Process) -> tuple[int, int]:
+            first = {"slurmstepd": 0, "srun": 1}.get(process.name(), 2)
+            return first, -process.pid if first == 1 else process.pid
+
+        for process in sorted(self.processes(node), key=place):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         daemon.wait(timeout=30)
 
     def make_bad(self, node: str) -> None:
