@@ -126,10 +126,18 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def lose_node(self, node: str) -> None:
-        """A power cut: the node's daemon and everything that it started, those first that could still report it."""
+        """A power cut: the node's daemon and everything that it started, those first that could still report a death.
+
+        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, the batch script has an exit status.
+        """
         daemon = self.daemons.pop(node)
         daemon.kill()
-        for process in sorted(self.processes(node), key=lambda process: "slurmstepd" not in process.name()):
+
+        def place(process: psutil.Process) -> tuple[int, int]:
+            first = {"slurmstepd": 0, "srun": 1}.get(process.name(), 2)
+            return first, -process.pid if first == 1 else process.pid
+
+        for process in sorted(self.processes(node), key=place):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         daemon.wait(timeout=30)
