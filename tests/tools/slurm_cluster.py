@@ -126,9 +126,9 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def lose_node(self, node: str) -> None:
-        """A power cut: the node's daemon and everything that it started, those first that could still report a death.
+        """A power cut: the node's daemon and all that it started, those first that could still report a death.
 
-        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, the batch script has an exit status.
+        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, the batch script has a status.
         """
         daemon = self.daemons.pop(node)
         daemon.kill()
