@@ -128,7 +128,7 @@ class SlurmCluster:
     def lose_node(self, node: str) -> None:
         """A power cut: the node's daemon and everything that it started, those first that could still report a death.
 
-        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, the batch script has an exit status.
+        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, and the batch script exits.
         """
         daemon = self.daemons.pop(node)
         daemon.kill()
