@@ -187,6 +187,7 @@ def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Resu
         "--training.mixed_precision_param", options.dtype, "--parallelism.data_parallel_replicate_degree", "1",
         "--parallelism.data_parallel_shard_degree", "-1", "--activation_checkpoint.mode", options.checkpointing,
         "--compile.enable" if options.compile else "--compile.no-enable", "--checkpoint.no-enable",
+        "--validation.no-enable",
         "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *MODELS[name],
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": "1", **os.environ}

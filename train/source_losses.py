@@ -1,8 +1,7 @@
 """The loss of a step by source: every sequence comes from one source, so sums over sequences are all it takes.
 
-Only steps that are logged pay for it: one more pass over the logits at hand, without gradients, sequence by sequence so
-that they are never whole in float32; nothing but a sum where the model returns losses. Sums stay on the device until
-`reduce`, which is the one all-reduce.
+The model returns a loss per token, so that a logged step pays for two sums and no other step for anything. The sums
+stay on the device until `reduce`, which is the one all-reduce.
 """
 
 from __future__ import annotations
@@ -10,24 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 
 
-@torch.no_grad()
-def sequence_losses(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each sequence in nats, summed over its tokens: float64 (B,).
-
-    prediction: what the model returned, logits (B, S, V), or losses (B, S) that are 0 where labels (B, S) are ignored.
-    """
-    if prediction.dim() == 2:
-        return prediction.detach().double().sum(1)
-    losses = [
-        nn.functional.cross_entropy(logits.float(), target, reduction="sum", ignore_index=IGNORE_INDEX)
-        for logits, target in zip(prediction.detach(), labels, strict=True)
-    ]
-    return torch.stack(losses).double()
+def sequence_losses(losses: torch.Tensor) -> torch.Tensor:
+    """Losses (B, S) in nats, 0 where the label is ignored -> the sum of each sequence, float64 (B,), no gradient."""
+    return losses.detach().double().sum(1)
 
 
 class SourceLosses:
@@ -42,7 +30,7 @@ class SourceLosses:
 
         def watched(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             if self.source is not None:
-                self.sums[0].index_add_(0, self.source, sequence_losses(pred, labels))
+                self.sums[0].index_add_(0, self.source, sequence_losses(pred))
                 self.sums[1].index_add_(0, self.source, (labels != IGNORE_INDEX).sum(1).double())
             return loss_fn(pred, labels)
 

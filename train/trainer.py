@@ -58,7 +58,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.heartbeat = Heartbeat(self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s)
         signals.WORKER.deadline_s = section.stop_deadline_s
         super().__init__(job_config)
-        if isinstance(self.model_parts[0], TitanLaneformer):
+        self.returns_losses = isinstance(self.model_parts[0], TitanLaneformer)  # a rival of bench_train does not
+        if self.returns_losses:
             # one device included: parallelize wraps that in FSDP, too, and autocast on top would widen the streams
             self.maybe_enable_amp = contextlib.nullcontext()
         self.checkpointer.configure(job_config)
@@ -85,7 +86,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
         """Hand the labels to the model, which returns a loss per token (B, S) in place of logits."""
         inputs, labels, extra_inputs, extra_kwargs = super().post_dataloading_process(input_dict, labels)
-        if isinstance(self.model_parts[0], TitanLaneformer):
+        if self.returns_losses:
             extra_inputs["labels"] = labels
         return inputs, labels, extra_inputs, extra_kwargs
 
@@ -220,7 +221,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def forward_backward_step(self, *, input_dict: dict[str, torch.Tensor], **rest: Any) -> torch.Tensor:
         """TorchTitan hands every key but "input" to the model; the sources are for the log, at logged steps."""
         source = input_dict.pop("source")
-        self.source_losses.source = source if self.metrics_processor.should_log(self.step) else None
+        watched = self.returns_losses and self.metrics_processor.should_log(self.step)
+        self.source_losses.source = source if watched else None
         return super().forward_backward_step(input_dict=input_dict, **rest)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

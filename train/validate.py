@@ -96,7 +96,7 @@ class HeldOutValidator(BaseValidator):
         for tokens, source in zip(self.tokens, self.sources, strict=True):  # signals wait: it is a few batches
             batch = tokens.to(utils.device_type, torch.int64)
             with self.train_context():
-                losses = sequence_losses(model(batch[:, :-1], labels=batch[:, 1:]), batch[:, 1:])
+                losses = sequence_losses(model(batch[:, :-1], labels=batch[:, 1:]))
             sums.index_add_(0, source.to(utils.device_type), losses)
         model.train()
         if self.mesh is not None:

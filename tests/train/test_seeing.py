@@ -208,10 +208,11 @@ def test_sequence_losses_add_up_to_the_loss() -> None:
     logits, labels = torch.randn(3, 7, 11, dtype=torch.float64).float(), torch.randint(0, 11, (3, 7))
     labels[1, 2:5] = -100  # left out of the loss
     expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
-    by_sequence = sequence_losses(logits, labels)
-    assert torch.allclose(by_sequence.sum(), expected, rtol=21 * EPSILON, atol=0)
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    assert torch.allclose(sequence_losses(losses, labels), by_sequence, rtol=7 * EPSILON, atol=0)
+    by_sequence = sequence_losses(losses)
+    assert by_sequence.shape == (3,)
+    # every loss was rounded to float32 once or twice, the sums are exact beside that
+    assert torch.allclose(by_sequence.sum(), expected, rtol=21 * EPSILON, atol=0)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=8, max_size=40), st.floats(0.5, 8), st.floats(-100, 100))
