@@ -128,11 +128,7 @@ class SlurmCluster:
     def lose_node(self, node: str) -> None:
         """A power cut: the node's daemon and all that it started, those first that could still report a death.
 
-<<<<<<< HEAD
-        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, the batch script has a status.
-=======
         slurmstepd tells of its tasks, srun's child cancels the step when srun dies, and the batch script exits.
->>>>>>> train-launch
         """
         daemon = self.daemons.pop(node)
         daemon.kill()
