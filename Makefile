@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
 TORCH ?= torch==2.13.0
+# test files run side by side: most of their time is one process importing
+TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
@@ -52,7 +54,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint browser cross slurm $(VENV)/transformers-4.57
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
