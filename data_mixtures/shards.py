@@ -95,16 +95,31 @@ def windows_in(tokens: int, seq_len: int) -> int:
 
 def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> dict[str, Any]:
     """Write as many whole windows as the tokens fill; returns the file's entry in the manifest."""
-    windows = windows_in(len(tokens), seq_len)
-    data = tokens[: windows * seq_len + 1].astype("<u2").tobytes()
-    path.write_bytes(data)
-    blocks = [xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
+    return write_pieces(path, [tokens[: windows_in(len(tokens), seq_len) * seq_len + 1]], seq_len)
+
+
+def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict[str, Any]:
+    """Write windows whose tokens come in pieces, hashing as they pass; returns the file's entry in the manifest."""
+    whole, block, blocks, room, size = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            data = memoryview(np.ascontiguousarray(piece, "<u2")).cast("B")
+            size += file.write(data)
+            whole.update(data)
+            while data:
+                block.update(data[:room])
+                data, room = data[room:], max(room - len(data), 0)
+                if not room:
+                    blocks.append(block.hexdigest())
+                    block, room = xxhash.xxh3_64(), BLOCK_BYTES
+    if room < BLOCK_BYTES:
+        blocks.append(block.hexdigest())
     return {
         "name": path.name,
-        "bytes": len(data),
-        "windows": windows,
-        "tokens": len(data) // TOKEN_BYTES,
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": size,
+        "windows": windows_in(size // TOKEN_BYTES, seq_len),
+        "tokens": size // TOKEN_BYTES,
+        "sha256": whole.hexdigest(),
         "xxh3_blocks": blocks,
     }
 
