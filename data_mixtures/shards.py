@@ -135,7 +135,10 @@ def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict[st
 def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(ids uint64, lengths uint32) of the documents that begin in a shard."""
     with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
-        data = stream.read()
+        return unpack_documents(stream.read())
+
+
+def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     count = int.from_bytes(data[:8], "little")
     return np.frombuffer(data, "<u8", count, 8), np.frombuffer(data, "<u4", count, 8 + 8 * count)
 
@@ -156,6 +159,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} has format {manifest.get('format')!r}; this code reads format {FORMAT}")
     return manifest
+
+
+def files_of(entry: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the files that an entry of the manifest describes."""
+    return (entry["name"], entry["docs"]["name"]) if "docs" in entry else (entry["name"],)
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:

@@ -79,20 +79,25 @@ def held_out_below(valid_per_10000: int) -> int:
     return valid_per_10000 * 2**64 // 10_000
 
 
-def receipts(out: Path, name: str, source: str) -> tuple[dict[str, Any], ...]:
-    """Receipts of all units of a stage, in their order. ValueError when there is none, or one is missing."""
+def receipts(out: Path, name: str, source: str, count: int | None = None) -> tuple[dict[str, Any], ...]:
+    """Receipts of the first `count` units of a stage, by default of all. ValueError when one is missing."""
     folder = out / name / source
-    changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0  # a unit appears by a rename in this folder
-    return _receipts(out, name, source, changed_ns)
+    count = len(stage.upstream_units(out, name, source)) if count is None else count
+    if not count:
+        raise ValueError(f"{folder} has no units; run the stage {name!r} for source {source!r} first")
+    # a unit appears by a rename in this folder, so its time tells when receipts must be read again
+    return _receipts(out, name, source, count, folder.stat().st_mtime_ns if folder.is_dir() else 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _receipts(out: Path, name: str, source: str, changed_ns: int) -> tuple[dict[str, Any], ...]:
-    units = stage.upstream_units(out, name, source)
-    if [unit.number for unit in units] != list(range(len(units))) or not units:
-        found = ", ".join(str(unit.number) for unit in units) or "none"
-        raise ValueError(f"{out / name / source} lacks units (found: {found}); run the stage {name!r} for it again")
-    return tuple(stage.result(out, name, unit)[1] for unit in units)
+def _receipts(out: Path, name: str, source: str, count: int, changed_ns: int) -> tuple[dict[str, Any], ...]:
+    found = []
+    for number in range(count):
+        receipt = stage.read_receipt(out, name, Unit(source, number))
+        if receipt is None:
+            raise ValueError(f"{out}: {Unit(source, number)} has not been through {name!r} yet; run that stage first")
+        found.append(receipt)
+    return tuple(found)
 
 
 def key_ranges(out: Path, source: str) -> int:
@@ -130,7 +135,7 @@ def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.nd
 
 
 def _tokenized(out: Path, source: str, number: int) -> Path:
-    return stage.unit_folder(out, UPSTREAM, Unit(source, number))
+    return stage.result(out, UPSTREAM, Unit(source, number))[0]
 
 
 def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
@@ -188,11 +193,7 @@ class Shuffle:
         return shards.windows_in(tokens, self.plan.seq_len)
 
     def _orders(self, source: str) -> tuple[dict[str, Any], ...]:
-        ranges = key_ranges(self.out, source)
-        found = receipts(self.out, ORDER, source)
-        if len(found) < ranges:
-            raise ValueError(f"{self.out / ORDER / source} has {len(found)} units of {ranges}; run that stage first")
-        return found[:ranges]  # an earlier preparation may have needed more
+        return receipts(self.out, ORDER, source, key_ranges(self.out, source))
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
@@ -218,11 +219,11 @@ class Shuffle:
         docs = shards.write_documents(folder / f"{name}.docs.zst", index["low"], index["length"])
         return {**entry, "docs": docs}
 
-    def _tokens(
-        self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]
-    ) -> Iterator[np.ndarray]:
+    def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of the source's stream in pieces; `begins` receives the documents that begin there."""
-        files = [_tokenized(self.out, source, n) / "tokens.bin" for n in range(len(receipts(self.out, UPSTREAM, source)))]
+        files = [
+            _tokenized(self.out, source, n) / "tokens.bin" for n in range(len(receipts(self.out, UPSTREAM, source)))
+        ]
         base = np.zeros(len(files), dtype=np.int64)  # where each unit's slice begins in its tokens.bin
         at = 0
         for number, receipt in enumerate(self._orders(source)):

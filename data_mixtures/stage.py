@@ -58,7 +58,9 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 def upstream_units(out: Path, stage: str, source: str) -> list[Unit]:
     """The units of a source that a stage has made, in their order."""
-    return [Unit(source, int(path.name.removeprefix("unit-"))) for path in sorted((out / stage / source).glob("unit-*"))]
+    return [
+        Unit(source, int(path.name.removeprefix("unit-"))) for path in sorted((out / stage / source).glob("unit-*"))
+    ]
 
 
 def key_of(modules: Iterable[str], *parts: Any) -> str:

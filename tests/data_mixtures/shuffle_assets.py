@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -12,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from rich.console import Console
 
-from data_mixtures import shards, shuffle, stage
-from data_mixtures.recipe import Recipe
+from data_mixtures import manifest, shards, shuffle, stage, tokenizer
+from data_mixtures.recipe import LocalSource, Recipe, TokenizerTraining
 from data_mixtures.stage import Unit
 
 SEED = 7
@@ -22,7 +24,9 @@ SEED = 7
 
 def plan_of(sources: Sequence[str] = ("notes",), seq_len=8, windows_per_shard=5, valid_per_10000=1500) -> Recipe:
     weights = {name: 1 + i for i, name in enumerate(sources)}
-    return Recipe(SEED, seq_len, windows_per_shard, valid_per_10000, 1000, 3, Path("unused"), (), {"phase1": weights})
+    local = tuple(LocalSource(name, "web", ()) for name in sources)
+    numbers = (SEED, seq_len, windows_per_shard, valid_per_10000, 1000, 3)
+    return Recipe(*numbers, Path("unused"), local, {"phase1": weights})
 
 
 def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
@@ -144,3 +148,55 @@ def digest(data: bytes) -> str:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What `filter` leaves for the manifest: counts, and hits of benchmark items."""
+
+    out: Path
+    source: str
+    texts: tuple[Sequence[str], ...]
+    too_short: int = 1  # by unit
+    lie: int = 0
+    name: str = "filter"
+
+    def units(self) -> list[Unit]:
+        return [Unit(self.source, n) for n in range(len(self.texts))]
+
+    def key(self, unit: Unit) -> str:
+        return stage.key_of((), self.texts[unit.number])
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        shards.write_json(folder / "contamination.json", {"quiz": {"12": 2}})
+        kept = len(self.texts[unit.number])
+        return {"read": kept + self.too_short + self.lie, "kept": kept, "dropped": {"too_short": self.too_short}}
+
+
+@dataclass(frozen=True)
+class Fetch(Filter):
+    """What `fetch` leaves for the manifest: counts of what its readers dropped."""
+
+    name: str = "fetch"
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        return {"dropped": {"not_utf8": 1} if unit.number == 0 else {}}
+
+
+def prepared(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> Path:
+    """All stages from fetch to manifest over these texts."""
+    for source, given in texts.items():
+        run(Fetch(out, source, split(given, units)))
+        run(Filter(out, source, split(given, units)))
+    shuffled(out, plan, texts, units)
+    shards.write_json(out / "plan.json", {"sources": {name: {"plan_hash": f"plan of {name}"} for name in texts}})
+    (out / "tokenizer.model").write_bytes(tokenizer_model())
+    manifest.write(plan, out, tuple(texts), Console(quiet=True))
+    return out
+
+
+@functools.cache
+def tokenizer_model() -> bytes:
+    """A sentencepiece model with the conventions of the project; its pieces are not those of tokens_of."""
+    lines = ["some words to learn from, 1 2 3"] * 20
+    return tokenizer.train(lines, TokenizerTraining(vocab_size=300, train_bytes=1000, character_coverage=1.0))

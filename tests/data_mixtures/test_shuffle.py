@@ -43,7 +43,7 @@ def tiny(monkeypatch):
 
 @pytest.mark.parametrize("units", [1, 3, 7])
 def test_bytes_are_those_of_the_in_memory_way_for_any_units(tmp_path, tiny, units):
-    texts, plan = texts_of(200), plan_of()
+    texts, plan = texts_of(200), plan_of(windows_per_shard=20)
     shuffled(tmp_path, plan, {"notes": texts}, units)
     files, expected = shuffled_files(tmp_path, "notes"), in_memory(texts, plan)
     assert sorted(files) == sorted(expected)
@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_in_memory_way_for_any_units(tmp_path, tiny, unit
     assert sum(receipt["counts"]["documents"] for receipt in orders) == 200
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     texts=st.lists(st.text("ab\n\u00fc", max_size=12), min_size=30, max_size=80),
     units=st.integers(1, 6),
@@ -141,7 +141,9 @@ def test_a_finished_unit_is_kept_and_a_change_before_it_is_seen(tmp_path, tiny):
     assert all(stage.is_done(order, unit) for unit in order.units())
     assert all(stage.is_done(work, unit) for unit in work.units())
     assert not any(stage.is_done(shuffle.Shuffle(plan_of(seq_len=9), tmp_path, ("notes",)), u) for u in work.units())
-    assert not any(stage.is_done(shuffle.Order(plan_of(valid_per_10000=1501), tmp_path, ("notes",)), u) for u in order.units())
+    assert not any(
+        stage.is_done(shuffle.Order(plan_of(valid_per_10000=1501), tmp_path, ("notes",)), u) for u in order.units()
+    )
     run(Tokenize(tmp_path, "notes", split([*texts, "one more"], 2)))
     assert not any(stage.is_done(order, unit) for unit in order.units())
     assert not any(stage.is_done(work, unit) for unit in work.units())
@@ -178,18 +180,18 @@ def test_too_little_text_is_named(tmp_path):
 
 def test_missing_and_damaged_inputs_are_named(tmp_path, tiny):
     plan, order = plan_of(), shuffle.Order(plan_of(), tmp_path, ("notes",))
-    with pytest.raises(ValueError, match=r"tokenize/notes lacks units \(found: none\)"):
+    with pytest.raises(ValueError, match=r"tokenize/notes has no units; run the stage 'tokenize'"):
         order.units()
     tokenize = Tokenize(tmp_path, "notes", split(texts_of(100), 3))
     for unit in (Unit("notes", 0), Unit("notes", 2)):
         stage.do(tokenize, unit)
-    with pytest.raises(ValueError, match=r"tokenize/notes lacks units \(found: 0, 2\)"):
+    with pytest.raises(ValueError, match=r"notes/unit-00001 has not been through 'tokenize'"):
         order.units()
     run(tokenize)
-    with pytest.raises(ValueError, match=r"order/notes lacks units"):
+    with pytest.raises(ValueError, match=r"notes/unit-00000 has not been through 'order'"):
         shuffle.Shuffle(plan, tmp_path, ("notes",)).units()
     stage.do(order, order.units()[0])
-    with pytest.raises(ValueError, match=r"order/notes has 1 units of 8"):
+    with pytest.raises(ValueError, match=r"notes/unit-00001 has not been through 'order'"):
         shuffle.Shuffle(plan, tmp_path, ("notes",)).units()
     run(order)
     work = shuffle.Shuffle(plan, tmp_path, ("notes",))
