@@ -14,6 +14,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from data_mixtures.stage import Unit
 
 ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
 DOCUMENTS_PER_RANGE = 1 << 21  # about 300 MB while merging
-GATHER_TOKENS = 1 << 27  # tokens put in order at a time: 256 MiB read, 256 MiB written
-GAP_TOKENS = 1 << 15  # reading over a smaller gap is cheaper than another read
+READ_TOKENS = 1 << 27  # put in order at a time: the more, the longer are the slices that are read of each unit
+COPY_TOKENS = 1 << 21  # written at a time: few enough to be hashed while they are in the cache
 # what `tokenize` writes for a document; length in tokens with BOS and EOS, bytes of UTF-8
 _FIELDS = [("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")]
 DOCUMENT = np.dtype(_FIELDS)
@@ -230,7 +231,7 @@ class Shuffle:
         at = 0
         for number, receipt in enumerate(self._orders(source)):
             folder, tokens = stage.unit_folder(self.out, ORDER, Unit(source, number)), receipt["counts"][part]["tokens"]
-            if at < last and at + tokens > first:
+            if tokens and at < last and at + tokens > first:
                 documents = _placed(np.load(folder / f"{part}.npy", mmap_mode="r"), at, base, first, last)
                 begins.append(documents[documents["at"] >= first])
                 yield from _gathered(files, documents, first, last)
@@ -259,50 +260,66 @@ def _placed(rows: np.ndarray, at: int, base: np.ndarray, first: int, last: int) 
 
 
 def _gathered(files: Sequence[Path], documents: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
-    """The tokens of consecutive documents, those outside first <= i < last cut off, about GATHER_TOKENS at a time."""
+    """The tokens of consecutive documents in pieces, those outside first <= i < last cut off."""
     skip = np.maximum(first - documents["at"], 0)
     lengths = np.minimum(documents["length"], last - documents["at"]) - skip
-    done = np.cumsum(lengths)
-    begin = 0
-    while begin < len(documents):
-        before = int(done[begin - 1]) if begin else 0
-        end = max(int(np.searchsorted(done, before + GATHER_TOKENS, side="right")), begin + 1)
-        piece = slice(begin, end)
-        yield gather(files, documents["unit"][piece], (documents["start"] + skip)[piece], lengths[piece])
-        begin = end
+    starts = documents["start"] + skip
+    # one buffer for all: new memory costs more than what is done with it
+    buffer = np.empty(2 * max(int(lengths.max()), min(READ_TOKENS, int(lengths.sum()))), dtype="<u2")
+    for piece in _pieces(lengths, READ_TOKENS):
+        yield from gather(files, documents["unit"][piece], starts[piece], lengths[piece], buffer)
 
 
-def gather(files: Sequence[Path], units: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Documents' tokens one after the other: uint16 (sum of lengths,).
+def _pieces(lengths: np.ndarray, tokens: int) -> Iterator[slice]:
+    """Consecutive documents with at most so many tokens together, at least one of them."""
+    ends, begin, before = np.cumsum(lengths), 0, 0
+    while begin < len(lengths):
+        end = max(int(np.searchsorted(ends, before + tokens, side="right")), begin + 1)
+        yield slice(begin, end)
+        begin, before = end, int(ends[end - 1])
+
+
+def gather(
+    files: Sequence[Path], units: np.ndarray, starts: np.ndarray, lengths: np.ndarray, buffer: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Documents' tokens one after the other, uint16, in pieces.
 
     Document i is lengths[i] tokens of files[units[i]] from starts[i] on; those of one file must lie in ascending order.
+    buffer: uint16, at least twice the sum of the lengths.
     """
     order = np.argsort(units, kind="stable")
     unit, start = units[order], starts[order]
     end = start + lengths[order]
-    new = np.append(True, (unit[1:] != unit[:-1]) | (start[1:] - end[:-1] > GAP_TOKENS))
-    runs = np.flatnonzero(new)  # documents that are read together begin here
+    # documents that lie together are read together, over a gap that is not larger than what lies before it
+    new = np.append(True, (unit[1:] != unit[:-1]) | (start[1:] - end[:-1] > lengths[order][:-1]))
+    runs = np.flatnonzero(new)
     run_starts, run_ends = start[runs], end[np.append(runs[1:], len(new)) - 1]
     places = np.append(0, np.cumsum(run_ends - run_starts))
-    staged = np.empty(places[-1], dtype="<u2")
-    for file, at, to, place in zip(unit[runs], run_starts, run_ends, places[:-1], strict=True):
-        _read_tokens(files[file], int(at), staged[place : place + to - at])
+    for number in np.unique(unit):
+        here = slice(*np.searchsorted(unit[runs], [number, number + 1]))
+        into = [buffer[a:b] for a, b in pairwise(places[here.start : here.stop + 1])]
+        _read_tokens(files[number], run_starts[here].tolist(), into)
     shift = (places[:-1] - run_starts)[np.cumsum(new) - 1]
-    # Arrow copies variable-length values at the speed of memory: document k is value 2 k, what lies behind it 2 k + 1
+    # Arrow copies values of any length at the speed of memory: document k is value 2 k, what lies behind it 2 k + 1
     offsets = shards.TOKEN_BYTES * np.stack([start + shift, end + shift], axis=1).ravel()
-    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(staged)]
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(buffer)]
     values = pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(offsets) - 1, buffers)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    return np.frombuffer(values.take(pyarrow.array(2 * rank)).buffers()[2], "<u2", int(lengths.sum()))
+    for piece in _pieces(lengths, COPY_TOKENS):
+        taken = values.take(pyarrow.array(2 * rank[piece]))
+        yield np.frombuffer(taken.buffers()[2], "<u2", int(lengths[piece].sum()))
 
 
-def _read_tokens(path: Path, start: int, into: np.ndarray) -> None:
+def _read_tokens(path: Path, starts: Sequence[int], into: Sequence[np.ndarray]) -> None:
     with path.open("rb", buffering=0) as file:
-        file.seek(start * shards.TOKEN_BYTES)
-        rest = into.view(np.uint8).data
-        while rest:
-            count = file.readinto(rest)
-            if not count:
-                raise ValueError(f"{path} ends before token {start + len(into)}: truncated; run {UPSTREAM!r} again")
-            rest = rest[count:]
+        for start, tokens in zip(starts, into, strict=True):
+            file.seek(start * shards.TOKEN_BYTES)
+            rest = tokens.view(np.uint8).data
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise ValueError(
+                        f"{path} ends before token {start + len(tokens)}: truncated; run {UPSTREAM!r} again"
+                    )
+                rest = rest[count:]
