@@ -95,16 +95,31 @@ def windows_in(tokens: int, seq_len: int) -> int:
 
 def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> dict[str, Any]:
     """Write as many whole windows as the tokens fill; returns the file's entry in the manifest."""
-    windows = windows_in(len(tokens), seq_len)
-    data = tokens[: windows * seq_len + 1].astype("<u2").tobytes()
-    path.write_bytes(data)
-    blocks = [xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
+    return write_pieces(path, [tokens[: windows_in(len(tokens), seq_len) * seq_len + 1]], seq_len)
+
+
+def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict[str, Any]:
+    """Write windows whose tokens come in pieces, hashing as they pass; returns the file's entry in the manifest."""
+    whole, block, blocks, room, size = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            data = memoryview(np.ascontiguousarray(piece, "<u2")).cast("B")
+            size += file.write(data)
+            whole.update(data)
+            while data:
+                block.update(data[:room])
+                data, room = data[room:], max(room - len(data), 0)
+                if not room:
+                    blocks.append(block.hexdigest())
+                    block, room = xxhash.xxh3_64(), BLOCK_BYTES
+    if room < BLOCK_BYTES:
+        blocks.append(block.hexdigest())
     return {
         "name": path.name,
-        "bytes": len(data),
-        "windows": windows,
-        "tokens": len(data) // TOKEN_BYTES,
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": size,
+        "windows": windows_in(size // TOKEN_BYTES, seq_len),
+        "tokens": size // TOKEN_BYTES,
+        "sha256": whole.hexdigest(),
         "xxh3_blocks": blocks,
     }
 
@@ -120,7 +135,10 @@ def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict[st
 def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(ids uint64, lengths uint32) of the documents that begin in a shard."""
     with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
-        data = stream.read()
+        return unpack_documents(stream.read())
+
+
+def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     count = int.from_bytes(data[:8], "little")
     return np.frombuffer(data, "<u8", count, 8), np.frombuffer(data, "<u4", count, 8 + 8 * count)
 
@@ -141,6 +159,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} has format {manifest.get('format')!r}; this code reads format {FORMAT}")
     return manifest
+
+
+def files_of(entry: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the files that an entry of the manifest describes."""
+    return (entry["name"], entry["docs"]["name"]) if "docs" in entry else (entry["name"],)
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:

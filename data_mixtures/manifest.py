@@ -1,0 +1,177 @@
+"""The manifest of a source: its finished shards under DIR/<source>/, with source.json that says what they are.
+
+Files are hard links of what `shuffle` wrote (copies where the file system cannot link), and the folder appears by one
+rename. Every document that was read is in source.json: read == kept + sum(dropped). It is a pure function of the texts,
+the plan, the tokenizer, the recipe's numbers and the code: no time, no host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from data_mixtures import mixture, shards, shuffle, stage, tokenizer
+from data_mixtures.recipe import Recipe
+from data_mixtures.stage import Unit
+
+TOKENIZER = "tokenizer.model"
+_BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
+# modules that decide no byte of a shard: they run, read, check or report
+_ELSEWHERE = ("__init__", "__main__", "execute", "executors", "manifest", "mixture", "order", "prepare", "stage")
+_REPORTS = ("stats", "stats_page", "verify", "windows")
+
+
+def write(plan: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
+    """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
+
+    ValueError when a stage before is not finished, or counts do not add up.
+    """
+    made = {}
+    for source in sources:
+        made[source] = _publish(plan, out, source)
+        console.print(f"{out / source}: {made[source]}", highlight=False, soft_wrap=True)
+    for phase, weights in plan.phases.items():
+        if all((out / name / shards.MANIFEST).is_file() for name in weights):
+            console.print(f"{mixture.write_lock(out, phase, plan)}", highlight=False, soft_wrap=True)
+        else:
+            missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
+            console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
+    return made
+
+
+def code_version() -> str:
+    """A hash of the modules that decide the bytes of a source."""
+    here = Path(__file__).parent
+    names = sorted(path.name for path in here.glob("*.py") if path.stem not in (*_ELSEWHERE, *_REPORTS))
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()[:16]
+
+
+def _publish(plan: Recipe, out: Path, source: str) -> str:
+    work = shuffle.Shuffle(plan, out, (source,))
+    receipts = shuffle.receipts(out, shuffle.SHUFFLE, source, work.shards(source) + 1)
+    entries = [receipt["counts"] for receipt in receipts]
+    description = _description(plan, out, source, entries)
+    files = _files(out, source, receipts)
+    final = out / source
+    if _is_published(final, description, files):
+        return "reused"
+    partial = out / f".{source}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        for name, path in files.items():
+            _link(path, partial / name)
+        shards.write_json(partial / shards.MANIFEST, description)
+        shards.publish(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return "built"
+
+
+def _files(out: Path, source: str, receipts: tuple[dict[str, Any], ...]) -> dict[str, Path]:
+    folders = [stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) for number in range(len(receipts))]
+    pairs = zip(folders, receipts, strict=True)
+    return {name: folder / name for folder, receipt in pairs for name in receipt["files"]}
+
+
+def _is_published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> bool:
+    """Whether the folder holds this description and these files; a freed file of `shuffle` must only be there."""
+    try:
+        if shards.read_manifest(final) != json.loads(json.dumps(description)):
+            return False
+        shards.check_sizes(final, description)
+    except ValueError:
+        return False
+    return all(
+        (final / name).is_file() and (not path.exists() or _same(path, final / name)) for name, path in files.items()
+    )
+
+
+def _same(path: Path, published: Path) -> bool:
+    """The same file, or a copy that nobody touched since."""
+    one, other = path.stat(), published.stat()
+    return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+
+
+def _link(path: Path, link: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing and {link.name} is not published; run the stage {shuffle.SHUFFLE!r} again")
+    try:
+        os.link(path, link)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(path, link)
+
+
+def _description(plan: Recipe, out: Path, source: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    *train, valid = entries
+    model = tokenizer.load(out / TOKENIZER)
+    layout = shuffle.Shuffle(plan, out, (source,)).layout
+    return {
+        "format": shards.FORMAT,
+        "source": source,
+        "category": next(each.category for each in plan.sources if each.name == source),
+        "plan_hash": _plan_hash(out, source),
+        "code_version": code_version(),
+        **asdict(layout),
+        "tokenizer_sha256": tokenizer.sha256(out / TOKENIZER),
+        "vocab_size": model.vocab_size(),
+        **_counts(out, source),
+        "contamination": _contamination(out, source),
+        "windows": sum(entry["windows"] for entry in train),
+        "shards": train,
+        "valid": valid,
+    }
+
+
+def _plan_hash(out: Path, source: str) -> str:
+    path = out / "plan.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; run the stage 'plan' first")
+    return json.loads(path.read_text(encoding="utf-8"))["sources"][source]["plan_hash"]
+
+
+def _counts(out: Path, source: str) -> dict[str, Any]:
+    """Documents, tokens and bytes that are kept, and all that was read, with the reasons why the rest is not there."""
+    filtered, tokenized = (_all_counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
+    ordered = [r["counts"] for r in shuffle.receipts(out, shuffle.ORDER, source, shuffle.key_ranges(out, source))]
+    parts = [counts[part] for counts in ordered for part in ("train", "valid")]
+    kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
+    dropped = Counter({"duplicate": sum(counts["duplicate"] for counts in ordered)})
+    read = sum(counts["read"] for counts in filtered)
+    for name in _BEFORE_FILTER:
+        lost = Counter[str]()
+        for counts in _all_counts(out, name, source) if (out / name / source).is_dir() else ():
+            lost.update(counts.get("dropped", {}))
+        dropped.update(lost)
+        read += lost.total()
+    for counts in filtered:
+        dropped.update(counts["dropped"])
+    if sum(counts["documents"] for counts in tokenized) != sum(counts["kept"] for counts in filtered):
+        raise ValueError(f"source {source!r} was filtered again after it was tokenized; run the stages from there on")
+    if read != kept["documents"] + dropped.total():
+        raise ValueError(
+            f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "
+            f"counted as dropped ({dict(dropped)}); receipts of different runs are mixed, run the stages again"
+        )
+    return {**kept, "read": read, "kept": kept["documents"], "dropped": dict(sorted(dropped.items()))}
+
+
+def _all_counts(out: Path, name: str, source: str) -> list[dict[str, Any]]:
+    return [receipt["counts"] for receipt in shuffle.receipts(out, name, source)]
+
+
+def _contamination(out: Path, source: str) -> dict[str, Any]:
+    """Hits of benchmark items over all units: {benchmark: {"hits", "items"}}."""
+    hits: dict[str, Counter[str]] = {}
+    for path in sorted((out / "filter" / source).glob("unit-*/contamination.json")):
+        for benchmark, items in json.loads(path.read_text(encoding="utf-8")).items():
+            hits.setdefault(benchmark, Counter()).update(items)
+    return {name: {"hits": sum(items.values()), "items": len(items)} for name, items in sorted(hits.items())}
