@@ -277,7 +277,8 @@ def run(stage: Stage, executor: Executor, console: Console) -> dict[Unit, dict[s
     todo = [unit for unit in units if not is_done(stage, unit)]
     if todo:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        hidden = not console.is_terminal
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden) as bar:
             task = bar.add_task(stage.name, total=len(units), completed=len(units) - len(todo))
             try:
                 executor.run(

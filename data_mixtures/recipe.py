@@ -110,7 +110,7 @@ class Recipe:
     max_document_chars: int
     epoch_cap: int
     tokenizer: Path | TokenizerTraining
-    sources: tuple[LocalSource, ...] | tuple[HubSource, ...]
+    sources: tuple[LocalSource | HubSource, ...]
     phases: Mapping[str, Mapping[str, int]]  # phase -> source -> weight, for every source, in the order of `sources`
     filter: Filter = field(default_factory=Filter)
     hydrate: Hydrate | None = None

@@ -59,6 +59,11 @@ def run(toy: Toy, options: execute.Options) -> str:
     return console.export_text()
 
 
+SLURM = execute.Options(workers=3, kind="slurm", sbatch={"partition": "p", "time": "10", "mem-per-cpu": "100M"})
+
 if __name__ == "__main__":
     out, faults, workers, wait_s = sys.argv[1:]
-    run(Toy(Path(out), Path(faults), 12, float(wait_s)), execute.Options(workers=int(workers)))
+    run(
+        Toy(Path(out), Path(faults), 12, float(wait_s)),
+        SLURM if workers == "slurm" else execute.Options(workers=int(workers)),
+    )
