@@ -1,7 +1,7 @@
 """What a recipe TOML may say, read into frozen dataclasses and checked once; everything after this trusts it.
 
-A recipe names sources (local text, or hub datasets for the big runs), a tokenizer, and one table of integer weights per
-phase. Unknown keys are refused with the nearest known name.
+A recipe names sources (local text, or hub datasets for the big runs), a tokenizer, what to filter, how to hydrate, and
+one table of integer weights per phase. Unknown keys are refused with the nearest known name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,20 @@ MAX_VOCAB_SIZE = 65_536  # tokens are stored as uint16
 
 @dataclass(frozen=True)
 class Input:
-    """One stream of local text: a reader (`kind`), the files it reads, and a cap in bytes of extracted text."""
+    """One stream of local text: a reader (`kind`), the files it reads, and a cap in bytes of extracted text.
+
+    A capped input is read in sequence, by one process; without max_bytes all files are read, many at a time.
+    """
 
     kind: str
-    max_bytes: int
+    max_bytes: int | None = None
     paths: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)
-        check_integer("max_bytes", self.max_bytes)
+        if self.max_bytes is not None or self.kind in GENERATED:  # what is generated has no end of its own
+            check_integer("max_bytes", self.max_bytes)
         if bool(self.paths) == (self.kind in GENERATED):
             need = "takes no paths" if self.kind in GENERATED else "needs paths = [glob, ...]"
             raise ValueError(f"input kind {self.kind!r} {need}, got paths = {list(self.paths)}")
@@ -52,7 +56,10 @@ class LocalSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A source on the dataset hub, for the 2B runs. `expected_tokens_b`: billions, before our own count."""
+    """A source on the dataset hub, for the 2B runs. `expected_tokens_b`: billions, before our own count.
+
+    text_columns: names that the column of text may have; exactly one of them must be in the files.
+    """
 
     name: str
     category: str
@@ -60,7 +67,9 @@ class HubSource:
     revision: str
     configs: tuple[str, ...]
     licence: str
+    gate: str
     expected_tokens_b: float
+    text_columns: tuple[str, ...] = ("text",)
     needs_hydration: bool = False  # metadata only: the text must be fetched by repository, commit and path
 
 
@@ -71,6 +80,23 @@ class TokenizerTraining:
     vocab_size: int
     train_bytes: int
     character_coverage: float
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which documents stay. `benchmarks`: name -> file or glob (JSON lines or Parquet) whose items must not be trained on."""
+
+    min_chars: int = 64
+    max_chars: int = 10_000_000
+    benchmarks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Hydrate:
+    """Where the text of metadata rows comes from: "local:FOLDER" or "module:attribute", and how much of it may lack."""
+
+    resolver: str
+    max_missing_share: float = 0.01
 
 
 @dataclass(frozen=True)
@@ -86,6 +112,8 @@ class Recipe:
     tokenizer: Path | TokenizerTraining
     sources: tuple[LocalSource, ...] | tuple[HubSource, ...]
     phases: Mapping[str, Mapping[str, int]]  # phase -> source -> weight, for every source, in the order of `sources`
+    filter: Filter = field(default_factory=Filter)
+    hydrate: Hydrate | None = None
 
 
 def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -127,6 +155,8 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
         table["sources"] = _toml(folder / table["sources"])["sources"]
     table["sources"] = tuple(_source(name, values) for name, values in table["sources"].items())
     table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
+    table["filter"] = _filter(table.get("filter", {}), folder)
+    table["hydrate"] = _hydrate(table["hydrate"], folder) if "hydrate" in table else None
     names = [source.name for source in table["sources"]]
     table["phases"] = {phase: _weights(phase, weights, names) for phase, weights in phases.items()}
     if not phases:
@@ -137,7 +167,7 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
 def _check_keys(cls: type, table: Mapping[str, Any], what: str, skip: tuple[str, ...] = ()) -> None:
     fields = [f for f in dataclasses.fields(cls) if f.name not in skip]
     check_known(f"{what} key", table, [f.name for f in fields])
-    missing = [f.name for f in fields if f.name not in table and f.default is dataclasses.MISSING]
+    missing = [f.name for f in fields if f.name not in table and f.default is f.default_factory is dataclasses.MISSING]
     if missing:
         raise ValueError(f"{what} lacks {missing}")
 
@@ -149,12 +179,13 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     _check_keys(cls, values, f"source {name!r}", skip=("name",))
     check_known(f"category of source {name!r}:", [values["category"]], CATEGORIES)
     if cls is HubSource:
-        return HubSource(name=name, **{**values, "configs": tuple(values["configs"])})
+        lists = {key: tuple(values[key]) for key in ("configs", "text_columns") if key in values}
+        return HubSource(name=name, **{**values, **lists})
     inputs = []
     for table in values["inputs"]:
         _check_keys(Input, table, f"source {name!r}: input")
         lists = {key: tuple(table.get(key, ())) for key in ("paths", "exclude")}
-        inputs.append(Input(table["kind"], table["max_bytes"], **lists))
+        inputs.append(Input(table["kind"], table.get("max_bytes"), **lists))
     return LocalSource(name=name, **{**values, "inputs": tuple(inputs)})
 
 
@@ -165,6 +196,29 @@ def _tokenizer(value: str | dict[str, Any], folder: Path) -> Path | TokenizerTra
     check_integer("tokenizer.vocab_size", value["vocab_size"], 300, MAX_VOCAB_SIZE)
     check_integer("tokenizer.train_bytes", value["train_bytes"])
     return TokenizerTraining(**value)
+
+
+def _filter(table: dict[str, Any], folder: Path) -> Filter:
+    _check_keys(Filter, table, "filter")
+    names = table.get("benchmarks", {})
+    for name, path in names.items():
+        if not isinstance(path, str):
+            raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
+    found = Filter(**{**table, "benchmarks": {name: str(folder / path) for name, path in names.items()}})
+    check_integer("filter.min_chars", found.min_chars)
+    check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
+    return found
+
+
+def _hydrate(table: dict[str, Any], folder: Path) -> Hydrate:
+    _check_keys(Hydrate, table, "hydrate")
+    found = Hydrate(**table)
+    kind, _, where = str(found.resolver).partition(":")
+    if not where:
+        raise ValueError(f"hydrate.resolver = {found.resolver!r} must be 'local:FOLDER' or 'module:attribute'")
+    if not 0 <= found.max_missing_share <= 1:
+        raise ValueError(f"hydrate.max_missing_share = {found.max_missing_share!r} must be a share from 0 to 1")
+    return dataclasses.replace(found, resolver=f"local:{folder / where}") if kind == "local" else found
 
 
 def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:

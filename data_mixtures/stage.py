@@ -4,16 +4,22 @@ A unit's result is a folder, DIR/<stage>/<source>/unit-NNNNN/, that appears by o
 either it is whole or it is not there. The receipt holds the key (a hash of everything that the result depends on, the
 receipts of the stage before included), the size and hash of every file, and the counts. A unit whose receipt has the
 right key and whose files have their sizes is not done again; so a change cascades, and a restart costs what was lost.
-Results do not depend on how many workers there are: a unit sees its own inputs only.
+Results do not depend on how many workers there are: a unit sees its own inputs only. `execute` runs what is not done.
+
+The files of a unit can be freed when the stage after it is through: the receipt stays and says so, and nothing is redone.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import hashlib
 import json
+import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,13 +64,17 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 def key_of(modules: Iterable[str], *parts: Any) -> str:
     """sha256 (hex) over the source text of modules of this package and JSON-able parts."""
-    here = Path(__file__).parent
-    code = [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in modules]
+    code = [_code_hash(name) for name in modules]
     return hashlib.sha256(json.dumps([code, *parts], sort_keys=True, default=str).encode()).hexdigest()
 
 
+@functools.cache
+def _code_hash(module: str) -> str:
+    return hashlib.sha256((Path(__file__).parent / module).read_bytes()).hexdigest()
+
+
 def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
-    """{"key", "files": {name: {"bytes", "xxh3"}}, "counts"} of a finished unit, None when there is none."""
+    """{"key", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a finished unit, None when there is none."""
     try:
         return json.loads((unit_folder(out, stage, unit) / RECEIPT).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -72,11 +82,13 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
 
 
 def result(out: Path, stage: str, unit: Unit) -> tuple[Path, dict[str, Any]]:
-    """The folder and the receipt of a finished unit. ValueError when that stage has not done it."""
-    receipt = read_receipt(out, stage, unit)
+    """The folder and the receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
+    receipt, folder = read_receipt(out, stage, unit), unit_folder(out, stage, unit)
     if receipt is None:
         raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
-    return unit_folder(out, stage, unit), receipt
+    if receipt.get("freed"):
+        raise ValueError(f"{folder} was freed, and is needed again; remove {folder.parent} and run {stage!r} again")
+    return folder, receipt
 
 
 def is_done(stage: Stage, unit: Unit) -> bool:
@@ -84,9 +96,42 @@ def is_done(stage: Stage, unit: Unit) -> bool:
     receipt = read_receipt(stage.out, stage.name, unit)
     if receipt is None or receipt["key"] != stage.key(unit):
         return False
+    if receipt.get("freed"):
+        return True
     folder = unit_folder(stage.out, stage.name, unit)
     sizes = {name: entry["bytes"] for name, entry in receipt["files"].items()}
     return all((folder / name).is_file() and (folder / name).stat().st_size == sizes[name] for name in sizes)
+
+
+def free(out: Path, stage: str, unit: Unit) -> int:
+    """Delete the files of a finished unit, not its receipt; returns the bytes that became free."""
+    receipt, folder = read_receipt(out, stage, unit), unit_folder(out, stage, unit)
+    assert receipt is not None, f"{unit} of {stage} is not finished, so there is nothing to free"
+    # the receipt first: whatever kill comes between, no file is missed that is said to be there
+    shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
+    there = [folder / name for name in receipt["files"] if (folder / name).is_file()]
+    freed = sum(path.stat().st_size for path in there)
+    for path in there:
+        path.unlink()
+    return freed
+
+
+@contextmanager
+def exclusive(out: Path) -> Iterator[None]:
+    """One preparation per folder at a time. ValueError when there is another."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process is preparing {out}; wait for it, or use another --out") from error
+        yield
+
+
+def remove_partial(out: Path, stage: str) -> None:
+    """What killed runs of this stage left behind; only in `exclusive`."""
+    for left in (*(out / stage).glob("*/.*.partial"), *(out / stage).glob("*/.*.old")):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def do(stage: Stage, unit: Unit) -> None:
@@ -108,4 +153,5 @@ def _entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         while block := file.read(1 << 24):
             digest.update(block)
+        os.fsync(file.fileno())  # before the rename that says it is there
     return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}

@@ -18,7 +18,6 @@ from pathlib import PurePath
 
 from data_mixtures import manpages
 
-MIN_DOCUMENT_CHARS = 64
 _MIN_MESSAGE_CHARS = 24  # shorter ones are labels of buttons
 _CATALOG_CHARS = 4_000  # a gettext catalog is cut into documents of about this size
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

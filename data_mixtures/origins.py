@@ -1,0 +1,143 @@
+"""Where the Parquet files of a hub dataset are read from: the hub itself, or a mirror of it.
+
+A mirror is any URL that fsspec knows, or a folder, laid out as <repo>/<config folder>/*.parquet. Both answer the same four
+questions: may I read this repository, what lies in this folder, give me a file to look into, give me the whole file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import fsspec
+import fsspec.implementations.local
+from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
+from huggingface_hub import errors as hub_errors
+
+
+@dataclass(frozen=True, order=True)
+class File:
+    """A Parquet file of a repository; sha256 (hex) where the origin knows it without reading the file."""
+
+    path: str
+    bytes: int
+    sha256: str | None = None
+
+
+class Origin(Protocol):
+    """Where files come from."""
+
+    remote: bool  # a failed transfer is worth another try
+
+    def revision(self, repo: str, revision: str) -> str:
+        """The full revision of a repository that may be read. ValueError says what to do where it may not."""
+
+    def files(self, repo: str, revision: str, folder: str) -> list[File]:
+        """All Parquet files below exactly this folder, by path; none when there is no such folder."""
+
+    def folders(self, repo: str, revision: str) -> list[str]:
+        """The folders at the top, for an error message."""
+
+    def open(self, repo: str, revision: str, path: str) -> BinaryIO:
+        """A file to read parts of."""
+
+    def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
+        """The whole file, as `target` in a folder of its own."""
+
+
+def origin(mirror: str | None) -> Origin:
+    return Mirror(mirror) if mirror else Hub()
+
+
+class Hub:
+    """The dataset hub (HF_ENDPOINT, HF_TOKEN)."""
+
+    remote = True
+
+    def __init__(self) -> None:
+        self.api = HfApi()
+
+    def revision(self, repo: str, revision: str) -> str:
+        page = f"{self.api.endpoint}/datasets/{repo}"
+        token = "the token that HF_TOKEN holds is not of an account that did" if get_token() else "HF_TOKEN is not set"
+        try:
+            self.api.auth_check(repo, repo_type="dataset")
+            found = self.api.dataset_info(repo, revision=revision).sha
+        except hub_errors.GatedRepoError as error:
+            raise ValueError(f"gated: accept its agreement at {page} and set HF_TOKEN ({token})") from error
+        except hub_errors.RevisionNotFoundError as error:
+            raise ValueError(f"has no revision {revision!r}; see {page}/commits/main") from error
+        except hub_errors.RepositoryNotFoundError as error:
+            raise ValueError(f"not found at {page}, or private and {token}") from error
+        except Exception as error:  # no network, a proxy, a server's fault: whatever it is, all sources get their turn
+            raise ValueError(f"cannot be asked for at {page}: {type(error).__name__}: {error}") from error
+        if found is None or len(found) != 40:
+            raise ValueError(f"revision {revision!r} has the commit {found!r} at {page}, which is not 40 hex digits")
+        return found
+
+    def files(self, repo: str, revision: str, folder: str) -> list[File]:
+        try:
+            tree = list(self.api.list_repo_tree(repo, folder, recursive=True, revision=revision, repo_type="dataset"))
+        except hub_errors.EntryNotFoundError:
+            return []
+        found = [entry for entry in tree if entry.path.endswith(".parquet") and hasattr(entry, "blob_id")]
+        return sorted(File(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None) for entry in found)
+
+    def folders(self, repo: str, revision: str) -> list[str]:
+        tree = self.api.list_repo_tree(repo, revision=revision, repo_type="dataset")
+        return sorted(entry.path for entry in tree if not hasattr(entry, "blob_id"))
+
+    def open(self, repo: str, revision: str, path: str) -> BinaryIO:
+        files: Any = HfFileSystem(endpoint=self.api.endpoint)
+        return files.open(f"datasets/{repo}@{revision}/{path}", "rb", block_size=1 << 20)
+
+    def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
+        folder = target.with_name("download")
+        try:
+            got = hf_hub_download(repo, path, repo_type="dataset", revision=revision, local_dir=folder)
+            os.replace(got, target)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class Mirror:
+    """A copy of repositories in a folder or behind a URL. It knows no commits: the revision is taken on trust."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.system, self.root = fsspec.url_to_fs(url)
+        self.local = isinstance(self.system, fsspec.implementations.local.LocalFileSystem)
+        self.remote = not self.local
+
+    def revision(self, repo: str, revision: str) -> str:
+        if not self.system.isdir(f"{self.root}/{repo}"):
+            raise ValueError(f"the mirror {self.url} has no folder {repo}")
+        return revision
+
+    def files(self, repo: str, revision: str, folder: str) -> list[File]:
+        start = f"{self.root}/{repo}/"
+        found = self.system.find(f"{start}{folder}", detail=True).values()
+        entries = [(entry["name"].removeprefix(start), entry["size"]) for entry in found]
+        return sorted(File(path, size) for path, size in entries if path.endswith(".parquet"))
+
+    def folders(self, repo: str, revision: str) -> list[str]:
+        found = self.system.ls(f"{self.root}/{repo}", detail=True)
+        return sorted(Path(entry["name"]).name for entry in found if entry["type"] == "directory")
+
+    def open(self, repo: str, revision: str, path: str) -> BinaryIO:
+        return self.system.open(f"{self.root}/{repo}/{path}", "rb")
+
+    def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
+        source = f"{self.root}/{repo}/{path}"
+        if self.local:
+            try:
+                os.link(source, target)  # the same bytes, no space
+                return
+            except FileNotFoundError:
+                raise
+            except OSError:
+                pass  # another disk, or a file system without links
+        self.system.get_file(source, str(target))
