@@ -121,10 +121,15 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
 
 def load(out: Path) -> Index | None:
     """The index of a data folder, None when the recipe names no benchmarks."""
-    header = _header(out / INDEX)
-    if header is None:
-        return None
-    with np.load(out / INDEX) as stored:
+    path = out / INDEX
+    return _load(path, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@functools.lru_cache(maxsize=1)
+def _load(path: Path, mtime_ns: int) -> Index:
+    header = _header(path)
+    assert header is not None, f"{path} went away"
+    with np.load(path) as stored:
         arrays = {name: stored[name] for name in _ARRAYS}
     return Index(tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]), arrays)
 
@@ -202,7 +207,7 @@ def _groups(texts: list[str]) -> Iterator[list[str]]:
 
 
 def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of all words, uint64, and bounds int64 (texts + 1,): the words of text i are hashes[bounds[i]:bounds[i+1]]."""
+    """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
     if len(texts) == 1:
         hashes = np.concatenate([_window(piece)[0] for piece in _pieces(texts[0])])
         return hashes, np.array([0, len(hashes)])
