@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from data_mixtures import mixture, shards, shuffle, stage, tokenizer
+from data_mixtures.plan import source as planned
 from data_mixtures.recipe import Recipe
 from data_mixtures.stage import Unit
 
@@ -118,7 +119,7 @@ def _description(plan: Recipe, out: Path, source: str, entries: list[dict[str, A
         "format": shards.FORMAT,
         "source": source,
         "category": next(each.category for each in plan.sources if each.name == source),
-        "plan_hash": _plan_hash(out, source),
+        "plan_hash": planned(out, source)["plan_hash"],
         "code_version": code_version(),
         **asdict(layout),
         "tokenizer_sha256": tokenizer.sha256(out / TOKENIZER),
@@ -131,17 +132,10 @@ def _description(plan: Recipe, out: Path, source: str, entries: list[dict[str, A
     }
 
 
-def _plan_hash(out: Path, source: str) -> str:
-    path = out / "plan.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; run the stage 'plan' first")
-    return json.loads(path.read_text(encoding="utf-8"))["sources"][source]["plan_hash"]
-
-
 def _counts(out: Path, source: str) -> dict[str, Any]:
     """Documents, tokens and bytes that are kept, and all that was read, with the reasons why the rest is not there."""
     filtered, tokenized = (_all_counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
-    ordered = [r["counts"] for r in shuffle.receipts(out, shuffle.ORDER, source, shuffle.key_ranges(out, source))]
+    ordered = _all_counts(out, shuffle.ORDER, source)
     parts = [counts[part] for counts in ordered for part in ("train", "valid")]
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter({"duplicate": sum(counts["duplicate"] for counts in ordered)})
@@ -149,7 +143,7 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
     for name in _BEFORE_FILTER:
         lost = Counter[str]()
         for counts in _all_counts(out, name, source) if (out / name / source).is_dir() else ():
-            lost.update(counts.get("dropped", {}))
+            lost.update({**counts.get("dropped", {}), **counts.get("missing", {})})
         dropped.update(lost)
         read += lost.total()
     for counts in filtered:
@@ -169,9 +163,10 @@ def _all_counts(out: Path, name: str, source: str) -> list[dict[str, Any]]:
 
 
 def _contamination(out: Path, source: str) -> dict[str, Any]:
-    """Hits of benchmark items over all units: {benchmark: {"hits", "items"}}."""
-    hits: dict[str, Counter[str]] = {}
-    for path in sorted((out / "filter" / source).glob("unit-*/contamination.json")):
-        for benchmark, items in json.loads(path.read_text(encoding="utf-8")).items():
-            hits.setdefault(benchmark, Counter()).update(items)
-    return {name: {"hits": sum(items.values()), "items": len(items)} for name, items in sorted(hits.items())}
+    """{benchmark: {"documents": dropped for it, "items": how many of its items they held}}"""
+    documents, items = Counter[str](), dict[str, set[str]]()
+    for counts in _all_counts(out, "filter", source):
+        for benchmark, found in counts["contamination"].items():
+            documents[benchmark] += found["documents"]
+            items.setdefault(benchmark, set()).update(found["items"])
+    return {name: {"documents": documents[name], "items": len(items[name])} for name in sorted(items)}

@@ -68,7 +68,7 @@ def _refuse_others(out: Path, damaged: list[Path], manifests: dict[str, dict[str
         if manifest and path.name not in (shards.MANIFEST, shards.VALID):
             continue
         if path.name.endswith(".lock.json") and any("quarantined" in each for each in manifests.values()):
-            continue  # a quarantine that was interrupted after its manifest; read_lock says if the lock itself is broken
+            continue  # a quarantine was interrupted after its manifest; a lock that is broken itself is refused later
         fix = f"prepare the data again (python -m data_mixtures.prepare RECIPE --out {out})"
         if path.name == shards.VALID:
             fix = f"remove the last unit of {out / shuffle.SHUFFLE / path.parent.name}, then {fix}: it is made anew"
@@ -97,8 +97,8 @@ def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[
     shards.write_json(path, {**lock, "fingerprint": new})
     console.print(
         f"{path}: fingerprint {old} is now {new}\n"
-        f"  a job with the old one goes on until it ends, but {path.name} no longer fits its checkpoints. Either prepare the "
-        "data again, which makes the shard anew and gives the old fingerprint back, and resume; or start a new run from its "
-        "weights with this lock",
+        f"  a job with the old one goes on until it ends, but {path.name} no longer fits its checkpoints.\n"
+        "  Either prepare the data again, which makes the shard anew and gives the old fingerprint back, and resume, "
+        "or start a new run from its weights with this lock",
         highlight=False, soft_wrap=True,
     )  # fmt: skip

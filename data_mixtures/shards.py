@@ -103,7 +103,7 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
     whole, block, blocks, room, size = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0
     with path.open("wb") as file:
         for piece in pieces:
-            data = memoryview(np.ascontiguousarray(piece, "<u2")).cast("B")
+            data = np.ascontiguousarray(piece, "<u2").view(np.uint8).data
             size += file.write(data)
             whole.update(data)
             while data:

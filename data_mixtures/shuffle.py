@@ -2,10 +2,10 @@
 
 Each unit of `tokenize` is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low) are the halves of the
 128-bit hash of the text. So a range of keys is a contiguous slice of every unit, and the source's order is the merge of
-such slices. Step `order` merges the indexes of one range of keys (32 bytes a document, no tokens), drops exact duplicates
-and sets held-out documents apart. Step `shuffle` makes one shard: it reads the slices that hold its tokens, in large
-pieces, and puts the documents in their order. Tokens are read once and written once; memory depends on neither the size
-of the source nor the number of its units, and the bytes on neither the units nor the workers.
+such slices. Step `order` merges the indexes of one range of keys (32 bytes a document, no tokens), drops exact
+duplicates and sets held-out documents apart. Step `shuffle` makes one shard: it reads the slices that hold its tokens,
+in large pieces, and puts the documents in their order. Tokens are read once and written once. Memory does not grow with
+the source or the number of its units; the bytes depend on neither units nor workers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow
 
 from data_mixtures import shards, stage
+from data_mixtures.plan import units as planned_units
 from data_mixtures.recipe import Recipe
 from data_mixtures.stage import Unit
 
@@ -29,11 +30,13 @@ DOCUMENTS_PER_RANGE = 1 << 21  # about 300 MB while merging
 GATHER_TOKENS = 1 << 27  # tokens put in order at a time: 256 MiB read, 256 MiB written
 GAP_TOKENS = 1 << 15  # reading over a smaller gap is cheaper than another read
 # what `tokenize` writes for a document; length in tokens with BOS and EOS, bytes of UTF-8
-DOCUMENT = np.dtype([("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")])
+_FIELDS = [("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")]
+DOCUMENT = np.dtype(_FIELDS)
 # what a merge works on: where the document's tokens begin, counted from the beginning of its unit's slice
-_MERGED = np.dtype([*DOCUMENT.descr, ("start", "<u8"), ("unit", "<u4")])
+_MERGED = np.dtype([*_FIELDS, ("start", "<u8"), ("unit", "<u4")])
 # what `order` writes for a document, in the final order
 _PLACED = np.dtype([("low", "<u8"), ("start", "<u8"), ("length", "<u4"), ("unit", "<u4")])
+_COLUMNS = ["low", "start", "length", "unit"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Order:
         counts: dict[str, Any] = {"documents": sum(len(part) for part in parts)}
         counts["duplicate"] = counts["documents"] - len(documents)
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
-            np.save(folder / f"{name}.npy", part[list(_PLACED.names)].astype(_PLACED))
+            np.save(folder / f"{name}.npy", part[_COLUMNS].astype(_PLACED))
             counts[name] = {
                 "documents": len(part),
                 "tokens": int(part["length"].sum(dtype=np.int64)),
@@ -82,9 +85,8 @@ def held_out_below(valid_per_10000: int) -> int:
 def receipts(out: Path, name: str, source: str, count: int | None = None) -> tuple[dict[str, Any], ...]:
     """Receipts of the first `count` units of a stage, by default of all. ValueError when one is missing."""
     folder = out / name / source
-    count = len(stage.upstream_units(out, name, source)) if count is None else count
-    if not count:
-        raise ValueError(f"{folder} has no units; run the stage {name!r} for source {source!r} first")
+    if count is None:
+        count = key_ranges(out, source) if name == ORDER else len(planned_units(out, source))
     # a unit appears by a rename in this folder, so its time tells when receipts must be read again
     return _receipts(out, name, source, count, folder.stat().st_mtime_ns if folder.is_dir() else 0)
 
@@ -124,7 +126,7 @@ def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.nd
         assert documents.dtype == DOCUMENT, f"{source} unit {number}: documents.npy has dtype {documents.dtype}"
         first, last = (bisect_left(documents, key, key=lambda row: int(row["key"])) for key in (low, high))
         part = np.empty(last - first, dtype=_MERGED)
-        for name in DOCUMENT.names:
+        for name, _ in _FIELDS:
             part[name] = documents[name][first:last]
         assert (part["key"][1:] >= part["key"][:-1]).all(), f"{source} unit {number}: documents.npy is not sorted"
         ends = np.cumsum(part["length"], dtype=np.int64)
@@ -193,7 +195,7 @@ class Shuffle:
         return shards.windows_in(tokens, self.plan.seq_len)
 
     def _orders(self, source: str) -> tuple[dict[str, Any], ...]:
-        return receipts(self.out, ORDER, source, key_ranges(self.out, source))
+        return receipts(self.out, ORDER, source)
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
@@ -220,7 +222,7 @@ class Shuffle:
         return {**entry, "docs": docs}
 
     def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of the source's stream in pieces; `begins` receives the documents that begin there."""
+        """Tokens first <= i < last of the source's stream in pieces; `begins` gets the documents that begin there."""
         files = [
             _tokenized(self.out, source, n) / "tokens.bin" for n in range(len(receipts(self.out, UPSTREAM, source)))
         ]
@@ -298,7 +300,7 @@ def gather(files: Sequence[Path], units: np.ndarray, starts: np.ndarray, lengths
 def _read_tokens(path: Path, start: int, into: np.ndarray) -> None:
     with path.open("rb", buffering=0) as file:
         file.seek(start * shards.TOKEN_BYTES)
-        rest = memoryview(into).cast("B")
+        rest = into.view(np.uint8).data
         while rest:
             count = file.readinto(rest)
             if not count:

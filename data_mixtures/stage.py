@@ -67,13 +67,6 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
     return out / stage / str(unit)
 
 
-def upstream_units(out: Path, stage: str, source: str) -> list[Unit]:
-    """The units of a source that a stage has made, in their order."""
-    return [
-        Unit(source, int(path.name.removeprefix("unit-"))) for path in sorted((out / stage / source).glob("unit-*"))
-    ]
-
-
 def key_of(modules: Iterable[str], *parts: Any) -> str:
     """sha256 (hex) over the source text of modules of this package and JSON-able parts."""
     code = [_code_hash(name) for name in modules]

@@ -83,8 +83,8 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
                 progress.advance(task, entry["bytes"])
             report.damage += _check_source(folder, manifest, spans)
     report.damage += _check_locks(out, manifests)
-    for damage in report.damage:
-        console.print(f"damaged: {damage}", style="red", highlight=False, soft_wrap=True, markup=False)
+    for each in report.damage:
+        console.print(f"damaged: {each}", style="red", highlight=False, soft_wrap=True, markup=False)
     console.print(f"{report.files} files, {report.bytes:,} bytes: {len(report.damage)} damaged", highlight=False)
     return report
 
@@ -127,7 +127,8 @@ def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -
 def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.ndarray | None]:
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
-    whole, damage, begins, at = hashlib.sha256(), [], [], 0
+    damage: list[Damage] = []
+    whole, begins, at = hashlib.sha256(), [], 0
     for number, block in enumerate(_blocks(path)):
         whole.update(block)
         expected = entry["xxh3_blocks"][number] if number < len(entry["xxh3_blocks"]) else None
@@ -176,7 +177,8 @@ def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], t
 
 def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | None]) -> list[Damage]:
     """What needs more than one file: documents that go on in the next shard, counts, files that do not belong here."""
-    damage, path = [], folder / shards.MANIFEST
+    damage: list[Damage] = []
+    path = folder / shards.MANIFEST
     for left, right in pairwise(span for span in spans if span):
         if right[0] == left[0] + 1 and right[1] != left[2]:
             damage.append(

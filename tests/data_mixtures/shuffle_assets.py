@@ -1,4 +1,4 @@
-"""Tokenized units as the stage before writes them, made of made-up texts, and the plain in-memory way to the same shards."""
+"""Units as the stages before write them, of made-up texts, and the plain in-memory way to the same shards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _row(text: str) -> tuple[int, int, int, str]:
 def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:
     """The texts in so many parts of unequal size."""
     cuts = [len(texts) * i * i // units**2 for i in range(units + 1)]
-    return tuple(tuple(texts[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(tuple(texts[a:b]) for a, b in pairwise(cuts))
 
 
 def run(work: stage.Stage) -> None:
@@ -91,10 +92,23 @@ def run(work: stage.Stage) -> None:
         stage.do(work, unit)
 
 
+def write_plan(out: Path, source: str, units: int) -> None:
+    path = out / "plan.json"
+    sources = read_json(path)["sources"] if path.exists() else {}
+    sources[source] = {"plan_hash": f"plan of {source}", "units": [{"number": number} for number in range(units)]}
+    out.mkdir(parents=True, exist_ok=True)
+    shards.write_json(path, {"format": 1, "sources": sources})
+
+
+def tokenized(out: Path, source: str, texts: tuple[tuple[str, ...], ...]) -> None:
+    write_plan(out, source, len(texts))
+    run(Tokenize(out, source, texts))
+
+
 def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> None:
     """Tokenize, order and shuffle every source of texts."""
     for source, given in texts.items():
-        run(Tokenize(out, source, split(given, units)))
+        tokenized(out, source, split(given, units))
     run(shuffle.Order(plan, out, tuple(texts)))
     run(shuffle.Shuffle(plan, out, tuple(texts)))
 
@@ -152,7 +166,7 @@ def read_json(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Filter:
-    """What `filter` leaves for the manifest: counts, and hits of benchmark items."""
+    """The counts that `filter` leaves for the manifest."""
 
     out: Path
     source: str
@@ -168,9 +182,9 @@ class Filter:
         return stage.key_of((), self.texts[unit.number])
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        shards.write_json(folder / "contamination.json", {"quiz": {"12": 2}})
-        kept = len(self.texts[unit.number])
-        return {"read": kept + self.too_short + self.lie, "kept": kept, "dropped": {"too_short": self.too_short}}
+        kept, dropped = len(self.texts[unit.number]), {"too_short": self.too_short, "contaminated": 1}
+        hits = {"quiz": {"documents": 1, "items": {"12": 1, str(100 + unit.number): 1}}}
+        return {"read": kept + 1 + self.too_short + self.lie, "kept": kept, "dropped": dropped, "contamination": hits}
 
 
 @dataclass(frozen=True)
@@ -186,10 +200,10 @@ class Fetch(Filter):
 def prepared(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> Path:
     """All stages from fetch to manifest over these texts."""
     for source, given in texts.items():
+        write_plan(out, source, units)
         run(Fetch(out, source, split(given, units)))
         run(Filter(out, source, split(given, units)))
     shuffled(out, plan, texts, units)
-    shards.write_json(out / "plan.json", {"sources": {name: {"plan_hash": f"plan of {name}"} for name in texts}})
     (out / "tokenizer.model").write_bytes(tokenizer_model())
     manifest.write(plan, out, tuple(texts), Console(quiet=True))
     return out

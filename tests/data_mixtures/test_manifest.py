@@ -12,7 +12,7 @@ from rich.console import Console
 from data_mixtures import manifest, shards
 from data_mixtures.mixture import Mixture, valid_windows
 
-from .shuffle_assets import Filter, digest, in_memory, plan_of, prepared, read_json, run, texts_of
+from .shuffle_assets import Filter, digest, in_memory, plan_of, prepared, read_json, run, split, texts_of
 
 SOURCES = ("notes", "sums")
 TEXTS = {"notes": texts_of(100), "sums": texts_of(60, seed=1)}
@@ -39,12 +39,11 @@ def test_files_and_fields(data):
         assert content["documents"] == content["kept"] == len(unique)
         assert content["bytes"] == sum(len(text.encode()) for text in unique)
         assert content["tokens"] == content["bytes"] + 2 * len(unique)
-        # shuffle_assets.Filter says that it dropped two texts, fetch that it dropped one
-        assert content["dropped"] == {"duplicate": len(TEXTS[source]) - len(unique), "not_utf8": 1, "too_short": 2}
-        assert content["read"] == len(TEXTS[source]) + 3
-        assert content["contamination"] == {
-            "quiz": {"hits": 2 * len(list((data / "filter" / source).iterdir())), "items": 1}
-        }
+        # beside real counts of documents, the made-up ones of Fetch (1) and of Filter (2 a unit, of 2 units)
+        dropped = {"contaminated": 2, "duplicate": len(TEXTS[source]) - len(unique), "not_utf8": 1, "too_short": 2}
+        assert content["dropped"] == dropped
+        assert content["read"] == len(TEXTS[source]) + 5 == content["kept"] + sum(dropped.values())
+        assert content["contamination"] == {"quiz": {"documents": 2, "items": 3}}
         assert content["plan_hash"] == f"plan of {source}"
         assert content["windows"] == sum(entry["windows"] for entry in content["shards"])
         assert (content["seq_len"], content["seed"], content["source"], content["format"]) == (8, 7, source, 1)
@@ -104,17 +103,17 @@ def test_a_failure_leaves_the_old_data_and_no_debris(data, monkeypatch):
 
 
 def test_counts_that_do_not_add_up_are_refused(data):
-    run(Filter(data, "notes", (TEXTS["notes"],), too_short=1))  # as if filtered again, after the rest
+    run(Filter(data, "notes", split(TEXTS["notes"][1:], 2)))  # as if filtered again, after the rest
     with pytest.raises(ValueError, match=r"'notes' was filtered again after it was tokenized"):
         write(data)
-    run(Filter(data, "notes", (TEXTS["notes"][:50], TEXTS["notes"][50:]), too_short=1, lie=1))
+    run(Filter(data, "notes", split(TEXTS["notes"], 2), lie=1))
     with pytest.raises(ValueError, match=r"'notes': \d+ documents were read, \d+ are kept"):
         write(data)
 
 
 def test_what_is_missing_is_named(data):
     (data / "plan.json").unlink()
-    with pytest.raises(ValueError, match=r"plan\.json does not exist; run the stage 'plan'"):
+    with pytest.raises(ValueError, match=r"plan\.json does not exist; run `python -m data_mixtures plan"):
         write(data)
 
 

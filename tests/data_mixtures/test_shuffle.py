@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from data_mixtures import shards, shuffle, stage
+from data_mixtures.stage import Unit
+
 from .shuffle_assets import (
     Tokenize,
     digest,
@@ -21,11 +26,10 @@ from .shuffle_assets import (
     shuffled_files,
     split,
     texts_of,
+    tokenized,
     tokens_of,
+    write_plan,
 )
-
-from data_mixtures import shards, shuffle, stage
-from data_mixtures.stage import Unit
 
 
 @pytest.fixture
@@ -72,6 +76,7 @@ def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, tokens, 
         patch.setattr(shuffle, "DOCUMENTS_PER_RANGE", documents)
         patch.setattr(shuffle, "GATHER_TOKENS", tokens)
         patch.setattr(shuffle, "GAP_TOKENS", gap)
+        patch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
         shuffled(Path(folder), plan, {"notes": texts}, units)
         assert shuffled_files(Path(folder), "notes") == in_memory(texts, plan)
 
@@ -125,7 +130,7 @@ def test_a_small_held_out_part_is_read_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "GAP_TOKENS", 100)
     read = []
     read_tokens = shuffle._read_tokens
-    run(Tokenize(tmp_path, "notes", split(texts, 2)))
+    tokenized(tmp_path, "notes", split(texts, 2))
     run(shuffle.Order(plan, tmp_path, ("notes",)))
     work = shuffle.Shuffle(plan, tmp_path, ("notes",))
     monkeypatch.setattr(shuffle, "_read_tokens", lambda *a: (read.append(len(a[2])), read_tokens(*a)))
@@ -144,7 +149,7 @@ def test_a_finished_unit_is_kept_and_a_change_before_it_is_seen(tmp_path, tiny):
     assert not any(
         stage.is_done(shuffle.Order(plan_of(valid_per_10000=1501), tmp_path, ("notes",)), u) for u in order.units()
     )
-    run(Tokenize(tmp_path, "notes", split([*texts, "one more"], 2)))
+    tokenized(tmp_path, "notes", split([*texts, "one more"], 2))
     assert not any(stage.is_done(order, unit) for unit in order.units())
     assert not any(stage.is_done(work, unit) for unit in work.units())
 
@@ -167,11 +172,11 @@ def test_fewer_documents_leave_the_units_of_more_aside(tmp_path, tiny):
 
 def test_too_little_text_is_named(tmp_path):
     plan = plan_of()
-    run(Tokenize(tmp_path, "notes", ((), ())))
+    tokenized(tmp_path, "notes", ((), ()))
     with pytest.raises(ValueError, match=r"source 'notes' is empty.*filter/notes/unit-\*/receipt\.json"):
         shuffle.Order(plan, tmp_path, ("notes",)).units()
     for texts, part in ((["a"], "training"), ([f"text {i}" for i in range(20)], "held-out")):
-        run(Tokenize(tmp_path, "notes", split(texts, 2)))
+        tokenized(tmp_path, "notes", split(texts, 2))
         low = plan_of(valid_per_10000=1)
         run(shuffle.Order(low, tmp_path, ("notes",)))
         with pytest.raises(ValueError, match=rf"'notes' has too little text for one {part} window of 8 tokens"):
@@ -180,8 +185,9 @@ def test_too_little_text_is_named(tmp_path):
 
 def test_missing_and_damaged_inputs_are_named(tmp_path, tiny):
     plan, order = plan_of(), shuffle.Order(plan_of(), tmp_path, ("notes",))
-    with pytest.raises(ValueError, match=r"tokenize/notes has no units; run the stage 'tokenize'"):
+    with pytest.raises(ValueError, match=r"plan\.json does not exist; run"):
         order.units()
+    write_plan(tmp_path, "notes", 3)
     tokenize = Tokenize(tmp_path, "notes", split(texts_of(100), 3))
     for unit in (Unit("notes", 0), Unit("notes", 2)):
         stage.do(tokenize, unit)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +37,12 @@ def damage_of(data: Path) -> list[str]:
     return [str(damage).replace(f"{data}/", "") for damage in report(data).damage]
 
 
+def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(edit(path.read_bytes()))
+
+
 def flip(path: Path, byte: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[byte] ^= 1
-    path.write_bytes(bytes(raw))
+    change(path, lambda raw: raw[:byte] + bytes([raw[byte] ^ 1]) + raw[byte + 1 :])
 
 
 def test_whole_data_is_whole(data):
@@ -76,10 +80,11 @@ def other_docs(data: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "names"),
     [
-        (lambda d: (d / "notes/shard-00001.bin").write_bytes((d / "notes/shard-00001.bin").read_bytes()[:200]),
-         ["notes/shard-00001.bin: block 1 does not", "notes/shard-00001.bin: 200 bytes, 322 in the manifest: truncated"]),
-        (lambda d: (d / "notes/shard-00001.bin").write_bytes((d / "notes/shard-00001.bin").read_bytes() + b"x" * 40),
-         ["notes/shard-00001.bin: block 2 does not", "notes/shard-00001.bin: block 3 lies behind the end", "notes/shard-00001.bin: 362"]),
+        (lambda d: change(d / "notes/shard-00001.bin", lambda raw: raw[:200]),
+         ["notes/shard-00001.bin: block 1 does not", "notes/shard-00001.bin: 200 bytes, 322 in the manifest"]),
+        (lambda d: change(d / "notes/shard-00001.bin", lambda raw: raw + b"x" * 80),
+         ["notes/shard-00001.bin: block 2 does not", "notes/shard-00001.bin: block 3 lies behind the end",
+          "notes/shard-00001.bin: 402 bytes"]),
         (lambda d: (d / "sums/shard-00000.bin").unlink(), ["sums/shard-00000.bin: missing; 322 bytes"]),
         (lambda d: (d / "sums/shard-00002.docs.zst").unlink(), ["sums/shard-00002.docs.zst: missing"]),
         (lambda d: flip(d / "sums/shard-00002.docs.zst", 1), ["sums/shard-00002.docs.zst: cannot be unpacked"]),
@@ -119,12 +124,14 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     ]
     edited(data, "notes", shards=entries)
     assert any("shard-00002.docs.zst: lists documents that are held out" in line for line in damage_of(data))
-    swapped = content["shards"][:2] + [
-        {**content["shards"][3], "name": "shard-00002.bin"}, {**content["shards"][2], "name": "shard-00003.bin"},
-    ] + content["shards"][4:]  # fmt: skip
-    other_docs(data)
-    edited(data, "notes", shards=swapped, read=0)
+    lengths = [*lengths[:-1], lengths[-1] + 1]  # one token more than the next shard agrees with
+    docs = shards.write_documents(path, ids, np.array(lengths))
+    entries = [{**e, "docs": docs} if e["name"] == "shard-00002.bin" else e for e in entries]
+    edited(data, "notes", shards=entries, read=0)
     found = damage_of(data)
+    assert any(
+        re.match(r"notes/source\.json: shard 2 lists documents up to token \d+, shard 3 from", line) for line in found
+    )
     assert any("notes/source.json: 0 documents read are not those kept and dropped" in line for line in found)
 
 
