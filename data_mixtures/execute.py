@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from data_mixtures import shards
-from data_mixtures.stage import Stage, Unit, do, is_done, read_receipt, remove_partial
+from data_mixtures.stage import Stage, Unit, do, is_done, read_receipt, remove_partial, unit_folder
 
 KINDS = ("local", "slurm", "ray")
 AGAIN = "start the same command again: it goes on with what is not finished"
@@ -289,11 +289,20 @@ def run(stage: Stage, executor: Executor, console: Console) -> dict[Unit, dict[s
     receipts = {unit: read_receipt(stage.out, stage.name, unit) for unit in units}
     for unit in todo:
         assert is_done(stage, unit), f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
+    _remove_others(stage, units)
     took = f"{time.monotonic() - started:.1f} s"
     console.print(
         f"{stage.name:9}{len(todo):6} units done, {len(units) - len(todo)} as before, {took}", highlight=False
     )
     return {unit: receipt for unit, receipt in receipts.items() if receipt is not None}
+
+
+def _remove_others(stage: Stage, units: list[Unit]) -> None:
+    """Units with numbers that these sources no longer have: of an older plan, or of text that was more."""
+    for source in {unit.source for unit in units}:
+        known = {unit_folder(stage.out, stage.name, unit) for unit in units if unit.source == source}
+        for folder in set((stage.out / stage.name / source).glob("unit-*")) - known:
+            shutil.rmtree(folder)
 
 
 def summary(stage: str, receipts: Mapping[Unit, Mapping[str, Any]]) -> Table:

@@ -56,17 +56,23 @@ class Hydrate:
     name: ClassVar[str] = "hydrate"
 
     def units(self) -> list[Unit]:
+        self.check()
         return [unit for name in self._to_hydrate() for unit in plan.units(self.out, name)]
 
     def _to_hydrate(self) -> list[str]:
         hub = [each for each in self.recipe.sources if isinstance(each, HubSource) and each.name in self.sources]
-        names = [each.name for each in hub if each.needs_hydration]
-        if names and self.recipe.hydrate is None:
+        return [each.name for each in hub if each.needs_hydration]
+
+    def check(self) -> None:
+        """There is a resolver, if one is needed. ValueError says what to do."""
+        if not (names := self._to_hydrate()):
+            return
+        if self.recipe.hydrate is None:
             raise ValueError(
                 f"{', '.join(names)} list files without their text: add [hydrate] with a resolver to the recipe, or "
                 "leave them out (without = [...]), as the recipes named no-hydration do"
             )
-        return names
+        resolver(self.recipe.hydrate.resolver)
 
     def key(self, unit: Unit) -> str:
         settings = self.recipe.hydrate

@@ -38,6 +38,7 @@ def prepare(
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
     with stage.exclusive(out), execute.Executor(options) as executor:
         way = stages.Way(plan, out, sources, executor, console, mirror, budget_bytes, tables=False)
+        stages.check(plan, out)
         for name in stages.TO_SHARDS:
             stages.STAGES[name](way)
         made = manifest.write(plan, out, sources, console)

@@ -8,7 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data_mixtures import decontaminate, execute, manifest, plan, quarantine, shuffle, stage, tokenize_units, verify
+from data_mixtures import (
+    decontaminate,
+    execute,
+    manifest,
+    plan,
+    quarantine,
+    shuffle,
+    stage,
+    tokenize_units,
+    tokenizer,
+    verify,
+)
 from data_mixtures.fetch import Fetch, check_enough
 from data_mixtures.filter import Filter
 from data_mixtures.hydrate import Hydrate
@@ -46,6 +57,14 @@ class Way:
             return Fetch(self.recipe, self.out, sources, self.mirror)
         kinds = {"hydrate": Hydrate, "filter": Filter, "tokenize": tokenize_units.Tokenize, "shuffle": shuffle.Shuffle}
         return kinds[name](self.recipe, self.out, sources)
+
+
+def check(recipe: Recipe, out: Path) -> None:
+    """What the last stages need is there, before the first ones take days. ValueError says what is not."""
+    if isinstance(recipe.tokenizer, Path):
+        tokenizer.load(recipe.tokenizer)
+    decontaminate.make_index(recipe.filter.benchmarks, out)
+    Hydrate(recipe, out, tuple(each.name for each in recipe.sources)).check()
 
 
 def _plan(way: Way) -> None:

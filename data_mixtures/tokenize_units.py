@@ -51,7 +51,8 @@ class Tokenize:
 
     def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
         filtered, _ = stage.result(self.out, filter.Filter.name, unit)
-        processor, unsorted = _processor(str(self.out / TOKENIZER)), folder / f".{TOKENS}.unsorted"
+        model = self.out / TOKENIZER
+        processor, unsorted = _processor(model, model.stat().st_mtime_ns), folder / f".{TOKENS}.unsorted"
         rows = []
         with unsorted.open("wb") as file:
             for ids, texts in read_documents(filtered / filter.DOCUMENTS):
@@ -68,8 +69,8 @@ class Tokenize:
 
 
 @functools.lru_cache(maxsize=1)
-def _processor(model: str) -> sentencepiece.SentencePieceProcessor:
-    return tokenizer.load(Path(model))
+def _processor(model: Path, mtime_ns: int) -> sentencepiece.SentencePieceProcessor:
+    return tokenizer.load(model)
 
 
 def read_documents(path: Path) -> Iterator[tuple[list[bytes], list[bytes]]]:
