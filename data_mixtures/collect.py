@@ -7,6 +7,7 @@ instead of the first names of the alphabet.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import glob
 import itertools
 import os
@@ -49,10 +50,9 @@ def documents(
 ) -> Iterator[str]:
     """All texts of an input up to its cap; files and parts of files that give none are counted in `dropped`."""
     if source_input.kind in GENERATED:
-        found = (generated.generate(source_input.kind, i) for i in itertools.count())
-    else:
-        found = _read(source_input.kind, paths, max_document_chars, dropped)
-    return _capped(found, source_input.max_bytes)
+        generate = functools.partial(generated.generate, source_input.kind)
+        return _capped(map(generate, itertools.count()), source_input.max_bytes)
+    return _capped(_read(source_input.kind, paths, max_document_chars, dropped), source_input.max_bytes)
 
 
 def _capped(found: Iterator[str], max_bytes: int | None) -> Iterator[str]:

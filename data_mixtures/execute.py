@@ -1,9 +1,9 @@
 """Run the units of a stage that are not done: one after another here, or in parallel on datatrove's executors.
 
-The executor lives in a child process with a process group of its own. It says nothing on the terminal (its logs are in
-DIR/.logs/<stage>/), and it is watched from outside, because multiprocessing.Pool, on which it stands, loses the task of a
-worker that the kernel kills and then waits for it for ever. Every worker writes down which unit it is at; when its process
-is gone, the whole group is ended and the unit named. When this process is killed, the group ends itself.
+The executor lives in a child process with a process group of its own. It says nothing on the terminal (its logs are
+in DIR/.logs/<stage>/), and it is watched from outside, because multiprocessing.Pool, on which it stands, loses the task
+of a worker that the kernel kills and then waits for it for ever. Every worker writes down which unit it is at; when its
+process is gone, the whole group is ended and the unit named. When this process is killed, the group ends itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from data_mixtures import shards
-from data_mixtures.stage import Stage, Unit, do, is_done, read_receipt, remove_partial
+from data_mixtures.stage import Stage, Unit, do, is_done, read_receipt, remove_partial, unit_folder
 
 KINDS = ("local", "slurm", "ray")
 AGAIN = "start the same command again: it goes on with what is not finished"
@@ -152,8 +152,8 @@ class Executor:
             lost_since = (lost_since or time.monotonic()) if lost else None
             if at or (lost_since is not None and time.monotonic() - lost_since > IDLE_LOSS_S):
                 raise ValueError(
-                    f"{job.stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (kill -9, or by the kernel "
-                    f"when memory ran out: fewer --workers need less of it); {AGAIN}"
+                    f"{job.stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (kill -9, or by the "
+                    f"kernel when memory ran out: fewer --workers need less of it); {AGAIN}"
                 )
         report = self._connection.recv()
         raise_failure(job)
@@ -211,7 +211,7 @@ def _watch_queue(job: Job, progress: Callable[[int], None]) -> None:
                 if _finished(job) < len(job.units):
                     raise ValueError(
                         f"{job.stage.name}: Slurm has no job left, but {len(job.units) - _finished(job)} of "
-                        f"{len(job.units)} units are not finished{_claimed(job)}: killed, out of memory or out of time? "
+                        f"{len(job.units)} units are not finished{_claimed(job)}: killed, out of memory or of time? "
                         f"The logs are in {job.logs}; {AGAIN}"
                     )
             time.sleep(QUEUE_POLL_S)
@@ -277,7 +277,8 @@ def run(stage: Stage, executor: Executor, console: Console) -> dict[Unit, dict[s
     todo = [unit for unit in units if not is_done(stage, unit)]
     if todo:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        hidden = not console.is_terminal
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden) as bar:
             task = bar.add_task(stage.name, total=len(units), completed=len(units) - len(todo))
             try:
                 executor.run(
@@ -288,9 +289,20 @@ def run(stage: Stage, executor: Executor, console: Console) -> dict[Unit, dict[s
     receipts = {unit: read_receipt(stage.out, stage.name, unit) for unit in units}
     for unit in todo:
         assert is_done(stage, unit), f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
+    _remove_others(stage, units)
     took = f"{time.monotonic() - started:.1f} s"
-    console.print(f"{stage.name:9}{len(todo):6} units done, {len(units) - len(todo)} as before, {took}", highlight=False)
+    console.print(
+        f"{stage.name:9}{len(todo):6} units done, {len(units) - len(todo)} as before, {took}", highlight=False
+    )
     return {unit: receipt for unit, receipt in receipts.items() if receipt is not None}
+
+
+def _remove_others(stage: Stage, units: list[Unit]) -> None:
+    """Units with numbers that these sources no longer have: of an older plan, or of text that was more."""
+    for source in {unit.source for unit in units}:
+        known = {unit_folder(stage.out, stage.name, unit) for unit in units if unit.source == source}
+        for folder in set((stage.out / stage.name / source).glob("unit-*")) - known:
+            shutil.rmtree(folder)
 
 
 def summary(stage: str, receipts: Mapping[Unit, Mapping[str, Any]]) -> Table:

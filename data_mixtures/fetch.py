@@ -1,7 +1,7 @@
 """fetch: DIR/plan.json -> DIR/fetch/<source>/unit-NNNNN/raw.parquet, checked against what was planned.
 
-Files of a hub dataset keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its columns must be
-those that were planned. Local files go through the readers of `texts` into one column of text; what these leave out is
+Files of a hub dataset keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its text must
+be in the planned column. Local files go through the readers of `texts` into one column of text; what these leave out is
 counted. Both are whole or not there.
 """
 
@@ -96,13 +96,15 @@ class Fetch:
         need, listed = sum(todo.values()), ", ".join(f"{name} {size:,}" for name, size in todo.items())
         if budget_bytes is not None and held + need > budget_bytes:
             raise ValueError(
-                f"{held:,} bytes are fetched and {need:,} are to come ({listed}), more than --budget-bytes {budget_bytes:,}"
-                "; fetch fewer --sources at a time, and free what the next stage is through with"
+                f"{held:,} bytes are fetched and {need:,} are to come ({listed}), more than --budget-bytes "
+                f"{budget_bytes:,}; fetch fewer --sources at a time, and free what the next stage is through with"
             )
         linked = self.mirror is not None and not origins.origin(self.mirror).remote
         free = shutil.disk_usage(self.out).free
         if not linked and need > free:
-            raise ValueError(f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk")
+            raise ValueError(
+                f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk"
+            )
 
 
 def check(path: Path, entry: plan.Entry, wanted: HubSource, where: str) -> int:
@@ -137,14 +139,17 @@ def _may_pass(error: Exception) -> bool:
 def _for_users(error: Exception, described: plan.Entry, entry: plan.Entry) -> Exception:
     where = f"{described['repo']}/{entry['path']} @ {described['revision']}"
     if isinstance(error, FileNotFoundError | hub_errors.EntryNotFoundError):
-        return ValueError(f"{where} is planned and no longer there; has the mirror changed? Remove plan.json and plan again")
+        return ValueError(
+            f"{where} is planned and no longer there; has the mirror changed? Remove plan.json and plan again"
+        )
     if isinstance(error, Damaged) or getattr(error, "errno", None) is not None:
         return error
     return ValueError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _read_local(entry: plan.Entry, target: Path, max_document_chars: int) -> dict[str, Any]:
-    source_input = Input(**{key: tuple(v) if isinstance(v, list) else v for key, v in entry["input"].items()})
+    given = entry["input"]
+    source_input = Input(given["kind"], given["max_bytes"], tuple(given["paths"]), tuple(given["exclude"]))
     dropped: Counter[str] = Counter()
     documents, size = 0, 0
     paths = [Path(path) for path, _, _ in entry["files"]]
@@ -155,7 +160,9 @@ def _read_local(entry: plan.Entry, target: Path, max_document_chars: int) -> dic
                 documents += len(batch)
                 size += sum(len(text.encode()) for text in batch)
         except FileNotFoundError as error:
-            raise ValueError(f"{error.filename} is planned and no longer there; start again, which plans anew") from error
+            raise ValueError(
+                f"{error.filename} is planned and no longer there; start again, which plans anew"
+            ) from error
     return {"documents": documents, "bytes": size, "dropped": dict(sorted(dropped.items()))}
 
 

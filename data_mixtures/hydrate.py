@@ -1,8 +1,8 @@
 """hydrate: metadata of code (repository, commit, path) -> DIR/hydrate/<source>/unit-NNNNN/raw.parquet with the text.
 
 The datasets of code list files without their content. A resolver finds it: "local:FOLDER" looks into
-FOLDER/<repo>/<commit>/<path>; "module:attribute" names a callable of your own that takes a list of rows and returns, for
-each, its bytes or why there are none. What is missing is counted by reason, and too much of it stops the run.
+FOLDER/<repo>/<commit>/<path>; "module:attribute" names a callable of your own that takes a list of rows and returns,
+for each, its bytes or why there are none. What is missing is counted by reason, and too much of it stops the run.
 """
 
 from __future__ import annotations
@@ -56,17 +56,23 @@ class Hydrate:
     name: ClassVar[str] = "hydrate"
 
     def units(self) -> list[Unit]:
+        self.check()
         return [unit for name in self._to_hydrate() for unit in plan.units(self.out, name)]
 
     def _to_hydrate(self) -> list[str]:
         hub = [each for each in self.recipe.sources if isinstance(each, HubSource) and each.name in self.sources]
-        names = [each.name for each in hub if each.needs_hydration]
-        if names and self.recipe.hydrate is None:
+        return [each.name for each in hub if each.needs_hydration]
+
+    def check(self) -> None:
+        """There is a resolver, if one is needed. ValueError says what to do."""
+        if not (names := self._to_hydrate()):
+            return
+        if self.recipe.hydrate is None:
             raise ValueError(
-                f"{', '.join(names)} list files without their text: add [hydrate] with a resolver to the recipe, or give "
-                "them the weight 0, as the recipes named no-hydration do"
+                f"{', '.join(names)} list files without their text: add [hydrate] with a resolver to the recipe, or "
+                "leave them out (without = [...]), as the recipes named no-hydration do"
             )
-        return names
+        resolver(self.recipe.hydrate.resolver)
 
     def key(self, unit: Unit) -> str:
         settings = self.recipe.hydrate
@@ -98,7 +104,7 @@ class Hydrate:
                 f"{settings.resolver} ({', '.join(f'{k} {v:,}' for k, v in missing.most_common())}); "
                 f"hydrate.max_missing_share is {settings.max_missing_share}"
             )
-        return {**counts, "missing": dict(sorted(missing.items()))}
+        return {**counts, "dropped": dict(sorted(missing.items()))}
 
 
 def _rows(path: Path) -> Iterator[list[Row]]:
@@ -111,7 +117,9 @@ def _rows(path: Path) -> Iterator[list[Row]]:
 def _texts(rows: list[Row], resolve: Resolver, name: str, missing: Counter[str]) -> list[str]:
     contents = list(itertools.islice(resolve(rows), len(rows) + 1))
     if len(contents) != len(rows):
-        raise ValueError(f"resolver {name!r} answered {len(contents)} times to {len(rows)} rows; it must answer each one")
+        raise ValueError(
+            f"resolver {name!r} answered {len(contents)} times to {len(rows)} rows; it must answer each one"
+        )
     texts = []
     for row, content in zip(rows, contents, strict=True):
         if isinstance(content, Missing):

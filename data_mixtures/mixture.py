@@ -7,9 +7,10 @@ becomes a window.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from data_mixtures import order, shards
 from data_mixtures.recipe import Recipe, check_known
+from data_mixtures.window_files import WindowFiles
 
 PACKING = "concat"  # documents in a row, cut every seq_len tokens; BOS (1) marks where one begins
 
@@ -81,14 +83,13 @@ class _Source:
     windows: int
     epoch_cap: int
     folder: Path
-    shards: tuple[tuple[str, int], ...]  # (file name, windows)
-    first_window: np.ndarray  # int64 (shards,): windows before each shard
+    shards: Sequence[Mapping[str, Any]]  # their entries of the manifest
 
 
 class Mixture:
-    """The sequences of one phase, by index. Open it with `Mixture.open`."""
+    """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
 
-    def __init__(self, lock: Mapping[str, Any], sources: list[_Source], offsets: Mapping[str, int]) -> None:
+    def __init__(self, lock: Mapping[str, Any], sources: list[_Source]) -> None:
         self.fingerprint: str = lock["fingerprint"]
         self.phase: str = lock["phase"]
         self.seed: int = lock["seed"]
@@ -99,9 +100,18 @@ class Mixture:
         self.categories: dict[str, str] = {source.name: source.category for source in sources}
         self.weights: tuple[int, ...] = tuple(source.weight for source in sources)
         self._sources = sources
-        self._offsets = np.array([offsets.get(name, 0) for name in self.source_names], dtype=np.int64)
+        self._offsets = np.zeros(len(sources), dtype=np.int64)
         self._places, self._ranks = order.pattern(self.weights)
-        self._maps: dict[tuple[int, int], np.ndarray] = {}
+        self._weights = np.array(self.weights, dtype=np.int64)
+        self._windows = np.array([source.windows for source in sources], dtype=np.int64)
+        self._caps = np.array([source.epoch_cap for source in sources], dtype=np.int64)
+        # all windows of all sources in a row: where each source and each file begins
+        files = [(source.folder / shard["name"], shard) for source in sources for shard in source.shards]
+        self._files = WindowFiles(files, self.seq_len)
+        self._source_begins = np.cumsum(self._windows) - self._windows
+        lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
+        self._file_begins = np.cumsum(lengths) - lengths
+        self._file_names = [path.name for path, _ in files]
 
     @classmethod
     def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
@@ -112,88 +122,81 @@ class Mixture:
         """
         path = Path(lock_path)
         lock = read_lock(path)
-        sources = [_open_source(path, entry) for entry in lock["sources"]]
-        offsets = offsets or {}
-        check_known("source in offsets:", offsets, [source.name for source in sources])
+        mixture = cls(lock, [_open_source(path, entry) for entry in lock["sources"]])
+        return mixture.starting_at(offsets) if offsets else mixture
+
+    def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
+        """The same mixture behind the windows of each source that earlier phases consumed. ValueError as `open`."""
+        check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
                 raise ValueError(
                     f"offset of {name!r} is {offset}; it counts consumed windows, so it cannot be negative"
                 )
-        return cls(lock, sources, offsets)
+        moved = copy.copy(self)
+        moved._offsets = np.array([offsets.get(name, 0) for name in self.source_names], dtype=np.int64)
+        return moved
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Global sequences first .. first + count: (tokens int64 (count, S + 1), source_index int64 (count,)).
 
-        ValueError when a source would pass its epoch cap.
+        ValueError when a source would pass its epoch cap, or when a block of a shard is damaged.
         """
         if first < 0 or count < 0:
             raise ValueError(f"sequences({first}, {count}): first and count must not be negative")
         self.check_epochs(first + count)
-        source_index, items = self._items(np.arange(first, first + count, dtype=np.int64))
+        source_index, files, windows = self._find(np.arange(first, first + count, dtype=np.int64))
         tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
-        for index in np.unique(source_index):
-            rows = np.flatnonzero(source_index == index)
-            self._read(index, self._window_of(index, items[rows]), rows, tokens)
+        for row, file, window in zip(tokens, files.tolist(), windows.tolist(), strict=True):
+            self._files.read(file, window, row)
         return tokens, source_index
 
     def locate(self, numbers: np.ndarray) -> list[dict[str, Any]]:
         """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first token in it."""
-        source_index, items = self._items(numbers)
-        places = []
-        for number, index, item in zip(numbers.tolist(), source_index.tolist(), items, strict=True):
-            source = self._sources[index]
-            window = int(self._window_of(index, np.array([item]))[0])
-            shard = int(np.searchsorted(source.first_window, window, side="right")) - 1
-            offset = (window - int(source.first_window[shard])) * self.seq_len
-            places.append(
-                {"sequence": number, "source": source.name, "shard": source.shards[shard][0], "token_offset": offset}
+        return [
+            {
+                "sequence": number,
+                "source": self.source_names[index],
+                "shard": self._file_names[file],
+                "token_offset": window * self.seq_len,
+            }
+            for number, index, file, window in zip(
+                numbers.tolist(), *(each.tolist() for each in self._find(numbers)), strict=True
             )
-        return places
+        ]
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
         """Windows of each source consumed after `sequences` sequences of this phase, offsets included: closed form."""
-        counts = self._offsets + order.served(self.weights, self._places, sequences)
-        return dict(zip(self.source_names, counts.tolist(), strict=True))
+        return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
+
+    def _consumed(self, sequences: int) -> np.ndarray:
+        return self._offsets + order.served(self.weights, self._places, sequences)
 
     def check_epochs(self, sequences: int) -> None:
         """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
-        for source, consumed in zip(self._sources, self.windows_per_source(sequences).values(), strict=True):
-            if source.weight and consumed > source.epoch_cap * source.windows:
-                raise ValueError(
-                    f"source {source.name!r} would be read {consumed / source.windows:.2f} times after {sequences} "
-                    f"sequences of {self.phase}, its epoch_cap is {source.epoch_cap} ({source.windows} windows); train "
-                    "for fewer sequences, lower its weight, add text, or raise epoch_cap in the recipe"
-                )
+        consumed = self._consumed(sequences)
+        for index in np.flatnonzero((self._weights > 0) & (consumed > self._caps * self._windows)):
+            source = self._sources[index]
+            raise ValueError(
+                f"source {source.name!r} would be read {consumed[index] / source.windows:.2f} times after {sequences} "
+                f"sequences of {self.phase}, its epoch_cap is {source.epoch_cap} ({source.windows} windows); train "
+                "for fewer sequences, lower its weight, add text, or raise epoch_cap in the recipe"
+            )
 
-    def _items(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Source, file and the window within the file of global sequences: int64 (n,) each."""
         block, place = np.divmod(g, len(self._places))
         index = self._places[place]
-        weights = np.asarray(self.weights, dtype=np.int64)
-        return index, self._offsets[index] + block * weights[index] + self._ranks[place]
-
-    def _window_of(self, index: int, items: np.ndarray) -> np.ndarray:
-        source = self._sources[index]
-        epochs, window = np.divmod(items, source.windows)
-        for epoch in np.unique(epochs[epochs > 0]):  # epoch 0 reads the shards as they lie
-            now = epochs == epoch
-            keys = order.round_keys(self.seed, source.name, int(epoch))
-            window[now] = order.permute(window[now], source.windows, keys)
-        return window
-
-    def _read(self, index: int, window: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        first_window = self._sources[index].first_window
-        shard = np.searchsorted(first_window, window, side="right") - 1
-        for number in np.unique(shard):
-            here = shard == number
-            out[rows[here]] = self._map(index, int(number))[window[here] - first_window[number]]
-
-    def _map(self, index: int, number: int) -> np.ndarray:
-        if (index, number) not in self._maps:
-            source = self._sources[index]
-            name, windows = source.shards[number]
-            self._maps[index, number] = shards.windows(source.folder / name, windows, self.seq_len)
-        return self._maps[index, number]
+        items = self._offsets[index] + block * self._weights[index] + self._ranks[place]
+        epochs, window = np.divmod(items, self._windows[index])
+        again = np.flatnonzero(epochs)  # epoch 0 reads the shards as they lie
+        if again.size:
+            pairs = zip(index[again].tolist(), epochs[again].tolist(), strict=True)
+            keys = np.stack([order.round_keys(self.seed, self.source_names[i], epoch) for i, epoch in pairs], axis=1)
+            window[again] = order.permute(window[again], self._windows[index[again]], keys)
+        window += self._source_begins[index]
+        file = np.searchsorted(self._file_begins, window, side="right") - 1
+        return index, file, window - self._file_begins[file]
 
 
 def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> _Source:
@@ -205,17 +208,22 @@ def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> _Source:
             "changed. Use the lock file that belongs to it, or prepare both again"
         )
     shards.check_sizes(folder, manifest)
-    files = tuple((shard["name"], shard["windows"]) for shard in manifest["shards"])
-    before = np.cumsum([0, *(windows for _, windows in files)])[:-1].astype(np.int64)
-    return _Source(
-        entry["name"], entry["category"], entry["weight"], entry["windows"], entry["epoch_cap"], folder, files, before
-    )
+    numbers = (entry["weight"], entry["windows"], entry["epoch_cap"])
+    return _Source(entry["name"], entry["category"], *numbers, folder, manifest["shards"])
 
 
 def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None) -> np.ndarray:
-    """Held-out windows of a source, never in training: uint16 (n, S + 1), the first max_windows of them."""
+    """Held-out windows of a source, never in training: uint16 (n, S + 1), the first max_windows of them.
+
+    ValueError when they are missing or damaged.
+    """
     folder = Path(data_dir) / source
     manifest = shards.read_manifest(folder)
     shards.check_sizes(folder, manifest)
     entry = manifest["valid"]
-    return shards.windows(folder / entry["name"], entry["windows"], manifest["seq_len"])[:max_windows].copy()
+    count = entry["windows"] if max_windows is None else min(max_windows, entry["windows"])
+    windows = np.empty((count, manifest["seq_len"] + 1), dtype=np.uint16)
+    files = WindowFiles([(folder / entry["name"], entry)], manifest["seq_len"])
+    for number, row in enumerate(windows):
+        files.read(0, number, row)
+    return windows

@@ -14,6 +14,7 @@ Taking the largest deficit first, as is usual, has no such bound: docs/decisions
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -68,40 +69,47 @@ def served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.nda
     return blocks * np.asarray(weights, dtype=np.int64) + np.bincount(places[:rest], minlength=len(weights))
 
 
-def round_keys(seed: int, source: str, epoch: int) -> list[int]:
-    """The 64-bit keys of one source's permutation in one epoch."""
-    return [xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode()) for i in range(FEISTEL_ROUNDS)]
+@lru_cache(maxsize=4096)
+def round_keys(seed: int, source: str, epoch: int) -> np.ndarray:
+    """The keys of one source's permutation in one epoch: uint64 (FEISTEL_ROUNDS,)."""
+    texts = [f"{seed}/{source}/{epoch}/{i}".encode() for i in range(FEISTEL_ROUNDS)]
+    return np.array([xxhash.xxh3_64_intdigest(text) for text in texts], dtype=np.uint64)
 
 
-def permute(items: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
-    """A keyed permutation of range(size), applied to `items` (any shape, 0 <= item < size): int64, same shape.
+def permute(items: np.ndarray, sizes: int | np.ndarray, keys: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Keyed permutations of range(size), one a pair of size and keys, applied to items (n,): int64 (n,).
 
+    sizes: one for all or (n,), 0 <= item < size; keys: (FEISTEL_ROUNDS,) for all or (FEISTEL_ROUNDS, n).
     A Feistel network permutes the next power of two; values that fall outside are walked along their cycle until they
     come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
-    bits = max(2, (size - 1).bit_length())
-    out = _feistel(items.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(out >= size)
+    limit = np.broadcast_to(np.asarray(sizes, dtype=np.uint64), items.shape)
+    bits = np.maximum(np.frexp((limit - np.uint64(1)).astype(np.float64))[1], 2).astype(np.uint64)
+    columns = np.broadcast_to(
+        np.asarray(keys, dtype=np.uint64).reshape(FEISTEL_ROUNDS, -1), (FEISTEL_ROUNDS, len(items))
+    )
+    out = _feistel(items.astype(np.uint64), bits, columns)
+    outside = np.flatnonzero(out >= limit)
     while outside.size:
-        out.flat[outside] = _feistel(out.flat[outside], bits, keys)
-        outside = outside[out.flat[outside] >= size]
+        out[outside] = _feistel(out[outside], bits[outside], columns[:, outside])
+        outside = outside[out[outside] >= limit[outside]]
     return out.astype(np.int64)
 
 
-def _feistel(x: np.ndarray, bits: int, keys: Sequence[int]) -> np.ndarray:
-    low = bits // 2
-    low_mask, high_mask = np.uint64((1 << low) - 1), np.uint64((1 << (bits - low)) - 1)
-    left, right = x >> np.uint64(low), x & low_mask
+def _feistel(x: np.ndarray, bits: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    low = bits >> np.uint64(1)
+    low_mask, high_mask = (np.uint64(1) << low) - np.uint64(1), (np.uint64(1) << (bits - low)) - np.uint64(1)
+    left, right = x >> low, x & low_mask
     for i, key in enumerate(keys):
         if i % 2:
             right = right ^ (_mix(left, key) & low_mask)
         else:
             left = left ^ (_mix(right, key) & high_mask)
-    return (left << np.uint64(low)) | right
+    return (left << low) | right
 
 
-def _mix(x: np.ndarray, key: int) -> np.ndarray:
+def _mix(x: np.ndarray, key: np.ndarray) -> np.ndarray:
     # 64-bit avalanche: multiply by the golden ratio, fold the high half down, twice
-    x = (x + np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x + key) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
     return x ^ (x >> np.uint64(32))

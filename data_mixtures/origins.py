@@ -1,6 +1,6 @@
 """Where the Parquet files of a hub dataset are read from: the hub itself, or a mirror of it.
 
-A mirror is any URL that fsspec knows, or a folder, laid out as <repo>/<config folder>/*.parquet. Both answer the same four
+A mirror is any URL that fsspec knows, or a folder, laid out as <repo>/<config folder>/*.parquet. Both answer the same
 questions: may I read this repository, what lies in this folder, give me a file to look into, give me the whole file.
 """
 
@@ -16,6 +16,7 @@ import fsspec
 import fsspec.implementations.local
 from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 
 @dataclass(frozen=True, order=True)
@@ -83,12 +84,12 @@ class Hub:
             tree = list(self.api.list_repo_tree(repo, folder, recursive=True, revision=revision, repo_type="dataset"))
         except hub_errors.EntryNotFoundError:
             return []
-        found = [entry for entry in tree if entry.path.endswith(".parquet") and hasattr(entry, "blob_id")]
+        found = [entry for entry in tree if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
         return sorted(File(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None) for entry in found)
 
     def folders(self, repo: str, revision: str) -> list[str]:
         tree = self.api.list_repo_tree(repo, revision=revision, repo_type="dataset")
-        return sorted(entry.path for entry in tree if not hasattr(entry, "blob_id"))
+        return sorted(entry.path for entry in tree if isinstance(entry, RepoFolder))
 
     def open(self, repo: str, revision: str, path: str) -> BinaryIO:
         files: Any = HfFileSystem(endpoint=self.api.endpoint)

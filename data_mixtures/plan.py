@@ -1,9 +1,9 @@
 """plan: a recipe -> DIR/plan.json, every file that will be read, before any is.
 
-First all repositories are asked whether they may be read, and all that refuse are named at once. Then every source gets its
-units in a stable order: one unit a Parquet file, with its size and hash, or a run of local files. The columns are read
-from the footer of each folder's first file, never assumed. What is planned for a source of the hub stays planned (a revision
-does not change); local files are looked up anew at every start.
+First all repositories are asked whether they may be read, and all that refuse are named at once. Then every source gets
+its units in a stable order: one unit a Parquet file, with its size and hash, or a run of local files. The columns are
+read from the footer of each folder's first file, never assumed. What is planned for a source of the hub stays planned,
+as a revision does not change; local files are looked up anew at every start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def read(out: Path) -> dict[str, Any]:
 def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     plan = json.loads(path.read_text(encoding="utf-8"))
     if plan.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {plan.get('format')!r}, this code reads {FORMAT}; remove it and plan again")
+        raise ValueError(
+            f"{path} has format {plan.get('format')!r}, this code reads {FORMAT}; remove it and plan again"
+        )
     return plan
 
 
@@ -128,7 +130,8 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 def _runs(found: list[list[Any]]) -> list[list[list[Any]]]:
-    runs, size = [], UNIT_BYTES
+    runs: list[list[list[Any]]] = []
+    size = UNIT_BYTES
     for entry in found:
         if size >= UNIT_BYTES:
             runs.append([])
@@ -181,7 +184,7 @@ def _hub(origin: origins.Origin, each: HubSource, revision: str) -> Entry:
             entries.append({**number, **dataclasses.asdict(file), "text_column": column})
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
     terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
-    # hashes only where the origin knows them: a mirror's plan and the hub's plan of the same files are not the same plan
+    # a mirror knows no hashes: its plan and the hub's plan of the same files are not the same plan
     return _hashed({**facts, **terms, "units": entries}, [each.repo, revision, entries])
 
 
@@ -197,7 +200,9 @@ def _text_column(origin: origins.Origin, each: HubSource, revision: str, path: s
 
 def text_column(schema: pyarrow.Schema, each: HubSource, where: str) -> str | None:
     """Which column of a file holds the text. ValueError names the columns of a layout that is not known."""
-    columns = f"its columns: {', '.join(f'{name} ({kind})' for name, kind in zip(schema.names, schema.types, strict=True))}"
+    columns = (
+        f"its columns: {', '.join(f'{name} ({kind})' for name, kind in zip(schema.names, schema.types, strict=True))}"
+    )
     texts = {
         field.name
         for field in schema

@@ -84,7 +84,7 @@ class TokenizerTraining:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which documents stay. `benchmarks`: name -> file or glob (JSON lines or Parquet) whose items must not be trained on."""
+    """Which documents stay. `benchmarks`: name -> file or glob (JSON lines, Parquet) of items not to be trained on."""
 
     min_chars: int = 64
     max_chars: int = 10_000_000
@@ -110,7 +110,7 @@ class Recipe:
     max_document_chars: int
     epoch_cap: int
     tokenizer: Path | TokenizerTraining
-    sources: tuple[LocalSource, ...] | tuple[HubSource, ...]
+    sources: tuple[LocalSource | HubSource, ...]
     phases: Mapping[str, Mapping[str, int]]  # phase -> source -> weight, for every source, in the order of `sources`
     filter: Filter = field(default_factory=Filter)
     hydrate: Hydrate | None = None
@@ -146,6 +146,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
     phases = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
+    without = table.pop("without", [])  # sources of a shared list that this recipe leaves out
     _check_keys(Recipe, table, "recipe", skip=("phases",))
     for name in ("seq_len", "windows_per_shard", "max_document_chars", "epoch_cap"):
         check_integer(name, table[name])
@@ -153,7 +154,9 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
     check_integer("valid_per_10000", table["valid_per_10000"], high=5000)
     if isinstance(table["sources"], str):
         table["sources"] = _toml(folder / table["sources"])["sources"]
-    table["sources"] = tuple(_source(name, values) for name, values in table["sources"].items())
+    check_known("source in without:", without, table["sources"])
+    sources = {name: values for name, values in table["sources"].items() if name not in without}
+    table["sources"] = tuple(_source(name, values) for name, values in sources.items())
     table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
     table["filter"] = _filter(table.get("filter", {}), folder)
     table["hydrate"] = _hydrate(table["hydrate"], folder) if "hydrate" in table else None
@@ -179,7 +182,7 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     _check_keys(cls, values, f"source {name!r}", skip=("name",))
     check_known(f"category of source {name!r}:", [values["category"]], CATEGORIES)
     if cls is HubSource:
-        lists = {key: tuple(values[key]) for key in ("configs", "text_columns") if key in values}
+        lists: dict[str, Any] = {key: tuple(values[key]) for key in ("configs", "text_columns") if key in values}
         return HubSource(name=name, **{**values, **lists})
     inputs = []
     for table in values["inputs"]:

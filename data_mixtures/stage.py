@@ -6,7 +6,7 @@ receipts of the stage before included), the size and hash of every file, and the
 right key and whose files have their sizes is not done again; so a change cascades, and a restart costs what was lost.
 Results do not depend on how many workers there are: a unit sees its own inputs only. `execute` runs what is not done.
 
-The files of a unit can be freed when the stage after it is through: the receipt stays and says so, and nothing is redone.
+The files of a unit can be freed when the stage after it is through: the receipt stays and says so.
 """
 
 from __future__ import annotations
@@ -45,8 +45,13 @@ class Unit:
 class Stage(Protocol):
     """One stage over all its units. An object is sent to worker processes, so it holds plain data only."""
 
-    name: str
-    out: Path
+    @property
+    def name(self) -> str:
+        """The folder of its results below `out`."""
+
+    @property
+    def out(self) -> Path:
+        """The data folder."""
 
     def units(self) -> list[Unit]:
         """All units, in a fixed order."""
@@ -104,12 +109,12 @@ def is_done(stage: Stage, unit: Unit) -> bool:
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
-    """Delete the files of a finished unit, not its receipt; returns the bytes that became free."""
+    """Delete the files of a finished unit, not its receipt and small JSON; returns the bytes that became free."""
     receipt, folder = read_receipt(out, stage, unit), unit_folder(out, stage, unit)
     assert receipt is not None, f"{unit} of {stage} is not finished, so there is nothing to free"
     # the receipt first: whatever kill comes between, no file is missed that is said to be there
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
-    there = [folder / name for name in receipt["files"] if (folder / name).is_file()]
+    there = [folder / name for name in receipt["files"] if (folder / name).is_file() and not name.endswith(".json")]
     freed = sum(path.stat().st_size for path in there)
     for path in there:
         path.unlink()

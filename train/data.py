@@ -9,20 +9,24 @@ everything behind them (`train/skips.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torchdata.nodes as tn
 from torchtitan.components.dataloader import BaseDataLoader
 
 from data_mixtures.mixture import Mixture
 
 from .skips import SkipList, read_skip_list, windows_of
 
-READ_AHEAD_BATCHES = 4
+READ_AHEAD_BATCHES = 4  # for each reader thread
+T = TypeVar("T")
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class MixtureLoader(BaseDataLoader):
@@ -44,35 +48,41 @@ class MixtureLoader(BaseDataLoader):
         self.skips = skips
         self.tokenizer = lock.parent / "tokenizer.model"
         self.mixture = Mixture.open(lock)
-        self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used
+        self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
+        self.left_out: dict[str, int] = {}  # those among them that were skipped
         self.sequences = 0  # positions that the trainer has taken, all ranks together
         self.micro_batch = local_batch_size * dp_world_size
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.reader_threads = reader_threads
 
-    def _read(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        runs = windows_of(self.skips.numbers(first + self.local.start, len(self.local)))
-        tokens, source = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
-        joined = tokens[0] if len(runs) == 1 else np.concatenate(tokens)
-        return torch.from_numpy(joined), torch.from_numpy(np.concatenate(source).astype(np.int64, copy=False))
+    def _read(self, first: int) -> Batch | Exception:
+        try:
+            runs = windows_of(self.skips.numbers(first + self.local.start, len(self.local)))
+            parts, sources = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
+            tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
+            source = torch.from_numpy(np.concatenate(sources))
+            if torch.cuda.is_available():
+                tokens, source = tokens.pin_memory(), source.pin_memory()
+            return {"input": tokens[:, :-1], "source": source}, tokens[:, 1:]
+        except Exception as problem:  # for the training thread, which ends the job with it
+            return problem
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        starts = tn.IterableWrapper(_count_from(self.sequences, self.micro_batch))
-        node: tn.BaseNode = tn.ParallelMapper(
-            starts, self._read, num_workers=self.reader_threads, in_order=True, method="thread",
-            max_concurrent=None, snapshot_frequency=2**31,
-        )  # fmt: skip
-        if torch.cuda.is_available():
-            node = tn.PinMemory(node)
-        for tokens, source in tn.Loader(tn.Prefetcher(node, READ_AHEAD_BATCHES, snapshot_frequency=2**31)):
+    def __iter__(self) -> Iterator[Batch]:
+        first = self.sequences
+        for batch in read_ahead(lambda number: self._read(first + number * self.micro_batch), self.reader_threads):
+            if isinstance(batch, Exception):
+                raise batch
             self.sequences += self.micro_batch
-            yield {"input": tokens[:, :-1], "source": source}, tokens[:, 1:]
+            yield batch
 
-    def continue_after(self, windows: dict[str, int]) -> None:
-        """Begin every source behind the windows that an earlier phase has consumed."""
-        self.offsets = dict(windows)
-        here = {name: windows[name] for name in self.mixture.source_names if name in windows}
-        self.mixture = Mixture.open(self.lock, here)
+    def continue_after(self, phase: dict[str, Any]) -> None:
+        """Begin every source behind the windows that an earlier phase has used up; phase: its state, read as JSON."""
+        self._begin_at(phase["windows"], phase["windows_left_out"])
+
+    def _begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
+        self.offsets, self.left_out = dict(offsets), dict(left_out)
+        names = self.mixture.source_names
+        self.mixture = self.mixture.starting_at({name: offsets[name] for name in names if name in offsets})
 
     def check_epochs(self, positions: int) -> None:
         """ValueError when a job of so many sequences would repeat a source more often than its epoch cap allows."""
@@ -83,8 +93,26 @@ class MixtureLoader(BaseDataLoader):
         return self.mixture.locate(self.skips.numbers(first, count))
 
     def windows_per_source(self) -> dict[str, int]:
-        """Windows of every source that this phase and those before it have used, in closed form."""
+        """Windows of every source that this phase and those before it have used up, in closed form."""
         return {**self.offsets, **self.mixture.windows_per_source(self.skips.used(self.sequences))}
+
+    def left_out_per_source(self) -> dict[str, int]:
+        """Those among them that were skipped: what was trained on is the difference."""
+        left_out = dict(self.left_out)
+        for first, last in self.skips.until(self.skips.used(self.sequences)):
+            before, after = self.mixture.windows_per_source(first), self.mixture.windows_per_source(last)
+            for name in after:
+                left_out[name] = left_out.get(name, 0) + after[name] - before[name]
+        return left_out
+
+    def tokens_per_source(self) -> dict[str, int]:
+        """Tokens of every source that this phase and those before it were trained on."""
+        left_out = self.left_out_per_source()
+        return {n: (w - left_out.get(n, 0)) * self.mixture.seq_len for n, w in self.windows_per_source().items()}
+
+    def tokens_before(self) -> int:
+        """Tokens that the phases before this one were trained on."""
+        return (sum(self.offsets.values()) - sum(self.left_out.values())) * self.mixture.seq_len
 
     def state_dict(self) -> dict[str, Any]:
         """One JSON string, equal on all ranks: position, mixture, and the windows of every source used so far."""
@@ -93,7 +121,9 @@ class MixtureLoader(BaseDataLoader):
             "skip_sequences": self.skips.until(self.skips.used(self.sequences)),
             "fingerprint": self.mixture.fingerprint,
             "offsets": self.offsets,
+            "left_out": self.left_out,
             "windows": self.windows_per_source(),
+            "windows_left_out": self.left_out_per_source(),
         }
         return {"mixture": json.dumps(state)}
 
@@ -113,20 +143,34 @@ class MixtureLoader(BaseDataLoader):
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
-        self.continue_after(state["offsets"])
+        self._begin_at(state["offsets"], state["left_out"])
 
 
-class _count_from:
-    """first, first + step, ... without end; an iterable, as torchdata's nodes ask for."""
+def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
+    """read(0), read(1), ... in this order, each done by a thread before it is asked for.
 
-    def __init__(self, first: int, step: int):
-        self.first, self.step = first, step
+    Thread t does every number with remainder t, so nothing has to be put back into order. Queues of C, one pair a
+    thread: taking a batch costs the training thread no lock that a reader can hold.
+    """
+    asked: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
+    done: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
+    for queues in zip(asked, done, strict=True):
+        Thread(target=_serve, args=(read, *queues), name="reader", daemon=True).start()
+    try:
+        for number in range(threads * READ_AHEAD_BATCHES):
+            asked[number % threads].put(number)
+        for number in count():
+            result = done[number % threads].get()
+            asked[number % threads].put(number + threads * READ_AHEAD_BATCHES)
+            yield result
+    finally:
+        for queue in asked:
+            queue.put(None)
 
-    def __iter__(self) -> Iterator[int]:
-        at = self.first
-        while True:
-            yield at
-            at += self.step
+
+def _serve(read: Callable[[int], T], asked: SimpleQueue, done: SimpleQueue) -> None:
+    while (number := asked.get()) is not None:
+        done.put(read(number))
 
 
 def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> MixtureLoader:

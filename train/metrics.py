@@ -94,7 +94,7 @@ class RunMetrics(MetricsProcessor):
             "grad_norm_z": self.grad_norm_z.score(grad_norm),
             "tokens": tokens,
             "tokens_total": self.tokens_before + tokens,
-            "tokens_by_source": {n: w * training.seq_len for n, w in self.loader.windows_per_source().items()},
+            "tokens_by_source": self.loader.tokens_per_source(),
             **throughput,
             "checkpoint_s": round(checkpoint_s, 3),  # asking whether there is something to wait for is no wait
             "checkpoint_total_s": checkpoint_total_s,

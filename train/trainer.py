@@ -99,7 +99,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         metrics, loader, training = self.metrics_processor, self.dataloader, self.job_config.training
         loader.check_epochs(training.steps * training.global_batch_size)
         metrics.attempt = self.attempt
-        metrics.tokens_before = sum(loader.offsets.values()) * training.seq_len
+        metrics.tokens_before = loader.tokens_before()
         metrics.continue_after(self.step)
         if torch.distributed.get_rank() != 0:
             return

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from data_mixtures import mixture, prepare, recipe, shards
+from data_mixtures import execute, mixture, prepare, recipe, shards
 
 RECIPE = """
 seed = 11
@@ -61,11 +61,11 @@ def recipe_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_prepare():
-    """Prepare with one process; returns what was printed."""
+    """Prepare as the command does; returns what was printed."""
 
     def run(path: Path, out: Path, workers: int = 1) -> str:
         console = Console(record=True, width=200, quiet=False)
-        prepare.prepare(path, out, workers, console)
+        prepare.prepare(path, out, execute.Options(workers), console)
         return console.export_text()
 
     return run

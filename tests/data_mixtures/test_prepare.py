@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import sentencepiece
 import xxhash
-from rich.console import Console
 
-from data_mixtures import prepare, shards, tokenizer
+from data_mixtures import plan, prepare, recipe, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
 
 HELD_OUT = 2**64 // 10  # valid_per_10000 = 1000
@@ -57,7 +56,8 @@ def test_manifest_counts_and_hashes(recipe_path, run_prepare, tmp_path):
     run_prepare(recipe_path, data)
     manifest = shards.read_manifest(data / "notes")
     assert manifest["documents"] == 48
-    assert manifest["dropped"] == {"duplicate": 12, "not_utf8": 1}
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"duplicate": 12, "not_utf8": 1}
+    assert manifest["read"] == 61 == manifest["kept"] + sum(manifest["dropped"].values())
     assert len(manifest["shards"]) > 1
     for entry in (*manifest["shards"], manifest["valid"]):
         raw = (data / "notes" / entry["name"]).read_bytes()
@@ -81,15 +81,17 @@ def test_held_out_documents_are_a_range_of_ids(recipe_path, run_prepare, tmp_pat
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """All files but the executors' logs: what is published, and how it was made."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and ".logs" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_any_number_of_workers_gives_the_same_bytes(recipe_path, run_prepare, tmp_path):
     run_prepare(recipe_path, tmp_path / "one", workers=1)
-    run_prepare(recipe_path, tmp_path / "two", workers=2)
-    one, two = files_of(tmp_path / "one"), files_of(tmp_path / "two")
+    run_prepare(recipe_path, tmp_path / "four", workers=4)
+    one, four = files_of(tmp_path / "one"), files_of(tmp_path / "four")
     assert "notes/shard-00000.bin" in one
-    assert one == two
+    assert one == four
 
 
 def test_a_finished_source_is_reused_and_a_changed_or_damaged_one_rebuilt(recipe_path, run_prepare, tmp_path):
@@ -117,20 +119,32 @@ def test_a_failure_leaves_the_old_data_and_no_debris(recipe_path, run_prepare, t
     data = tmp_path / "out"
     run_prepare(recipe_path, data)
     before = files_of(data)
-    (data / "notes/receipt.json").unlink()
+    (data / "shuffle/notes/unit-00000/receipt.json").unlink()
 
     def full_disk(*args):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(shards, "write_documents", full_disk)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(ValueError, match="shuffle notes/unit-00000: no space left"):
             run_prepare(recipe_path, data)
-    del before["notes/receipt.json"]
-    assert files_of(data) == before
-    (data / ".notes.partial").mkdir()  # what a killed process leaves
+    without = {name: content for name, content in before.items() if name != "shuffle/notes/unit-00000/receipt.json"}
+    assert files_of(data) == without
+    (data / "shuffle/notes/.unit-00000.0.partial").mkdir()  # what a killed process leaves
+    (data / ".notes.partial").mkdir()
     run_prepare(recipe_path, data)
-    assert not list(data.glob(".*.partial"))
+    assert not list(data.rglob(".*.partial"))
+    assert files_of(data) == before
+
+
+def test_units_of_an_older_plan_are_removed(recipe_path, run_prepare, tmp_path):
+    run_prepare(recipe_path, tmp_path / "out")
+    units = len(list((tmp_path / "out/shuffle/sums").glob("unit-*")))
+    recipe_path.write_text(recipe_path.read_text().replace("60_000 }]", "30_000 }]"))
+    run_prepare(recipe_path, tmp_path / "out")
+    run_prepare(recipe_path, tmp_path / "fresh")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
+    assert len(list((tmp_path / "out/shuffle/sums").glob("unit-*"))) < units
 
 
 def test_two_preparations_of_one_folder_are_refused(recipe_path, run_prepare, tmp_path):
@@ -173,12 +187,26 @@ def test_a_tokenizer_with_other_conventions_is_refused(tmp_path):
         tokenizer.load(tmp_path / "t5.model")
 
 
-@pytest.mark.parametrize("name", ["phase1.toml", "phase2.toml"])
-def test_hub_recipes_are_refused_with_what_is_missing(name, tmp_path):
-    path = Path(prepare.__file__).parent / name
-    with pytest.raises(ValueError, match=r"38 datasets of the hub.*Missing: the fetch stage.*hydration of code1-files"):
-        prepare.prepare(path, tmp_path / "out", 1, Console(quiet=True))
-    assert not (tmp_path / "out").exists()
+def test_what_the_last_stages_need_is_missed_before_the_first(recipe_path, run_prepare, tmp_path):
+    text = recipe_path.read_text()
+    line = next(line for line in text.splitlines() if line.startswith("tokenizer"))
+    recipe_path.write_text(text.replace(line, 'tokenizer = "none.model"'))
+    with pytest.raises(ValueError, match=r"none.model does not exist"):
+        run_prepare(recipe_path, tmp_path / "out")
+    recipe_path.write_text(text + '[filter.benchmarks]\nmbpp = "none.jsonl"\n')
+    with pytest.raises(ValueError, match=r"none.jsonl"):
+        run_prepare(recipe_path, tmp_path / "out")
+    assert not (tmp_path / "out/plan.json").exists()
+
+
+@pytest.mark.parametrize("name", ["phase1.toml", "phase2.toml", "phase1-no-hydration.toml", "phase2-no-hydration.toml"])
+def test_the_recipes_of_the_2b_run_are_planned_and_all_refusals_named(name, tmp_path):
+    read = recipe.load(Path(prepare.__file__).parent / name)
+    (tmp_path / "mirror").mkdir()
+    with pytest.raises(ValueError, match=r"9 repositories refuse to be read") as caught:
+        plan.make(read, tmp_path / "out", [source.name for source in read.sources], str(tmp_path / "mirror"))
+    named = [name for line in str(caught.value).splitlines()[1:] for name in line.split(":")[0].strip().split(", ")]
+    assert sorted(named) == sorted(source.name for source in read.sources)
 
 
 def test_lock_pins_what_it_should(recipe_path, run_prepare, tmp_path):

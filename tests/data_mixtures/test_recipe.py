@@ -1,5 +1,6 @@
 """Recipes: the shipped ones say what was published, and wrong ones are refused by name."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,15 @@ def category_sums(plan: recipe.Recipe, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "phase"), [("demo", "phase1"), ("demo", "phase2"), ("phase1", "phase1"), ("phase2", "phase2")]
+    ("name", "phase"),
+    [
+        ("demo", "phase1"),
+        ("demo", "phase2"),
+        ("phase1", "phase1"),
+        ("phase2", "phase2"),
+        ("phase1-no-hydration", "phase1"),
+        ("phase2-no-hydration", "phase2"),
+    ],
 )
 def test_shipped_recipes_have_the_published_shares(name, phase):
     sums = category_sums(recipe.load(FOLDER / f"{name}.toml"), phase)
@@ -30,8 +39,9 @@ def test_shipped_recipes_have_the_published_shares(name, phase):
     assert sum(sums.values()) == {"phase1": 10_000, "phase2": 10_002}[phase]
 
 
-def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap():
-    plans = {phase: recipe.load(FOLDER / f"{phase}.toml") for phase in PHASE_TOKENS_B}
+@pytest.mark.parametrize("profile", ["", "-no-hydration"])
+def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
+    plans = {phase: recipe.load(FOLDER / f"{phase}{profile}.toml") for phase in PHASE_TOKENS_B}
     assert plans["phase1"].sources == plans["phase2"].sources
     for source in plans["phase1"].sources:
         tokens_b = sum(
@@ -39,6 +49,46 @@ def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap():
             for phase, plan in plans.items()
         )
         assert tokens_b / source.expected_tokens_b < plans["phase1"].epoch_cap, source.name
+
+
+def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
+    sources = recipe.load(FOLDER / "phase1.toml").sources
+    assert len(sources) == 38
+    for source in sources:
+        assert re.fullmatch(r"nvidia/Nemotron-[\w.-]+", source.repo)
+        assert re.fullmatch(r"[0-9a-f]{7,40}", source.revision)
+        assert source.configs
+        assert source.licence
+        assert source.gate in ("manual", "automatic", "gated", "none", "not checked")
+        assert source.expected_tokens_b > 0
+        assert source.text_columns
+    places = [(source.repo, config) for source in sources for config in source.configs]
+    assert len(set(places)) == len(places)  # no folder is in two sources
+
+
+def test_without_hydration_the_same_sources_but_two_take_their_share():
+    for phase in PHASE_TOKENS_B:
+        with_, without = (recipe.load(FOLDER / f"{phase}{profile}.toml") for profile in ("", "-no-hydration"))
+        assert not any(source.needs_hydration for source in without.sources)
+        assert without.hydrate is None
+        assert with_.hydrate == recipe.Hydrate(f"local:{FOLDER / 'repositories'}", 0.01)
+        changed = {
+            name: without.phases[phase].get(name, 0) - weight
+            for name, weight in with_.phases[phase].items()
+            if without.phases[phase].get(name, 0) != weight
+        }
+        assert set(changed) == {"code1-files", "code2-files", "cc-code", "code2-qa"}
+        assert sum(changed.values()) == 0
+        assert (with_.seed, with_.filter, with_.epoch_cap) == (without.seed, without.filter, without.epoch_cap)
+
+
+def test_benchmarks_lie_beside_the_recipe_and_can_be_left_out(recipe_path):
+    found = recipe.load(FOLDER / "phase1.toml").filter
+    assert list(found.benchmarks) == ["humaneval", "mbpp", "gsm8k", "arc", "core"]
+    assert found.benchmarks["mbpp"] == str(FOLDER / "benchmarks/mbpp.jsonl")
+    assert recipe.load(recipe_path).filter == recipe.Filter()
+    recipe_path.write_text(recipe_path.read_text() + "\n[filter]\nmin_chars = 10\n[filter.benchmarks]\n")
+    assert recipe.load(recipe_path).filter == recipe.Filter(min_chars=10)
 
 
 def test_the_demo_has_a_source_for_every_category_and_little_text():
@@ -66,6 +116,13 @@ def test_the_demo_has_a_source_for_every_category_and_little_text():
         ("vocab_size = 400", "vocab_size = 70_000", r"tokenizer.vocab_size = 70000 must be .* 300 to 65536"),
         ("[sources.notes]", '[sources."../notes"]', r"source name '../notes' becomes a folder"),
         ("[phase1]", "[phase1", r"tiny.toml: "),
+        (", max_bytes = 60_000", "", r"max_bytes = None must be an integer"),
+        ("seed = 11", 'seed = 11\nwithout = ["note"]', r"unknown source in without: 'note'; did you mean 'notes'"),
+        ("[phase1]", "[filter]\nmin_char = 3\n[phase1]", r"unknown filter key 'min_char'; did you mean 'min_chars'"),
+        ("[phase1]", "[filter]\nmax_chars = 3\n[phase1]", r"filter.max_chars = 3 must be an integer from 64"),
+        ("[phase1]", "[filter.benchmarks]\nx = 3\n[phase1]", r"filter.benchmarks.x = 3 must be the path of a file"),
+        ("[phase1]", '[hydrate]\nresolver = "swh"\n[phase1]', r"'swh' must be 'local:FOLDER' or 'module:attribute'"),
+        ("[phase1]", '[hydrate]\nresolver = "a:b"\nmax_missing_share = 2\n[phase1]', r"= 2 must be a share from 0"),
     ],
 )  # fmt: skip
 def test_wrong_recipes_are_refused(recipe_path, old, new, message):

@@ -1,0 +1,102 @@
+"""Windows of token files, memory-mapped, whose bytes are checked before they are used for the first time.
+
+The manifest holds an xxh3 of every 16 MiB of a file. Whoever first touches a block reads it whole and compares; a block
+that differs ends the read with its name, never with other data. The check reads with pread and not through the map:
+that lets other threads go on, a broken disk answers with an error where a map would kill the process (SIGBUS), and the
+block then lies in the page cache, read in a row: the check is the read-ahead of the windows that follow.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data_mixtures import shards
+
+OPEN_FILES = 256  # a map holds a file descriptor, of which a process has 1024 and a 6T-token corpus 11,000 shards
+CHUNK_BYTES = 1 << 20  # stays in a core's own cache between reading and hashing
+DIGEST_BYTES = 8
+
+
+class WindowFiles:
+    """Many files of windows, read by any number of threads; at most OPEN_FILES of them are mapped at a time."""
+
+    def __init__(self, files: Sequence[tuple[Path, Mapping[str, Any]]], seq_len: int) -> None:
+        """files: paths with their entries of the manifest. ValueError when an entry's hashes do not cover its bytes."""
+        self.seq_len = seq_len
+        self._paths = [path for path, _ in files]
+        self._bytes = [entry["bytes"] for _, entry in files]
+        self._digests = [bytes.fromhex("".join(entry["xxh3_blocks"])) for _, entry in files]
+        self._checked = [bytearray(len(digests) // DIGEST_BYTES) for digests in self._digests]  # 1: block is good
+        for path, size, checked in zip(self._paths, self._bytes, self._checked, strict=True):
+            if len(checked) != -(-size // shards.BLOCK_BYTES):
+                raise ValueError(
+                    f"the manifest of {path} has {len(checked)} block hashes for {size} bytes, one for each "
+                    f"{shards.BLOCK_BYTES} is needed; prepare the data again"
+                )
+        self._checking = [threading.Lock() for _ in files]
+        self._maps: dict[int, np.ndarray] = {}  # the oldest first
+        self._mapping = threading.Lock()
+
+    def read(self, file: int, window: int, out: np.ndarray) -> None:
+        """Copy one window into out, (S + 1,) of any integer type. ValueError for a damaged or unreadable block."""
+        first = window * self.seq_len
+        end = first + self.seq_len + 1
+        checked, width = self._checked[file], shards.TOKEN_BYTES
+        for block in range(first * width // shards.BLOCK_BYTES, (end * width - 1) // shards.BLOCK_BYTES + 1):
+            if not checked[block]:
+                self._check(file, block)
+        tokens = self._maps.get(file)
+        out[:] = (self._map(file) if tokens is None else tokens)[first:end]
+
+    def _map(self, file: int) -> np.ndarray:
+        with self._mapping:
+            if file not in self._maps:
+                if len(self._maps) >= OPEN_FILES:
+                    del self._maps[next(iter(self._maps))]  # a thread that still reads it keeps it open
+                self._maps[file] = np.memmap(self._paths[file], dtype="<u2", mode="r")
+            return self._maps[file]
+
+    def _check(self, file: int, block: int) -> None:
+        with self._checking[file]:
+            if self._checked[file][block]:
+                return  # another thread was faster
+            path, begin = self._paths[file], block * shards.BLOCK_BYTES
+            end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
+            place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
+            try:
+                found = _digest(path, begin, end)
+            except OSError as problem:
+                raise ValueError(f"{place} cannot be read: {problem}. {_FIX}") from problem
+            expected = self._digests[file][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+            if found != expected:
+                raise ValueError(
+                    f"{place} is damaged: its xxh3 is {found.hex()}, the manifest says {expected.hex()}. {_FIX}"
+                )
+            self._checked[file][block] = 1
+
+
+_FIX = (
+    "Nothing of it was used. `python -m data_mixtures verify RECIPE --out DIR` finds what else is wrong; make that "
+    "source again (fetch and the stages after it), or take the file out with verify's --quarantine: a new manifest "
+    "and lock file, so a new fingerprint"
+)
+
+
+def _digest(path: Path, begin: int, end: int) -> bytes:
+    """xxh3 of bytes begin to end of a file, as in the manifest; of fewer where the file ends early."""
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(CHUNK_BYTES))
+    file = os.open(path, os.O_RDONLY)
+    try:
+        while begin < end and (count := os.preadv(file, [buffer[: end - begin]], begin)):
+            digest.update(buffer[:count])
+            begin += count
+    finally:
+        os.close(file)
+    return digest.digest()

@@ -1,0 +1,125 @@
+"""Encoding by segments: equal to sentencepiece on the whole text, for any text and any kind of model."""
+
+import io
+import random
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_mixtures import tokenizer
+from data_mixtures.recipe import TokenizerTraining
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+TEXTS = [(STDLIB / name).read_text(encoding="utf-8") for name in ("pydoc_data/topics.py", "argparse.py", "difflib.py")]
+
+
+def load(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return load(tokenizer.train(TEXTS, TokenizerTraining(2000, 10**6, 0.9999)))
+
+
+def check(processor, texts: list[str]) -> None:
+    """Ids and lengths against one call of sentencepiece per text."""
+    tokens, lengths = tokenizer.encode(processor, texts)
+    expected = [[tokenizer.BOS, *processor.encode(text), tokenizer.EOS] for text in texts]
+    assert lengths.tolist() == [len(ids) for ids in expected]
+    assert tokens.tolist() == [token for ids in expected for token in ids]
+    assert tokens.dtype == np.dtype("<u2")
+
+
+PARTS = [
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "▁",
+    "\0",
+    "\r\n",
+    "a",
+    "self",
+    "ﬁ",
+    "東京",
+    "😀",
+    "</s>",
+    "<0x0A>",
+    "\u00a0",
+    "é",
+    "12",
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
+def test_any_text(processor, text):
+    assert tokenizer.Encoder(processor).separable if text == "" else True
+    check(processor, [text, "", text[1:]])
+
+
+def test_real_text_and_long_documents(processor):
+    draw = random.Random(1)
+    line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))
+    check(processor, [*TEXTS, "\n".join(TEXTS), line, "x" * 50_000, " " * 5000, "\n" * 5000])
+    assert tokenizer.Encoder(processor).separable
+
+
+def test_a_full_table_is_emptied(processor, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_SEGMENTS", 50)
+    encoder = tokenizer.Encoder(processor)
+    assert np.frombuffer(encoder.encode(TEXTS[1]), "<u2").tolist() == processor.encode(TEXTS[1])
+    assert len(encoder._segments) <= 50
+
+
+OTHER_MODELS = {
+    "no dummy prefix": {"add_dummy_prefix": False},
+    "newline as a symbol": {"user_defined_symbols": ["\n"]},
+    "normalizing": {"normalization_rule_name": "nmt_nfkc"},
+    "strips spaces": {"remove_extra_whitespaces": True},
+    "without bytes": {"byte_fallback": False},
+    "a piece with a space inside": {"user_defined_symbols": ["of the"]},
+    "spaces as suffix": {"treat_whitespace_as_suffix": True},
+    "pieces over spaces": {"split_by_whitespace": False},
+    "unigram": {"model_type": "unigram"},
+}
+SEPARABLE = ("no dummy prefix", "newline as a symbol")
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_models_encode_by_segments_only_where_it_is_exact(name):
+    options = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        **OTHER_MODELS[name],
+    }
+    model = io.BytesIO()
+    lines = iter(TEXTS[1].split("\n"))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=1000, hard_vocab_limit=False, minloglevel=2, **options
+    )
+    processor = load(model.getvalue())
+    assert tokenizer.Encoder(processor).separable == (name in SEPARABLE)
+    check(processor, [TEXTS[2], " a  \n b of the\t\n\n", "\n", " ", "", "▁ ▁x \n▁"])
+
+
+def test_text_that_becomes_a_control_id_is_refused():
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS[1].split("\n")), model_writer=model, vocab_size=500, model_type="bpe",
+        byte_fallback=True, minloglevel=2, user_defined_symbols=["<s>"], bos_id=1, eos_id=2,
+        normalization_rule_name="identity",
+    )  # fmt: skip
+    processor = load(model.getvalue())
+    if processor.piece_to_id("<s>") == tokenizer.BOS and tokenizer.BOS in processor.encode("a <s> b"):
+        with pytest.raises(ValueError, match="must not define them"):
+            tokenizer.encode(processor, ["a <s> b"])

@@ -1,0 +1,151 @@
+"""Blocks that are checked when they are first touched: once each, whoever reads, and damage never passes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_mixtures import shards, window_files
+from data_mixtures.mixture import Mixture, valid_windows
+from data_mixtures.window_files import WindowFiles
+
+SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
+
+
+def write(path: Path, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> tuple[Path, dict]:
+    """Tokens 0, 1, 2, ...: window i begins with i * S."""
+    return path, shards.write_windows(path, np.arange(windows * seq_len + 1).astype(np.uint16), seq_len)
+
+
+def flip(path: Path, byte: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 4
+    path.write_bytes(content)
+
+
+def read(files: WindowFiles, window: int, file: int = 0, seq_len: int = SEQ_LEN) -> np.ndarray:
+    out = np.full(seq_len + 1, -1)
+    files.read(file, window, out)
+    return out
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(window_files, "CHUNK_BYTES", 24)  # does not divide a block
+
+
+def test_windows_of_any_number_of_files(small_blocks: None, tmp_path: Path) -> None:
+    files = WindowFiles([write(tmp_path / "a"), write(tmp_path / "b", windows=1), write(tmp_path / "c")], SEQ_LEN)
+    for file, count in enumerate((WINDOWS, 1, WINDOWS)):
+        for window in reversed(range(count)):
+            assert read(files, window, file).tolist() == list(range(window * SEQ_LEN, (window + 1) * SEQ_LEN + 1))
+
+
+@pytest.mark.parametrize("byte", [0, 63, 64, 127, 128, 135, 184, 185])
+def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
+    small_blocks: None, tmp_path: Path, byte: int
+) -> None:
+    path, entry = write(tmp_path / "shard-00007.bin")
+    flip(path, byte)
+    files, bad = WindowFiles([(path, entry)], SEQ_LEN), byte // BLOCK
+    for window in range(WINDOWS):
+        first, last = 2 * window * SEQ_LEN // BLOCK, (2 * (window + 1) * SEQ_LEN + 1) // BLOCK
+        if first <= bad <= last:
+            with pytest.raises(ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*quarantine"):
+                read(files, window)
+        else:
+            assert read(files, window)[0] == window * SEQ_LEN
+
+
+def test_each_block_is_hashed_once_however_many_threads(
+    small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed, digest = [], window_files._digest
+    monkeypatch.setattr(window_files, "_digest", lambda *place: (hashed.append(place), digest(*place))[1])
+    files = WindowFiles([write(tmp_path / name) for name in "abc"], SEQ_LEN)
+    work = [(window, file) for window in range(WINDOWS) for file in range(3)] * 2
+    with ThreadPoolExecutor(8) as pool:
+        for (window, _), row in zip(work, pool.map(lambda at: read(files, *at), work), strict=True):
+            assert row[0] == window * SEQ_LEN
+    assert len(hashed) == len(set(hashed)) == 3 * 3
+
+
+def test_blocks_of_the_real_size(tmp_path: Path) -> None:
+    seq_len = 4096
+    path, entry = write(tmp_path / "shard-00000.bin", windows=2060, seq_len=seq_len)
+    assert len(entry["xxh3_blocks"]) == 2
+    flip(path, shards.BLOCK_BYTES + 5)
+    files = WindowFiles([(path, entry)], seq_len)
+    assert read(files, 2046, seq_len=seq_len)[0] == 2046 * seq_len % 65_536
+    # window 2047 ends with the first token of block 1
+    with pytest.raises(ValueError, match=r"block 1 of 2 \(bytes 16777216 to 16875522\) is damaged"):
+        read(files, 2047, seq_len=seq_len)
+
+
+def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None, tmp_path: Path) -> None:
+    (short, entry), gone = write(tmp_path / "short"), write(tmp_path / "gone")
+    files = WindowFiles([(short, entry), gone], SEQ_LEN)
+    os.truncate(short, 100)
+    gone[0].unlink()
+    assert read(files, 0)[0] == 0
+    with pytest.raises(ValueError, match=r"short: block 1 of 3 .* is damaged"):
+        read(files, 10)
+    with pytest.raises(ValueError, match=r"gone: block 0 of 3 .* cannot be read: .*No such file"):
+        read(files, 0, file=1)
+
+
+def test_a_broken_disk_names_the_block(small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = WindowFiles([write(tmp_path / "a")], SEQ_LEN)
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(ValueError, match=r"a: block 2 of 3 .* cannot be read: .*Input/output error"):
+        read(files, 20)
+
+
+def test_hashes_that_do_not_cover_the_file_are_refused(small_blocks: None, tmp_path: Path) -> None:
+    path, entry = write(tmp_path / "a")
+    with pytest.raises(ValueError, match="2 block hashes for 186 bytes"):
+        WindowFiles([(path, {**entry, "xxh3_blocks": entry["xxh3_blocks"][:2]})], SEQ_LEN)
+
+
+def test_open_files_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map keeps a descriptor: without a bound, a corpus of 11,000 shards would need as many."""
+    monkeypatch.setattr(window_files, "OPEN_FILES", 10)
+    files = WindowFiles([write(tmp_path / f"{i}", windows=3) for i in range(200)], SEQ_LEN)
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(lambda file: read(files, file % 3, file), [*range(200), *range(200)]))
+    assert [row[0] for row in rows] == [file % 3 * SEQ_LEN for file in [*range(200), *range(200)]]
+    assert len(os.listdir("/proc/self/fd")) - before <= 10
+
+
+def test_a_mixture_reads_up_to_the_damage_and_not_beyond(counting_data) -> None:
+    data = counting_data()
+    whole, sources = Mixture.open(data / "phase1.lock.json").sequences(0, 40)
+    flip(data / "s0/shard-00001.bin", 7)  # windows 8 to 15 of s0
+    first = int(np.flatnonzero((sources == 0) & (whole[:, 0] == 8 * SEQ_LEN))[0])
+    mixture = Mixture.open(data / "phase1.lock.json")  # sizes are right: nothing to see yet
+    assert np.array_equal(mixture.sequences(0, first)[0], whole[:first])
+    for _ in range(2):  # and it stays an error
+        with pytest.raises(ValueError, match=r"s0/shard-00001\.bin: block 0 of 1 .* is damaged"):
+            mixture.sequences(first, 1)
+
+
+def test_held_out_windows_are_checked(counting_data, tmp_path: Path) -> None:
+    data = counting_data()
+    shutil.copy(data / "s1/valid.bin", tmp_path / "whole")
+    flip(data / "s1/valid.bin", 3)
+    with pytest.raises(ValueError, match=r"s1/valid\.bin: block 0 of 1 .* is damaged"):
+        valid_windows(data, "s1", max_windows=1)
+    shutil.copy(tmp_path / "whole", data / "s1/valid.bin")
+    assert len(valid_windows(data, "s1", max_windows=1)) == 1

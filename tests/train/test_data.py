@@ -1,0 +1,233 @@
+"""The loader: the same global batches whoever reads them, exact resume anywhere, exact counts, clear ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchtitan")
+from data_mixtures.mixture import Mixture
+from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
+from train.skips import SkipList
+
+ROOT = Path(__file__).resolve().parents[2]
+GLOBAL_BATCH = 32
+
+
+@pytest.fixture(scope="module")
+def lock(prepared_data: Path) -> Path:
+    return prepared_data / "phase1.lock.json"
+
+
+@pytest.fixture(scope="module")
+def wrap(lock: Path) -> int:
+    """The first sequence that is the second reading of a source."""
+    mixture = Mixture.open(lock)
+    windows = {entry["name"]: entry["windows"] for entry in json.loads(lock.read_text())["sources"]}
+    for number in range(sum(windows.values())):
+        used = mixture.windows_per_source(number + 1)
+        if any(used[name] > windows[name] for name in used):
+            return number
+    raise AssertionError("no source is read twice")
+
+
+def loader(lock: Path, rank: int = 0, ranks: int = 1, batch: int = GLOBAL_BATCH, threads: int = 1, windows=()):
+    return MixtureLoader(lock, rank, ranks, batch, threads, SkipList(windows))
+
+
+def job(lock: Path, ranks: int, accumulation: int, threads: int = 2, windows=()) -> list[MixtureLoader]:
+    batch = GLOBAL_BATCH // ranks // accumulation
+    return [loader(lock, rank, ranks, batch, threads, windows) for rank in range(ranks)]
+
+
+def train(loaders: list[MixtureLoader], steps: int) -> tuple[np.ndarray, np.ndarray, str]:
+    """Some steps of all ranks: (windows (steps, G, S + 1), sources (steps, G), the state that all ranks save)."""
+    micro_batches = steps * GLOBAL_BATCH // loaders[0].micro_batch
+    read = [list(islice(each, micro_batches)) for each in loaders]
+    batches = [batch for of_all_ranks in zip(*read, strict=True) for batch in of_all_ranks]
+    tokens = [torch.cat([inputs["input"], labels[:, -1:]], dim=1) for inputs, labels in batches]
+    sources = [inputs["source"] for inputs, _ in batches]
+    (state,) = {each.state_dict()["mixture"] for each in loaders}
+    shape = (steps, GLOBAL_BATCH, -1)
+    return torch.cat(tokens).numpy().reshape(shape), torch.cat(sources).numpy().reshape(shape[:2]), state
+
+
+def expected(lock: Path, numbers: list[int]) -> np.ndarray:
+    mixture = Mixture.open(lock)
+    return np.concatenate([mixture.sequences(number, 1)[0] for number in numbers]).reshape(-1, GLOBAL_BATCH, 33)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_any_cut_gives_the_same_global_batches(
+    lock: Path, wrap: int, ranks: int, accumulation: int, threads: int
+) -> None:
+    """Across the end of an epoch, with a left-out window at it."""
+    first, out = wrap - GLOBAL_BATCH - 5, range(wrap - 3, wrap + 7)
+    loaders = job(lock, ranks, accumulation, threads, [(out[0], out[-1] + 1)])
+    for each in loaders:
+        each.sequences = first
+    tokens, sources, _ = train(loaders, steps=3)
+    numbers = [n for n in range(first, first + 200) if n not in out][: 3 * GLOBAL_BATCH]
+    assert np.array_equal(tokens, expected(lock, numbers))
+    unshifted = expected(lock, list(range(first, first + 3 * GLOBAL_BATCH)))
+    assert not np.array_equal(tokens, unshifted), "a loader that forgets the window would be seen"
+    mixture = loaders[0].mixture
+    assert np.array_equal(sources, np.array([mixture.sequences(n, 1)[1][0] for n in numbers]).reshape(sources.shape))
+
+
+def test_resume_again_and_again_with_other_world_sizes(lock: Path, wrap: int) -> None:
+    """Four lives of one run, across the end of an epoch, while readers are ahead: no batch twice, none lost."""
+    start = (wrap // GLOBAL_BATCH - 3) * GLOBAL_BATCH
+    state, parts = None, []
+    for ranks, accumulation in ((2, 2), (4, 1), (1, 4), (8, 2)):
+        loaders = job(lock, ranks, accumulation)
+        for each in loaders:
+            if state is None:
+                each.sequences = start
+            else:
+                each.load_state_dict({"mixture": state})
+        tokens, _, state = train(loaders, steps=2)
+        parts.append(tokens)
+    assert start < wrap < start + 8 * GLOBAL_BATCH
+    assert np.array_equal(np.concatenate(parts), expected(lock, list(range(start, start + 8 * GLOBAL_BATCH))))
+    (last,) = job(lock, 1, 1)
+    last.load_state_dict({"mixture": state})
+    assert last.state_dict()["mixture"] == state, "loading and saving changes nothing"
+
+
+def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data: Path, lock: Path) -> None:
+    """Used up, left out and trained on, by source: counted one by one, and as the loader computes them."""
+    left_out = [(10, 25), (70, 71)]
+    (one,) = job(lock, 1, 2, windows=left_out)
+    _, sources, state = train([one], steps=3)
+    names = one.mixture.source_names
+    counted = {name: int((sources == i).sum()) * 32 for i, name in enumerate(names)}
+    assert one.tokens_per_source() == counted
+    out = np.concatenate([one.mixture.sequences(a, b - a)[1] for a, b in left_out])
+    assert one.left_out_per_source() == {name: int((out == i).sum()) for i, name in enumerate(names)}
+
+    (two,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
+    two.continue_after(json.loads(state))
+    assert two.tokens_before() == 3 * GLOBAL_BATCH * 32
+    assert two.tokens_per_source() == counted
+    tokens, sources, _ = train([two], steps=2)
+    for i, name in enumerate(two.mixture.source_names):
+        counted[name] = counted.get(name, 0) + int((sources == i).sum()) * 32
+    assert two.tokens_per_source() == counted
+    assert sum(counted.values()) == 5 * GLOBAL_BATCH * 32
+    # code, which both phases use, goes on behind the last window that phase 1 used up
+    behind = one.mixture.windows_per_source(one.skips.used(one.sequences))["code"]
+    code = two.mixture.source_names.index("code")
+    on_disk = np.fromfile(prepared_data / "code" / f"shard-{behind // 64:05d}.bin", dtype="<u2")
+    first = on_disk[behind % 64 * 32 :][:33]
+    assert np.array_equal(tokens[sources == code][0], first)
+
+    (again,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
+    again.load_state_dict(two.state_dict())
+    assert (again.tokens_per_source(), again.tokens_before()) == (two.tokens_per_source(), two.tokens_before())
+
+
+SAVE_AND_LOAD = """
+import json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from train.cpu import patch_torch_for_cpu
+if not torch.accelerator.is_available(): patch_torch_for_cpu()
+from train.data import MixtureLoader
+from train.skips import SkipList
+
+lock, folder = Path(sys.argv[1]), Path(sys.argv[2])
+
+def one_rank(rank, ranks, work):
+    os.environ.update(MASTER_ADDR="localhost", GLOO_SOCKET_IFNAME="lo")
+    store = dist.FileStore(str(folder / f"store-{ranks}"), ranks)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
+    loader = MixtureLoader(lock, rank, ranks, 8 // ranks, 1, SkipList([(3, 9)]))
+    work(loader, rank)
+    dist.destroy_process_group()
+
+def save(loader, rank):
+    for _, batch in zip(range(5), loader): pass
+    dcp.save({"dataloader": loader}, checkpoint_id=str(folder / "saved"))
+    (folder / f"saved-{rank}.json").write_text(loader.state_dict()["mixture"])
+
+def load(loader, rank):
+    dcp.load({"dataloader": loader}, checkpoint_id=str(folder / "saved"))
+    (folder / f"loaded-{rank}.json").write_text(loader.state_dict()["mixture"])
+    inputs, labels = next(iter(loader))
+    torch.save((inputs["input"], labels), folder / f"batch-{rank}.pt")
+
+for ranks, work in ((4, save), (2, load)):
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                one_rank(rank, ranks, work)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+"""
+
+
+def test_a_checkpoint_of_four_ranks_loads_on_two(lock: Path, tmp_path: Path) -> None:
+    """A real DCP folder: one string, which every rank of any world size reads."""
+    command = [sys.executable, "-c", SAVE_AND_LOAD, str(lock), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    states = {path.read_text() for path in tmp_path.glob("*ed-*.json")}
+    assert len(list(tmp_path.glob("*ed-*.json"))) == 6
+    assert len(states) == 1, "four ranks that saved and two that loaded hold the same"
+    assert json.loads(states.pop())["sequences"] == 40
+    inputs, labels = zip(*(torch.load(tmp_path / f"batch-{rank}.pt") for rank in range(2)), strict=True)
+    wanted = Mixture.open(lock).sequences(46, 8)[0]  # six are left out
+    assert np.array_equal(torch.cat(inputs).numpy(), wanted[:, :-1])
+    assert np.array_equal(torch.cat(labels).numpy(), wanted[:, 1:])
+
+
+def test_damage_ends_the_batches_at_its_own(prepared_data: Path, tmp_path: Path) -> None:
+    """Readers are ahead of it: the batches before it arrive, then the error as the mixture words it."""
+    data = tmp_path / "data"
+    shutil.copytree(prepared_data, data)
+    content = bytearray((data / "web/shard-00001.bin").read_bytes())
+    content[1234] ^= 1
+    (data / "web/shard-00001.bin").write_bytes(content)
+    good = []
+    each = loader(data / "phase1.lock.json", batch=8, threads=4)
+    with pytest.raises(ValueError, match=r"^\S*web/shard-00001\.bin: block 0 of 1 \(bytes 0 to 4098\) is damaged"):
+        good.extend(each)
+    before = each.mixture.windows_per_source(len(good) * 8)["web"]
+    after = each.mixture.windows_per_source(len(good) * 8 + 8)["web"]
+    assert before <= 64 < after, "the batch that was refused is the first with a window of the damaged shard"
+    assert json.loads(each.state_dict()["mixture"])["sequences"] == len(good) * 8
+
+
+def test_reading_ahead_keeps_the_order_and_its_bound() -> None:
+    started: list[int] = []
+
+    def read(number: int) -> int:
+        started.append(number)
+        return number * number
+
+    for threads in (1, 3):
+        started.clear()
+        results = read_ahead(read, threads)
+        assert list(islice(results, 50)) == [n * n for n in range(50)]
+        results.close()
+        assert len(set(started)) == len(started), "none twice"
+        assert max(started) < 50 + threads * READ_AHEAD_BATCHES
