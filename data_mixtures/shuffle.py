@@ -25,16 +25,14 @@ from data_mixtures import shards, stage
 from data_mixtures.plan import units as planned_units
 from data_mixtures.recipe import Recipe
 from data_mixtures.stage import Unit
+from data_mixtures.tokenize_units import DOCUMENT, DOCUMENTS, TOKENS, Tokenize
 
-ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
+ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", Tokenize.name
 DOCUMENTS_PER_RANGE = 1 << 21  # about 300 MB while merging
 READ_TOKENS = 1 << 27  # put in order at a time: the more, the longer are the slices that are read of each unit
 COPY_TOKENS = 1 << 21  # written at a time: few enough to be hashed while they are in the cache
-# what `tokenize` writes for a document; length in tokens with BOS and EOS, bytes of UTF-8
-_FIELDS = [("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")]
-DOCUMENT = np.dtype(_FIELDS)
 # what a merge works on: where the document's tokens begin, counted from the beginning of its unit's slice
-_MERGED = np.dtype([*_FIELDS, ("start", "<u8"), ("unit", "<u4")])
+_MERGED = np.dtype([*DOCUMENT.descr, ("start", "<u8"), ("unit", "<u4")])
 # what `order` writes for a document, in the final order
 _PLACED = np.dtype([("low", "<u8"), ("start", "<u8"), ("length", "<u4"), ("unit", "<u4")])
 _COLUMNS = ["low", "start", "length", "unit"]
@@ -57,7 +55,7 @@ class Order:
         return [Unit(source, n) for source in self.sources for n in range(key_ranges(self.out, source))]
 
     def key(self, unit: Unit) -> str:
-        indexes = [receipt["files"]["documents.npy"] for receipt in receipts(self.out, UPSTREAM, unit.source)]
+        indexes = [receipt["files"][DOCUMENTS] for receipt in receipts(self.out, UPSTREAM, unit.source)]
         return stage.key_of(("shuffle.py",), unit.number, self.plan.valid_per_10000, indexes)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
@@ -123,11 +121,11 @@ def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.nd
     """Documents of every unit with low <= key < high (_MERGED), and the tokens of each unit in this range, int64."""
     parts, slices = [], []
     for number in range(len(receipts(out, UPSTREAM, source))):
-        documents = np.load(_tokenized(out, source, number) / "documents.npy", mmap_mode="r")
+        documents = np.load(_tokenized(out, source, number) / DOCUMENTS, mmap_mode="r")
         assert documents.dtype == DOCUMENT, f"{source} unit {number}: documents.npy has dtype {documents.dtype}"
         first, last = (bisect_left(documents, key, key=lambda row: int(row["key"])) for key in (low, high))
         part = np.empty(last - first, dtype=_MERGED)
-        for name, _ in _FIELDS:
+        for name in DOCUMENT.names or ():
             part[name] = documents[name][first:last]
         assert (part["key"][1:] >= part["key"][:-1]).all(), f"{source} unit {number}: documents.npy is not sorted"
         ends = np.cumsum(part["length"], dtype=np.int64)
@@ -144,13 +142,18 @@ def _tokenized(out: Path, source: str, number: int) -> Path:
 def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Documents (_MERGED) by (key, high, low), the first of those with the same 128-bit id."""
     # a text that a unit repeats very often must not fill the memory, so every part loses its own duplicates first
-    documents = np.concatenate([_first_of_equals(part) for part in parts])
+    return _first_of_equals(in_order([_first_of_equals(part) for part in parts]))
+
+
+def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Documents (_MERGED) by (key, high, low); equal ones stay in the order of the parts."""
+    documents = np.concatenate(list(parts))
     documents = documents[np.argsort(documents["key"], kind="stable")]
     equal = documents["key"][1:] == documents["key"][:-1]
     tied = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
     rows = documents[tied]
     documents[tied] = rows[np.lexsort((rows["low"], rows["high"], rows["key"]))]
-    return _first_of_equals(documents)
+    return documents
 
 
 def same_id(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -200,7 +203,7 @@ class Shuffle:
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
-        tokens = [receipt["files"]["tokens.bin"] for receipt in receipts(self.out, UPSTREAM, unit.source)]
+        tokens = [receipt["files"][TOKENS] for receipt in receipts(self.out, UPSTREAM, unit.source)]
         return stage.key_of(("shuffle.py", "shards.py"), unit.number, asdict(self.layout), order, tokens)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
@@ -224,9 +227,7 @@ class Shuffle:
 
     def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of the source's stream in pieces; `begins` gets the documents that begin there."""
-        files = [
-            _tokenized(self.out, source, n) / "tokens.bin" for n in range(len(receipts(self.out, UPSTREAM, source)))
-        ]
+        files = [_tokenized(self.out, source, n) / TOKENS for n in range(len(receipts(self.out, UPSTREAM, source)))]
         base = np.zeros(len(files), dtype=np.int64)  # where each unit's slice begins in its tokens.bin
         at = 0
         for number, receipt in enumerate(self._orders(source)):
