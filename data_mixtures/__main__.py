@@ -19,19 +19,21 @@ from data_mixtures.execute import Executor
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    arguments = parser().parse_args()
+    return command.reported(lambda: run(arguments, Console()))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="python -m data_mixtures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=stages.STAGES)
-    command.add_arguments(parser)
-    parser.add_argument("--sources", help="only these, separated by commas; default: all of the recipe")
-    parser.add_argument("--stage", choices=stages.FREEABLE, help="for free: whose files to delete")
-    parser.add_argument("--quarantine", action="store_true", help="for verify: take damaged shards out of the data")
-    parser.add_argument(
-        "--sequences", help="for stats: of each phase, e.g. phase1=1000000,phase2=500000, to show epochs"
-    )
-    arguments = parser.parse_args()
-    return command.reported(lambda: run(arguments, Console()))
+    made.add_argument("command", choices=stages.STAGES)
+    command.add_arguments(made)
+    made.add_argument("--sources", help="only these, separated by commas; default: all of the recipe")
+    made.add_argument("--stage", choices=stages.FREEABLE, help="for free: whose files to delete")
+    made.add_argument("--quarantine", action="store_true", help="for verify: take damaged shards out of the data")
+    made.add_argument("--sequences", help="for stats: of each phase, e.g. phase1=1000000,phase2=500000, to show epochs")
+    return made
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
