@@ -20,10 +20,11 @@ from data_mixtures.recipe import MAX_VOCAB_SIZE, TokenizerTraining
 
 UNK, BOS, EOS = 0, 1, 2
 _BOS_BYTES, _EOS_BYTES = BOS.to_bytes(2, "little"), EOS.to_bytes(2, "little")
-_SEGMENT = re.compile(r"[ ▁]*+[^ ▁\n]++|[ ▁]++|\n")  # sentencepiece takes ▁ in a text for a space
-_CROSSING = re.compile(r"[^ ▁][ ▁]|\n")  # a piece that would reach from one segment into the next
+# Both cut only where a kind of character ends. sentencepiece takes ▁ in a text for a space
+_SEGMENT = re.compile(r"[ ▁]*+[^ ▁\n]++|[ ▁]++|\n")
+_PART = re.compile(r"[ ▁]*+(?:[^\W\d_]++|[0-9]|(?:(?![ ▁\n0-9])[\W\d_])++)|[ ▁]++|\n")
 _PROBE = "  a  \n\n b\t ﬁ Å\u0301 东  "  # what normalizers change, strip or collapse
-_SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # of one table: about 60 MB
+_SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # of a table: about 60 MB
 MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
 
 
@@ -31,6 +32,16 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
     lines = (line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES)
     model = io.BytesIO()
+    try:
+        _train(lines, model, training)
+    except RuntimeError as error:  # sentencepiece's only kind of error
+        raise ValueError(
+            f"no tokenizer of {training.vocab_size} pieces can be trained on this text: {error}"
+        ) from error
+    return model.getvalue()
+
+
+def _train(lines: Iterable[str], model: io.BytesIO, training: TokenizerTraining) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_writer=model,
@@ -51,7 +62,6 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
         num_threads=1,  # the result must not depend on the machine
         minloglevel=1,
     )
-    return model.getvalue()
 
 
 def load(path: Path) -> sentencepiece.SentencePieceProcessor:
@@ -94,10 +104,9 @@ class Encoder:
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
-        self.separable = _separable(processor)
-        newline = processor.encode("\n")  # with the space that most models put before a text, or without
-        self._first = " " if len(newline) == 2 else ""
-        self._segments = _Segments(processor, len(newline))
+        self.separable = _keeps_text(processor) and _all_pieces_are(_SEGMENT, processor)
+        self._first = " " if len(processor.encode("\n")) == 2 else ""  # most models put a space before a text
+        self._segments = _Segments(processor)
 
     def encode(self, text: str) -> bytes:
         """The ids as little-endian uint16."""
@@ -110,34 +119,53 @@ _encoder = functools.lru_cache(maxsize=1)(Encoder)
 
 
 class _Segments(dict[str, bytes]):
-    """Segment -> its ids. A full table is emptied: what is frequent comes back at once."""
+    """Segment -> its ids. When the table is full, what was used since it was last full is kept, the rest forgotten.
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, newline_ids: int) -> None:
+    In most models no piece joins letters, digits and signs either. Then a new segment is put together from such parts,
+    which are far fewer, and only a new part is encoded.
+    """
+
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         super().__init__()
-        self._processor, self._newline_ids = processor, newline_ids
+        self._processor = processor
+        self._newline_ids = len(processor.encode("\n"))
+        self._part = _PART if _all_pieces_are(_PART, processor) else _SEGMENT
+        self._older: dict[str, bytes] = {}
 
     def __missing__(self, segment: str) -> bytes:
-        # behind a newline it is encoded as in the middle of a text
-        ids = _id_bytes(self._processor.encode("\n" + segment)[self._newline_ids :])
+        ids = self._older.get(segment)
+        if ids is None:
+            parts = self._part.findall(segment)
+            ids = b"".join(map(self.__getitem__, parts)) if len(parts) > 1 else self._encoded(segment)
         if len(segment) <= _SEGMENT_CHARS:
             if len(self) >= _SEGMENTS:
+                self._older = dict(self)
                 self.clear()
             self[segment] = ids
         return ids
 
+    def _encoded(self, segment: str) -> bytes:
+        # behind a newline it is encoded as in the middle of a text
+        return _id_bytes(self._processor.encode("\n" + segment)[self._newline_ids :])
 
-def _separable(processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether texts may be encoded segment by segment: a BPE that keeps all characters, whose pieces end at spaces."""
-    ids = range(processor.vocab_size())
-    pieces = [processor.id_to_piece(i) for i in ids]
-    newline = [pieces[i] for i in processor.encode("\n")]
+
+def _keeps_text(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether this is a BPE that changes no text and has a piece for the newline alone."""
+    newline = [processor.id_to_piece(i) for i in processor.encode("\n")]
     return (
         newline in [[*before, end] for before in ([], ["▁"]) for end in ("\n", "<0x0A>")]
-        and [pieces[i] for i in processor.encode("\n\n")] == [*newline, newline[-1]]
-        and not any(_CROSSING.search(piece) for piece in pieces if piece != "\n")
+        and [processor.id_to_piece(i) for i in processor.encode("\n\n")] == [*newline, newline[-1]]
         and processor.decode(processor.encode(_PROBE)) == _PROBE
-        and all(processor.get_score(i).is_integer() for i in ids)  # ranks of merges; a unigram model has probabilities
+        # ranks of merges; the pieces of a unigram model have logarithms of probabilities
+        and all(processor.get_score(i).is_integer() for i in range(processor.vocab_size()))
     )
+
+
+def _all_pieces_are(pattern: re.Pattern[str], processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether each piece lies within one match of the pattern, so that none is lost where matches meet."""
+    ids = range(processor.vocab_size())
+    ordinary = (i for i in ids if not (processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i)))
+    return all(pattern.fullmatch(processor.id_to_piece(i)) for i in ordinary)
 
 
 def _id_bytes(ids: list[int]) -> bytes:
