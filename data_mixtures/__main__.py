@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sources", help="only these, separated by commas; default: all of the recipe")
     made.add_argument("--stage", choices=stages.FREEABLE, help="for free: whose files to delete")
     made.add_argument("--quarantine", action="store_true", help="for verify: take damaged shards out of the data")
+    made.add_argument("--sequences", help="for stats: of each phase, e.g. phase1=1000000,phase2=500000, to show epochs")
     return made
 
 
@@ -45,8 +46,17 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         way = stages.Way(
             plan, arguments.out, sources, executor, console, arguments.mirror, arguments.budget_bytes,
             to_free=arguments.stage, quarantine=arguments.quarantine,
+            sequences=_sequences(arguments.sequences),
         )  # fmt: skip
         stages.STAGES[arguments.command](way)
+
+
+def _sequences(given: str | None) -> dict[str, int]:
+    pairs = [pair.partition("=") for pair in given.split(",")] if given else []
+    for phase, _, count in pairs:
+        if not count.isdecimal():
+            raise ValueError(f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000000,phase2=500000")
+    return {phase: int(count) for phase, _, count in pairs}
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from data_mixtures import mixture, shards, shuffle, stage, tokenizer
 from data_mixtures.plan import source as planned
 from data_mixtures.recipe import Recipe
 from data_mixtures.stage import Unit
+from data_mixtures.tokenize_units import TOKENIZER
 
-TOKENIZER = "tokenizer.model"
 _BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
 # modules that decide no byte of a shard: they run, read, check or report
-_ELSEWHERE = ("__init__", "__main__", "execute", "executors", "manifest", "mixture", "order", "prepare", "stage")
-_REPORTS = ("stats", "stats_page", "verify", "windows")
+_RUN = ("__init__", "__main__", "command", "execute", "executors", "prepare", "stage", "stages")
+_READ = ("manifest", "mixture", "order", "quarantine", "stats", "stats_page", "verify", "window_files")
 
 
 def write(plan: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
@@ -51,7 +51,7 @@ def write(plan: Recipe, out: Path, sources: tuple[str, ...], console: Console) -
 def code_version() -> str:
     """A hash of the modules that decide the bytes of a source."""
     here = Path(__file__).parent
-    names = sorted(path.name for path in here.glob("*.py") if path.stem not in (*_ELSEWHERE, *_REPORTS))
+    names = sorted(path.name for path in here.glob("*.py") if path.stem not in (*_RUN, *_READ))
     return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()[:16]
 
 

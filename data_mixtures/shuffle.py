@@ -14,6 +14,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,14 @@ from data_mixtures import shards, stage
 from data_mixtures.plan import units as planned_units
 from data_mixtures.recipe import Recipe
 from data_mixtures.stage import Unit
+from data_mixtures.tokenize_units import DOCUMENT, DOCUMENTS, TOKENS, Tokenize
 
-ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
+ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", Tokenize.name
 DOCUMENTS_PER_RANGE = 1 << 21  # about 300 MB while merging
-GATHER_TOKENS = 1 << 27  # tokens put in order at a time: 256 MiB read, 256 MiB written
-GAP_TOKENS = 1 << 15  # reading over a smaller gap is cheaper than another read
-# what `tokenize` writes for a document; length in tokens with BOS and EOS, bytes of UTF-8
-_FIELDS = [("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")]
-DOCUMENT = np.dtype(_FIELDS)
+READ_TOKENS = 1 << 27  # put in order at a time: the more, the longer are the slices that are read of each unit
+COPY_TOKENS = 1 << 21  # written at a time: few enough to be hashed while they are in the cache
 # what a merge works on: where the document's tokens begin, counted from the beginning of its unit's slice
-_MERGED = np.dtype([*_FIELDS, ("start", "<u8"), ("unit", "<u4")])
+_MERGED = np.dtype([*DOCUMENT.descr, ("start", "<u8"), ("unit", "<u4")])
 # what `order` writes for a document, in the final order
 _PLACED = np.dtype([("low", "<u8"), ("start", "<u8"), ("length", "<u4"), ("unit", "<u4")])
 _COLUMNS = ["low", "start", "length", "unit"]
@@ -56,7 +55,7 @@ class Order:
         return [Unit(source, n) for source in self.sources for n in range(key_ranges(self.out, source))]
 
     def key(self, unit: Unit) -> str:
-        indexes = [receipt["files"]["documents.npy"] for receipt in receipts(self.out, UPSTREAM, unit.source)]
+        indexes = [receipt["files"][DOCUMENTS] for receipt in receipts(self.out, UPSTREAM, unit.source)]
         return stage.key_of(("shuffle.py",), unit.number, self.plan.valid_per_10000, indexes)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
@@ -122,11 +121,11 @@ def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.nd
     """Documents of every unit with low <= key < high (_MERGED), and the tokens of each unit in this range, int64."""
     parts, slices = [], []
     for number in range(len(receipts(out, UPSTREAM, source))):
-        documents = np.load(_tokenized(out, source, number) / "documents.npy", mmap_mode="r")
+        documents = np.load(_tokenized(out, source, number) / DOCUMENTS, mmap_mode="r")
         assert documents.dtype == DOCUMENT, f"{source} unit {number}: documents.npy has dtype {documents.dtype}"
         first, last = (bisect_left(documents, key, key=lambda row: int(row["key"])) for key in (low, high))
         part = np.empty(last - first, dtype=_MERGED)
-        for name, _ in _FIELDS:
+        for name in DOCUMENT.names or ():
             part[name] = documents[name][first:last]
         assert (part["key"][1:] >= part["key"][:-1]).all(), f"{source} unit {number}: documents.npy is not sorted"
         ends = np.cumsum(part["length"], dtype=np.int64)
@@ -143,13 +142,18 @@ def _tokenized(out: Path, source: str, number: int) -> Path:
 def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Documents (_MERGED) by (key, high, low), the first of those with the same 128-bit id."""
     # a text that a unit repeats very often must not fill the memory, so every part loses its own duplicates first
-    documents = np.concatenate([_first_of_equals(part) for part in parts])
+    return _first_of_equals(in_order([_first_of_equals(part) for part in parts]))
+
+
+def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Documents (_MERGED) by (key, high, low); equal ones stay in the order of the parts."""
+    documents = np.concatenate(list(parts))
     documents = documents[np.argsort(documents["key"], kind="stable")]
     equal = documents["key"][1:] == documents["key"][:-1]
     tied = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
     rows = documents[tied]
     documents[tied] = rows[np.lexsort((rows["low"], rows["high"], rows["key"]))]
-    return _first_of_equals(documents)
+    return documents
 
 
 def same_id(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -199,7 +203,7 @@ class Shuffle:
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
-        tokens = [receipt["files"]["tokens.bin"] for receipt in receipts(self.out, UPSTREAM, unit.source)]
+        tokens = [receipt["files"][TOKENS] for receipt in receipts(self.out, UPSTREAM, unit.source)]
         return stage.key_of(("shuffle.py", "shards.py"), unit.number, asdict(self.layout), order, tokens)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
@@ -223,14 +227,12 @@ class Shuffle:
 
     def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of the source's stream in pieces; `begins` gets the documents that begin there."""
-        files = [
-            _tokenized(self.out, source, n) / "tokens.bin" for n in range(len(receipts(self.out, UPSTREAM, source)))
-        ]
+        files = [_tokenized(self.out, source, n) / TOKENS for n in range(len(receipts(self.out, UPSTREAM, source)))]
         base = np.zeros(len(files), dtype=np.int64)  # where each unit's slice begins in its tokens.bin
         at = 0
         for number, receipt in enumerate(self._orders(source)):
             folder, tokens = stage.unit_folder(self.out, ORDER, Unit(source, number)), receipt["counts"][part]["tokens"]
-            if at < last and at + tokens > first:
+            if tokens and at < last and at + tokens > first:
                 documents = _placed(np.load(folder / f"{part}.npy", mmap_mode="r"), at, base, first, last)
                 begins.append(documents[documents["at"] >= first])
                 yield from _gathered(files, documents, first, last)
@@ -259,50 +261,66 @@ def _placed(rows: np.ndarray, at: int, base: np.ndarray, first: int, last: int) 
 
 
 def _gathered(files: Sequence[Path], documents: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
-    """The tokens of consecutive documents, those outside first <= i < last cut off, about GATHER_TOKENS at a time."""
+    """The tokens of consecutive documents in pieces, those outside first <= i < last cut off."""
     skip = np.maximum(first - documents["at"], 0)
     lengths = np.minimum(documents["length"], last - documents["at"]) - skip
-    done = np.cumsum(lengths)
-    begin = 0
-    while begin < len(documents):
-        before = int(done[begin - 1]) if begin else 0
-        end = max(int(np.searchsorted(done, before + GATHER_TOKENS, side="right")), begin + 1)
-        piece = slice(begin, end)
-        yield gather(files, documents["unit"][piece], (documents["start"] + skip)[piece], lengths[piece])
-        begin = end
+    starts = documents["start"] + skip
+    # one buffer for all: new memory costs more than what is done with it
+    buffer = np.empty(2 * max(int(lengths.max()), min(READ_TOKENS, int(lengths.sum()))), dtype="<u2")
+    for piece in _pieces(lengths, READ_TOKENS):
+        yield from gather(files, documents["unit"][piece], starts[piece], lengths[piece], buffer)
 
 
-def gather(files: Sequence[Path], units: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Documents' tokens one after the other: uint16 (sum of lengths,).
+def _pieces(lengths: np.ndarray, tokens: int) -> Iterator[slice]:
+    """Consecutive documents with at most so many tokens together, at least one of them."""
+    ends, begin, before = np.cumsum(lengths), 0, 0
+    while begin < len(lengths):
+        end = max(int(np.searchsorted(ends, before + tokens, side="right")), begin + 1)
+        yield slice(begin, end)
+        begin, before = end, int(ends[end - 1])
+
+
+def gather(
+    files: Sequence[Path], units: np.ndarray, starts: np.ndarray, lengths: np.ndarray, buffer: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Documents' tokens one after the other, uint16, in pieces.
 
     Document i is lengths[i] tokens of files[units[i]] from starts[i] on; those of one file must lie in ascending order.
+    buffer: uint16, at least twice the sum of the lengths.
     """
     order = np.argsort(units, kind="stable")
     unit, start = units[order], starts[order]
     end = start + lengths[order]
-    new = np.append(True, (unit[1:] != unit[:-1]) | (start[1:] - end[:-1] > GAP_TOKENS))
-    runs = np.flatnonzero(new)  # documents that are read together begin here
+    # documents that lie together are read together, over a gap that is not larger than what lies before it
+    new = np.append(True, (unit[1:] != unit[:-1]) | (start[1:] - end[:-1] > lengths[order][:-1]))
+    runs = np.flatnonzero(new)
     run_starts, run_ends = start[runs], end[np.append(runs[1:], len(new)) - 1]
     places = np.append(0, np.cumsum(run_ends - run_starts))
-    staged = np.empty(places[-1], dtype="<u2")
-    for file, at, to, place in zip(unit[runs], run_starts, run_ends, places[:-1], strict=True):
-        _read_tokens(files[file], int(at), staged[place : place + to - at])
+    for number in np.unique(unit):
+        here = slice(*np.searchsorted(unit[runs], [number, number + 1]))
+        into = [buffer[a:b] for a, b in pairwise(places[here.start : here.stop + 1])]
+        _read_tokens(files[number], run_starts[here].tolist(), into)
     shift = (places[:-1] - run_starts)[np.cumsum(new) - 1]
-    # Arrow copies variable-length values at the speed of memory: document k is value 2 k, what lies behind it 2 k + 1
+    # Arrow copies values of any length at the speed of memory: document k is value 2 k, what lies behind it 2 k + 1
     offsets = shards.TOKEN_BYTES * np.stack([start + shift, end + shift], axis=1).ravel()
-    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(staged)]
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(buffer)]
     values = pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(offsets) - 1, buffers)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    return np.frombuffer(values.take(pyarrow.array(2 * rank)).buffers()[2], "<u2", int(lengths.sum()))
+    for piece in _pieces(lengths, COPY_TOKENS):
+        taken = values.take(pyarrow.array(2 * rank[piece]))
+        yield np.frombuffer(taken.buffers()[2], "<u2", int(lengths[piece].sum()))
 
 
-def _read_tokens(path: Path, start: int, into: np.ndarray) -> None:
+def _read_tokens(path: Path, starts: Sequence[int], into: Sequence[np.ndarray]) -> None:
     with path.open("rb", buffering=0) as file:
-        file.seek(start * shards.TOKEN_BYTES)
-        rest = into.view(np.uint8).data
-        while rest:
-            count = file.readinto(rest)
-            if not count:
-                raise ValueError(f"{path} ends before token {start + len(into)}: truncated; run {UPSTREAM!r} again")
-            rest = rest[count:]
+        for start, tokens in zip(starts, into, strict=True):
+            file.seek(start * shards.TOKEN_BYTES)
+            rest = tokens.view(np.uint8).data
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise ValueError(
+                        f"{path} ends before token {start + len(tokens)}: truncated; run {UPSTREAM!r} again"
+                    )
+                rest = rest[count:]

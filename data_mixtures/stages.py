@@ -16,6 +16,7 @@ from data_mixtures import (
     quarantine,
     shuffle,
     stage,
+    stats,
     tokenize_units,
     tokenizer,
     verify,
@@ -33,7 +34,8 @@ class Way:
     """What a stage is run on.
 
     mirror: where files come from instead of the hub. budget_bytes: how much `fetch` may hold. to_free: the stage whose
-    files `free` deletes. quarantine: whether `verify` takes damaged shards out of their manifests.
+    files `free` deletes. quarantine: whether `verify` takes damaged shards out of their manifests. sequences: how many
+    of each phase, for the epochs in `stats`.
     """
 
     recipe: Recipe
@@ -45,6 +47,7 @@ class Way:
     budget_bytes: int | None = None
     to_free: str | None = None
     quarantine: bool = False
+    sequences: Mapping[str, int] | None = None
     tables: bool = True
 
     def run(self, work: stage.Stage) -> None:
@@ -115,6 +118,10 @@ def _verify(way: Way) -> None:
         )
 
 
+def _stats(way: Way) -> None:
+    stats.write(way.out, way.sources, way.console, way.sequences, workers=way.executor.options.workers)
+
+
 def _free(way: Way) -> None:
     """Delete the files of a stage, source by source, where all units have been through the stage that reads them."""
     if way.to_free is None:
@@ -154,6 +161,7 @@ STAGES: Mapping[str, Callable[[Way], None]] = {
     "shuffle": _shuffle,
     "manifest": _manifest,
     "verify": _verify,
+    "stats": _stats,
     "free": _free,
 }
 TO_SHARDS = ("plan", "fetch", "hydrate", "filter", "tokenize", "shuffle")  # and the manifest, which says what was made

@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from data_mixtures import mixture, shards, tokenizer
-
-TOKENIZER = "tokenizer.model"
+from data_mixtures.tokenize_units import TOKENIZER
 
 
 @dataclass(frozen=True)

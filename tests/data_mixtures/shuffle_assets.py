@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.console import Console
 from data_mixtures import manifest, shards, shuffle, stage, tokenizer
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerTraining
 from data_mixtures.stage import Unit
+from data_mixtures.tokenize_units import DOCUMENT
 
 SEED = 7
 
@@ -68,7 +69,7 @@ class Tokenize:
         rows = sorted(_row(text) for text in self.texts[unit.number])
         tokens = [np.array(tokens_of(text), "<u2") for *_, text in rows]
         documents = np.array(
-            [(*ids, len(t), len(text.encode())) for (*ids, text), t in zip(rows, tokens, strict=True)], shuffle.DOCUMENT
+            [(*ids, len(t), len(text.encode())) for (*ids, text), t in zip(rows, tokens, strict=True)], DOCUMENT
         )
         np.save(folder / "documents.npy", documents)
         np.concatenate([np.empty(0, "<u2"), *tokens]).tofile(folder / "tokens.bin")
@@ -113,8 +114,8 @@ def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: in
     run(shuffle.Shuffle(plan, out, tuple(texts)))
 
 
-def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
-    """The reference: every text and token in memory at once; the bytes of every file, the document index unpacked."""
+def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int], list[int]]:
+    """Texts by their hash, and the hashes of training and held-out documents in their order."""
     unique: dict[int, str] = {}
     for text in texts:
         unique.setdefault(xxhash.xxh3_128_intdigest(text.encode()), text)
@@ -125,7 +126,18 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
 
     ordered, held_out = sorted(unique, key=shuffled_key), plan.valid_per_10000 * 2**64 // 10_000
     train = [digest for digest in ordered if digest % 2**64 >= held_out]
-    valid = [digest for digest in ordered if digest % 2**64 < held_out]
+    return unique, train, [digest for digest in ordered if digest % 2**64 < held_out]
+
+
+def unique_train(texts: Iterable[str], plan: Recipe) -> list[str]:
+    """Training documents in their final order."""
+    unique, train, _ = select(texts, plan)
+    return [unique[digest] for digest in train]
+
+
+def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
+    """The reference: every text and token in memory at once; the bytes of every file, the document index unpacked."""
+    unique, train, valid = select(texts, plan)
     files = {}
     for name, digests in (("train", train), ("valid", valid)):
         stream = [token for digest in digests for token in tokens_of(unique[digest])]
