@@ -68,7 +68,7 @@ class Job:
 class Task:
     """A unit as datatrove calls it: rank -> unit.
 
-    The job is packed once: datatrove pickles the whole pipeline for every unit, in Python, and prints dataclasses in full.
+    The job is packed once: datatrove pickles the pipeline for every unit, in Python, and prints dataclasses in full.
     """
 
     def __init__(self, job: Job) -> None:
