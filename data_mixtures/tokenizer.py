@@ -20,11 +20,17 @@ from data_mixtures.recipe import MAX_VOCAB_SIZE, TokenizerTraining
 
 UNK, BOS, EOS = 0, 1, 2
 _BOS_BYTES, _EOS_BYTES = BOS.to_bytes(2, "little"), EOS.to_bytes(2, "little")
-# Both cut only where a kind of character ends. sentencepiece takes ▁ in a text for a space
-_SEGMENT = re.compile(r"[ ▁]*+[^ ▁\n]++|[ ▁]++|\n")
-_PART = re.compile(r"[ ▁]*+(?:[^\W\d_]++|[0-9]|(?:(?![ ▁\n0-9])[\W\d_])++)|[ ▁]++|\n")
+# segments: spaces, then letters, or one digit, or signs; for models with other pieces all up to the next space.
+# sentencepiece takes the character ▁ (2581) in a text for a space
+_PATTERNS = (
+    re.compile(
+        r"[ ▁]*+(?:[A-Za-z\xc0-\u1fff\u2c00-\U0010ffff]++|[0-9]"
+        r"|[\x00-\x09\x0b-\x1f!-/:-@\[-`{-\xbf\u2000-\u2580\u2582-\u2bff]++)|[ ▁]++|\n"
+    ),
+    re.compile(r"[ ▁]*+[^ ▁\n]++|[ ▁]++|\n"),
+)
 _PROBE = "  a  \n\n b\t ﬁ Å\u0301 东  "  # what normalizers change, strip or collapse
-_SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # of a table: about 60 MB
+_SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # at most in the table: about 50 MB
 MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
 
 
@@ -97,56 +103,44 @@ def encode(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) ->
 class Encoder:
     """Text -> ids, equal to sentencepiece's on the whole text, and several times as fast where words repeat.
 
-    No piece joins a word with the space or the newline behind it, so no merge crosses such a place, and a text's ids
-    are those of its segments in a row. Segments are looked up in a table that fills as they come; so the cost of a
-    document is also linear in its length. A model in which this does not hold (`separable`) encodes whole texts.
+    Where no piece joins two kinds of characters (a word and the space or the sign behind it), no merge crosses such a
+    place, and a text's ids are those of its segments in a row. Segments are looked up in a table that fills as they
+    come; so the cost of a document is also linear in its length. Models that join them encode whole texts.
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
-        self.separable = _keeps_text(processor) and _all_pieces_are(_SEGMENT, processor)
-        self._first = " " if len(processor.encode("\n")) == 2 else ""  # most models put a space before a text
+        patterns = _PATTERNS if _keeps_text(processor) else ()
+        self.pattern = next((each for each in patterns if _no_piece_is_cut(each, processor)), None)
         self._segments = _Segments(processor)
+        self._first = " " if self._segments.newline_ids == 2 else ""  # most models put a space before a text
 
     def encode(self, text: str) -> bytes:
         """The ids as little-endian uint16."""
-        if not self.separable or not text:
+        if self.pattern is None or not text:
             return _id_bytes(self._processor.encode(text))
-        return b"".join(map(self._segments.__getitem__, _SEGMENT.findall(self._first + text)))
+        return b"".join(map(self._segments.__getitem__, self.pattern.findall(self._first + text)))
 
 
 _encoder = functools.lru_cache(maxsize=1)(Encoder)
 
 
 class _Segments(dict[str, bytes]):
-    """Segment -> its ids. When the table is full, what was used since it was last full is kept, the rest forgotten.
-
-    In most models no piece joins letters, digits and signs either. Then a new segment is put together from such parts,
-    which are far fewer, and only a new part is encoded.
-    """
+    """Segment -> its ids. A full table is emptied: what is frequent comes back at once."""
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         super().__init__()
         self._processor = processor
-        self._newline_ids = len(processor.encode("\n"))
-        self._part = _PART if _all_pieces_are(_PART, processor) else _SEGMENT
-        self._older: dict[str, bytes] = {}
+        self.newline_ids = len(processor.encode("\n"))
 
     def __missing__(self, segment: str) -> bytes:
-        ids = self._older.get(segment)
-        if ids is None:
-            parts = self._part.findall(segment)
-            ids = b"".join(map(self.__getitem__, parts)) if len(parts) > 1 else self._encoded(segment)
+        # behind a newline a segment is encoded as in the middle of a text
+        ids = _id_bytes(self._processor.encode("\n" + segment)[self.newline_ids :])
         if len(segment) <= _SEGMENT_CHARS:
             if len(self) >= _SEGMENTS:
-                self._older = dict(self)
                 self.clear()
             self[segment] = ids
         return ids
-
-    def _encoded(self, segment: str) -> bytes:
-        # behind a newline it is encoded as in the middle of a text
-        return _id_bytes(self._processor.encode("\n" + segment)[self._newline_ids :])
 
 
 def _keeps_text(processor: sentencepiece.SentencePieceProcessor) -> bool:
@@ -161,8 +155,8 @@ def _keeps_text(processor: sentencepiece.SentencePieceProcessor) -> bool:
     )
 
 
-def _all_pieces_are(pattern: re.Pattern[str], processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether each piece lies within one match of the pattern, so that none is lost where matches meet."""
+def _no_piece_is_cut(pattern: re.Pattern[str], processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether each piece lies within one match of the pattern; where matches meet depends on two characters only."""
     ids = range(processor.vocab_size())
     ordinary = (i for i in ids if not (processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i)))
     return all(pattern.fullmatch(processor.id_to_piece(i)) for i in ordinary)
