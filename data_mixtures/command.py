@@ -40,7 +40,7 @@ def reported(run: Callable[[], None]) -> int:
     """The exit status of a command; what a user can mend is one line, not a traceback."""
     try:
         run()
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # of a file or a disk, the message says which and what
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -113,30 +113,40 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     described = [{"name": name, "items": len(items[name]), "files": hashes[name]} for name in benchmarks]
     arrays = build([passages for name in benchmarks for passages in items[name]])
     text = json.dumps({"code": code, "benchmarks": described}).encode()
+    stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        np.savez(file, header=np.frombuffer(text, np.uint8), **arrays)
+        np.savez(file, **stored)
     partial.replace(path)
 
 
-def load(out: Path) -> Index | None:
-    """The index of a data folder, None when the recipe names no benchmarks."""
-    path = out / INDEX
-    return _load(path, path.stat().st_mtime_ns) if path.is_file() else None
+def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
+    """What the index of a data folder holds, nothing without one."""
+    header = _header(out / INDEX)
+    return tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]) if header else ()
+
+
+def load(out: Path, names: Iterable[str]) -> Index | None:
+    """The index of a data folder, None for no names. ValueError when it is not of the benchmarks of these names."""
+    if identity(out, names) is None:
+        return None
+    return _load(out, (out / INDEX).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
-def _load(path: Path, mtime_ns: int) -> Index:
-    header = _header(path)
-    assert header is not None, f"{path} went away"
-    with np.load(path) as stored:
+def _load(out: Path, mtime_ns: int) -> Index:
+    with np.load(out / INDEX) as stored:
         arrays = {name: stored[name] for name in _ARRAYS}
-    return Index(tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]), arrays)
+    return Index(known_benchmarks(out), arrays)
 
 
-def identity(out: Path) -> Any:
+def identity(out: Path, names: Iterable[str]) -> Any:
     """What the keys of filtered units say about the index: the code that made it, names, item counts, file hashes."""
-    return _header(out / INDEX)
+    header = _header(out / INDEX)
+    held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
+    if held != set(names):
+        raise ValueError(f"{out / INDEX} holds {sorted(held)}, the recipe names {sorted(names)}; make the index first")
+    return header
 
 
 def _header(path: Path) -> dict[str, Any] | None:

@@ -8,10 +8,12 @@ process is gone, the whole group is ended and the unit named. When this process 
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -64,24 +66,31 @@ class Job:
 
 
 class Task:
-    """A unit as datatrove calls it: rank -> unit. Not a dataclass: datatrove prints those in full, for every unit."""
+    """A unit as datatrove calls it: rank -> unit.
+
+    The job is packed once: datatrove pickles the pipeline for every unit, in Python, and prints dataclasses in full.
+    """
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.packed = pickle.dumps(job)
 
     def __call__(self, data: object, rank: int, world_size: int) -> None:
-        unit = self.job.units[rank]
-        claim = self.job.logs / "workers" / f"{socket.gethostname()}:{os.getpid()}"
+        job = _unpacked(self.packed)
+        unit = job.units[rank]
+        claim = job.logs / "workers" / f"{socket.gethostname()}:{os.getpid()}"
         claim.write_text(str(unit), encoding="utf-8")
         try:
-            do(self.job.stage, unit)
+            do(job.stage, unit)
         except BaseException as error:
             report = {"unit": str(unit), "user": _is_for_users(error), "message": str(error)}
-            shards.write_json(
-                self.job.logs / "failed" / f"{rank:05d}.json", {**report, "traceback": traceback.format_exc()}
-            )
+            shards.write_json(job.logs / "failed" / f"{rank:05d}.json", {**report, "traceback": traceback.format_exc()})
             raise
         claim.write_text("", encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=1)
+def _unpacked(packed: bytes) -> Job:
+    return pickle.loads(packed)
 
 
 def _is_for_users(error: BaseException) -> bool:
@@ -158,7 +167,10 @@ class Executor:
         report = self._connection.recv()
         raise_failure(job)
         if report is not None:
-            raise RuntimeError(f"{job.stage.name}: the executor failed; its logs are in {job.logs}\n{report}")
+            line, trace = report
+            if line is not None:
+                raise ValueError(f"{job.stage.name}: {line}")
+            raise RuntimeError(f"{job.stage.name}: the executor failed; its logs are in {job.logs}\n{trace}")
         if self.options.kind == "slurm":
             _watch_queue(job, progress)
 
@@ -253,8 +265,8 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
 
                 executors.execute(job)
                 connection.send(None)
-            except Exception:
-                connection.send(traceback.format_exc())
+            except Exception as error:
+                connection.send((str(error) if _is_for_users(error) else None, traceback.format_exc()))
 
 
 def _end_with_parent() -> None:

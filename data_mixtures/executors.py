@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,13 +37,18 @@ def execute(job: Job) -> None:
         import ray
         from datatrove.executor import RayPipelineExecutor
 
-        ray.init(runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+        # a cluster that runs already is named by RAY_ADDRESS
+        ray.init(ignore_reinit_error=True, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
         executor = RayPipelineExecutor(**shared, workers=job.options.workers)
     else:
         # fork: this process has no threads that work, and its imports are not made again for every stage
         workers = min(job.options.workers, len(job.units))
         executor = LocalPipelineExecutor(**shared, workers=workers, start_method="fork")
-    executor.run()
+    try:
+        executor.run()
+    except subprocess.CalledProcessError as error:
+        said = (job.logs / "executor.log").read_text(encoding="utf-8").strip().splitlines()[-1:]
+        raise ValueError(f"{error.cmd[0]} ended with status {error.returncode}: {' '.join(said)}") from error
 
 
 def _slurm(job: Job) -> dict[str, object]:
@@ -54,6 +60,8 @@ def _slurm(job: Job) -> dict[str, object]:
         "cpus_per_task": options.pop("cpus-per-task", 1),
         "sbatch_args": options,
         "workers": job.options.workers,
+        # a few units a job: starting Python and datatrove takes seconds, and the last job should not be waited for long
+        "tasks_per_job": max(1, len(job.units) // (4 * job.options.workers)),
         "job_name": job.name(),
         "qos": None,
         "env_command": paths,

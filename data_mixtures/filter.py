@@ -48,13 +48,14 @@ class Filter:
         receipt = stage.read_receipt(self.out, before, unit)
         limits = [self.recipe.filter.min_chars, self.recipe.filter.max_chars]
         files = receipt["files"] if receipt is not None else None
-        return stage.key_of(_MODULES, pa.__version__, limits, column, decontaminate.identity(self.out), files)
+        index = decontaminate.identity(self.out, self.recipe.filter.benchmarks)
+        return stage.key_of(_MODULES, pa.__version__, limits, column, index, files)
 
     def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
         before, column = plan.raw_text(self.out, unit)
         raw, _ = stage.result(self.out, before, unit)
         limits = self.recipe.filter
-        sieve = Sieve(limits.min_chars, limits.max_chars, decontaminate.load(self.out))
+        sieve = Sieve(limits.min_chars, limits.max_chars, decontaminate.load(self.out, limits.benchmarks))
         write(folder / DOCUMENTS, (sieve.kept(batch) for batch in raw_texts(raw / RAW, column)))
         shards.write_json(folder / CONTAMINATION, {name: hit["items"] for name, hit in sieve.contamination().items()})
         return sieve.counts()
@@ -167,8 +168,7 @@ def contamination(out: Path, sources: Iterable[str]) -> dict[str, dict[str, Any]
 
     {benchmark: {"items": all of them, "items_found", "documents": dropped, "sources": {source: the last two}}}
     """
-    index = decontaminate.load(out)
-    return {} if index is None else {each.name: _found(out, each, sources) for each in index.benchmarks}
+    return {each.name: _found(out, each, sources) for each in decontaminate.known_benchmarks(out)}
 
 
 def _found(out: Path, benchmark: decontaminate.Benchmark, sources: Iterable[str]) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class Mixture:
             pairs = zip(index[again].tolist(), epochs[again].tolist(), strict=True)
             keys = np.stack([order.round_keys(self.seed, self.source_names[i], epoch) for i, epoch in pairs], axis=1)
             window[again] = order.permute(window[again], self._windows[index[again]], keys)
-        window += self._source_begins[index]
+        window = np.asarray(window + self._source_begins[index])
         file = np.searchsorted(self._file_begins, window, side="right") - 1
         return index, file, window - self._file_begins[file]
 

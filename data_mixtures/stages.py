@@ -16,7 +16,6 @@ from data_mixtures import (
     quarantine,
     shuffle,
     stage,
-    stats,
     tokenize_units,
     tokenizer,
     verify,
@@ -119,6 +118,8 @@ def _verify(way: Way) -> None:
 
 
 def _stats(way: Way) -> None:
+    from data_mixtures import stats  # plotly takes half a second, which the other commands need not wait for
+
     stats.write(way.out, way.sources, way.console, way.sequences, workers=way.executor.options.workers)
 
 

@@ -20,10 +20,17 @@ from data_mixtures.recipe import MAX_VOCAB_SIZE, TokenizerTraining
 
 UNK, BOS, EOS = 0, 1, 2
 _BOS_BYTES, _EOS_BYTES = BOS.to_bytes(2, "little"), EOS.to_bytes(2, "little")
-_SEGMENT = re.compile(r"[ ▁]*+[^ ▁\n]++|[ ▁]++|\n")  # sentencepiece takes ▁ in a text for a space
-_CROSSING = re.compile(r"[^ ▁][ ▁]|\n")  # a piece that would reach from one segment into the next
+# segments: spaces, then letters, or one digit, or signs; for models with other pieces all up to the next space.
+# sentencepiece takes the character ▁ (2581) in a text for a space
+_PATTERNS = (
+    re.compile(
+        r"[ ▁]*+(?:[A-Za-z\xc0-\u1fff\u2c00-\U0010ffff]++|[0-9]"
+        r"|[\x00-\x09\x0b-\x1f!-/:-@\[-`{-\xbf\u2000-\u2580\u2582-\u2bff]++)|[ ▁]++|\n"
+    ),
+    re.compile(r"[ ▁]*+[^ ▁\n]++|[ ▁]++|\n"),
+)
 _PROBE = "  a  \n\n b\t ﬁ Å\u0301 东  "  # what normalizers change, strip or collapse
-_SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # of one table: about 60 MB
+_SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # at most in the table: about 50 MB
 MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
 
 
@@ -31,6 +38,16 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
     lines = (line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES)
     model = io.BytesIO()
+    try:
+        _train(lines, model, training)
+    except RuntimeError as error:  # sentencepiece's only kind of error
+        raise ValueError(
+            f"no tokenizer of {training.vocab_size} pieces can be trained on this text: {error}"
+        ) from error
+    return model.getvalue()
+
+
+def _train(lines: Iterable[str], model: io.BytesIO, training: TokenizerTraining) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_writer=model,
@@ -51,7 +68,6 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
         num_threads=1,  # the result must not depend on the machine
         minloglevel=1,
     )
-    return model.getvalue()
 
 
 def load(path: Path) -> sentencepiece.SentencePieceProcessor:
@@ -87,23 +103,23 @@ def encode(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) ->
 class Encoder:
     """Text -> ids, equal to sentencepiece's on the whole text, and several times as fast where words repeat.
 
-    No piece joins a word with the space or the newline behind it, so no merge crosses such a place, and a text's ids
-    are those of its segments in a row. Segments are looked up in a table that fills as they come; so the cost of a
-    document is also linear in its length. A model in which this does not hold (`separable`) encodes whole texts.
+    Where no piece joins two kinds of characters (a word and the space or the sign behind it), no merge crosses such a
+    place, and a text's ids are those of its segments in a row. Segments are looked up in a table that fills as they
+    come; so the cost of a document is also linear in its length. Models that join them encode whole texts.
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
-        self.separable = _separable(processor)
-        newline = processor.encode("\n")  # with the space that most models put before a text, or without
-        self._first = " " if len(newline) == 2 else ""
-        self._segments = _Segments(processor, len(newline))
+        patterns = _PATTERNS if _keeps_text(processor) else ()
+        self.pattern = next((each for each in patterns if _no_piece_is_cut(each, processor)), None)
+        self._segments = _Segments(processor)
+        self._first = " " if self._segments.newline_ids == 2 else ""  # most models put a space before a text
 
     def encode(self, text: str) -> bytes:
         """The ids as little-endian uint16."""
-        if not self.separable or not text:
+        if self.pattern is None or not text:
             return _id_bytes(self._processor.encode(text))
-        return b"".join(map(self._segments.__getitem__, _SEGMENT.findall(self._first + text)))
+        return b"".join(map(self._segments.__getitem__, self.pattern.findall(self._first + text)))
 
 
 _encoder = functools.lru_cache(maxsize=1)(Encoder)
@@ -112,13 +128,14 @@ _encoder = functools.lru_cache(maxsize=1)(Encoder)
 class _Segments(dict[str, bytes]):
     """Segment -> its ids. A full table is emptied: what is frequent comes back at once."""
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, newline_ids: int) -> None:
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         super().__init__()
-        self._processor, self._newline_ids = processor, newline_ids
+        self._processor = processor
+        self.newline_ids = len(processor.encode("\n"))
 
     def __missing__(self, segment: str) -> bytes:
-        # behind a newline it is encoded as in the middle of a text
-        ids = _id_bytes(self._processor.encode("\n" + segment)[self._newline_ids :])
+        # behind a newline a segment is encoded as in the middle of a text
+        ids = _id_bytes(self._processor.encode("\n" + segment)[self.newline_ids :])
         if len(segment) <= _SEGMENT_CHARS:
             if len(self) >= _SEGMENTS:
                 self.clear()
@@ -126,18 +143,23 @@ class _Segments(dict[str, bytes]):
         return ids
 
 
-def _separable(processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether texts may be encoded segment by segment: a BPE that keeps all characters, whose pieces end at spaces."""
-    ids = range(processor.vocab_size())
-    pieces = [processor.id_to_piece(i) for i in ids]
-    newline = [pieces[i] for i in processor.encode("\n")]
+def _keeps_text(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether this is a BPE that changes no text and has a piece for the newline alone."""
+    newline = [processor.id_to_piece(i) for i in processor.encode("\n")]
     return (
         newline in [[*before, end] for before in ([], ["▁"]) for end in ("\n", "<0x0A>")]
-        and [pieces[i] for i in processor.encode("\n\n")] == [*newline, newline[-1]]
-        and not any(_CROSSING.search(piece) for piece in pieces if piece != "\n")
+        and [processor.id_to_piece(i) for i in processor.encode("\n\n")] == [*newline, newline[-1]]
         and processor.decode(processor.encode(_PROBE)) == _PROBE
-        and all(processor.get_score(i).is_integer() for i in ids)  # ranks of merges; a unigram model has probabilities
+        # ranks of merges; the pieces of a unigram model have logarithms of probabilities
+        and all(processor.get_score(i).is_integer() for i in range(processor.vocab_size()))
     )
+
+
+def _no_piece_is_cut(pattern: re.Pattern[str], processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether each piece lies within one match of the pattern; where matches meet depends on two characters only."""
+    ids = range(processor.vocab_size())
+    ordinary = (i for i in ids if not (processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i)))
+    return all(pattern.fullmatch(processor.id_to_piece(i)) for i in ordinary)
 
 
 def _id_bytes(ids: list[int]) -> bytes:

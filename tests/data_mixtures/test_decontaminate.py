@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from data_mixtures import decontaminate
 
-LICENCE = """Redistribution and use in source and binary forms, with or without modification, are permitted provided that
-the following conditions are met: redistributions of source code must retain the above copyright notice, this list."""
+LICENCE = """Redistribution and use in source and binary forms, with or without modification, are permitted provided
+that the following conditions are met: redistributions of source code must retain the above copyright notice and this
+list."""
 QUESTION = (
     "A baker fills seven trays with eleven rolls each and sells all but nine of them before noon; "
     "how many rolls does she have to bake again if the hotel asks for ninety?"
@@ -119,7 +120,7 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
     pq.write_table(pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet")
     names = {"first": str(tmp_path / "*.jsonl.gz"), "second": str(tmp_path / "b.parquet")}
     decontaminate.make_index(names, tmp_path)
-    index = decontaminate.load(tmp_path)
+    index = decontaminate.load(tmp_path, names)
     assert index is not None
     assert [(b.name, b.items) for b in index.benchmarks] == [("first", 2), ("second", 1)]
     texts = ["Question: " + question.format("tree"), question.format("wall"), "the quick brown fox jumps over the lazy"]
@@ -127,14 +128,16 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
     assert b"station" not in (tmp_path / decontaminate.INDEX).read_bytes()
 
     before = (tmp_path / decontaminate.INDEX).stat().st_mtime_ns
-    identity = decontaminate.identity(tmp_path)
+    identity = decontaminate.identity(tmp_path, names)
     decontaminate.make_index(names, tmp_path)
     assert (tmp_path / decontaminate.INDEX).stat().st_mtime_ns == before
     pq.write_table(pa.table({"q": ["another " + question]}), tmp_path / "b.parquet")
     decontaminate.make_index(names, tmp_path)
-    assert decontaminate.identity(tmp_path) != identity
+    assert decontaminate.identity(tmp_path, names) != identity
     decontaminate.make_index({}, tmp_path)
-    assert decontaminate.load(tmp_path) is None
+    assert decontaminate.load(tmp_path, {}) is None
+    with pytest.raises(ValueError, match="make the index first"):
+        decontaminate.load(tmp_path, names)
 
 
 @pytest.mark.parametrize(

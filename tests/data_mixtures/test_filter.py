@@ -100,6 +100,9 @@ def test_the_contamination_report_sums_over_units_and_outlives_the_files(out):
 def test_a_missing_column_and_a_file_without_rows(out):
     write_raw(out, {"notes": [[], GOOD[:2]]})
     done = filter.Filter(recipe_with(out), out, ("notes",))
+    with pytest.raises(ValueError, match="make the index first"):
+        do_all(done)
+    decontaminate.make_index(done.recipe.filter.benchmarks, out)
     do_all(done)
     assert documents(done)[0].num_rows == 0
     with pytest.raises(ValueError, match="no column 'content'; its columns: text"):

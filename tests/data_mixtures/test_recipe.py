@@ -1,6 +1,7 @@
 """Recipes: the shipped ones say what was published, and wrong ones are refused by name."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_shipped_recipes_have_the_published_shares(name, phase):
 @pytest.mark.parametrize("profile", ["", "-no-hydration"])
 def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
     plans = {phase: recipe.load(FOLDER / f"{phase}{profile}.toml") for phase in PHASE_TOKENS_B}
-    assert plans["phase1"].sources == plans["phase2"].sources
+    one, two = (replace(plan, phases={}) for plan in plans.values())
+    assert one == two  # so phase 2 finds all data of phase 1 done
     for source in plans["phase1"].sources:
         tokens_b = sum(
             PHASE_TOKENS_B[phase] * plan.phases[phase][source.name] / sum(plan.phases[phase].values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ def test_a_stage_on_slurm(tmp_path, monkeypatch):
     (tmp_path / "cluster").mkdir()
     (tmp_path / "faults").mkdir()
     toy = Toy(tmp_path / "out", tmp_path / "faults", count=4)
+    resource_tracker.ensure_running()  # before the environment says Slurm: the cluster ends whatever belongs to it
     with SlurmCluster(tmp_path / "cluster") as cluster:
         for name in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(name, cluster.env[name])
@@ -36,6 +39,9 @@ def test_a_stage_on_slurm(tmp_path, monkeypatch):
         ):
             run(toy, SLURM)
         (toy.faults / "1").unlink()
+        nowhere = replace(SLURM, sbatch={**SLURM.sbatch, "partition": "nowhere"})
+        with pytest.raises(ValueError, match=r"toy: sbatch ended with status 1: .*nvalid partition"):
+            run(toy, nowhere)
         command = [sys.executable, "-m", "tests.data_mixtures.toy_stage", toy.out, toy.faults, "slurm", "600"]
         left = subprocess.Popen([str(part) for part in command], cwd=ROOT)
         wait_for(lambda: "R" in cluster.command("squeue", "--noheader", "--format", "%t"), "a task", 60)

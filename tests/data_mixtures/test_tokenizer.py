@@ -61,7 +61,6 @@ PARTS = [
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
 def test_any_text(processor, text):
-    assert tokenizer.Encoder(processor).separable if text == "" else True
     check(processor, [text, "", text[1:]])
 
 
@@ -69,7 +68,7 @@ def test_real_text_and_long_documents(processor):
     draw = random.Random(1)
     line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))
     check(processor, [*TEXTS, "\n".join(TEXTS), line, "x" * 50_000, " " * 5000, "\n" * 5000])
-    assert tokenizer.Encoder(processor).separable
+    assert tokenizer.Encoder(processor).pattern is tokenizer._PATTERNS[0]
 
 
 def test_a_full_table_is_emptied(processor, monkeypatch):
@@ -77,6 +76,11 @@ def test_a_full_table_is_emptied(processor, monkeypatch):
     encoder = tokenizer.Encoder(processor)
     assert np.frombuffer(encoder.encode(TEXTS[1]), "<u2").tolist() == processor.encode(TEXTS[1])
     assert len(encoder._segments) <= 50
+
+
+def test_training_on_too_little_text_says_so():
+    with pytest.raises(ValueError, match="no tokenizer of 5000 pieces can be trained"):
+        tokenizer.train(["a few words"], TokenizerTraining(5000, 10**6, 0.9999))
 
 
 OTHER_MODELS = {
@@ -89,8 +93,10 @@ OTHER_MODELS = {
     "spaces as suffix": {"treat_whitespace_as_suffix": True},
     "pieces over spaces": {"split_by_whitespace": False},
     "unigram": {"model_type": "unigram"},
+    "a piece of letters and signs": {"user_defined_symbols": ["<|end|>"]},
+    "pieces of digits": {"split_digits": False},
 }
-SEPARABLE = ("no dummy prefix", "newline as a symbol")
+PATTERN = {"no dummy prefix": 0, "newline as a symbol": 0, "a piece of letters and signs": 1, "pieces of digits": 1}
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
@@ -100,6 +106,7 @@ def test_other_models_encode_by_segments_only_where_it_is_exact(name):
         "byte_fallback": True,
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
+        "split_digits": True,
         **OTHER_MODELS[name],
     }
     model = io.BytesIO()
@@ -108,8 +115,13 @@ def test_other_models_encode_by_segments_only_where_it_is_exact(name):
         sentence_iterator=lines, model_writer=model, vocab_size=1000, hard_vocab_limit=False, minloglevel=2, **options
     )
     processor = load(model.getvalue())
-    assert tokenizer.Encoder(processor).separable == (name in SEPARABLE)
-    check(processor, [TEXTS[2], " a  \n b of the\t\n\n", "\n", " ", "", "▁ ▁x \n▁"])
+    assert tokenizer.Encoder(processor).pattern is (tokenizer._PATTERNS[PATTERN[name]] if name in PATTERN else None)
+    check(processor, [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"])
+
+
+def test_no_character_is_lost():
+    for pattern in tokenizer._PATTERNS:
+        assert all(pattern.fullmatch(chr(code)) for code in range(0x30000))
 
 
 def test_text_that_becomes_a_control_id_is_refused():
