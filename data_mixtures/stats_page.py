@@ -83,6 +83,10 @@ def short(value: float) -> str:
     return f"{value:.3g} {' kMGT'[power]}".strip()
 
 
+def count(value: int) -> str:
+    return f"{value:,}" if value < 1_000_000 else short(value)
+
+
 def _tiles(stats: Mapping[str, Any]) -> str:
     sources = stats["sources"].values()
     totals = {name: sum(each[name] for each in sources) for name in ("read", "documents", "tokens", "bytes", "windows")}
@@ -141,26 +145,17 @@ def _shares(stats: Mapping[str, Any]) -> str:
 
 
 def _sources(stats: Mapping[str, Any]) -> str:
+    columns = {"documents": "documents", "windows": "windows", "valid_windows": "held out"}
+    if any(each["quarantined"] for each in stats["sources"].values()):
+        columns["quarantined"] = "shards in quarantine"
     rows = []
     for name, each in stats["sources"].items():
-        shares = [f"{100 * p['shares'].get(name, 0):.2f} %" for p in stats["phases"].values()]
-        quarantined = f" ({each['quarantined']} shards in quarantine)" if each["quarantined"] else ""
-        counts = [f"{each['documents']:,}", short(each["tokens"]), f"{each['bytes'] / max(each['tokens'], 1):.2f}"]
-        windows = [f"{each['windows']:,}{quarantined}", f"{each['valid_windows']:,}"]
-        lengths = [f"{each['lengths']['mean']:,.0f}", f"{each['lengths']['longest']:,}"]
         tint = f'<i style="background:{COLOURS[each["category"]]}" title="{each["category"]}"></i>'
-        rows.append([tint + escape(name), *counts, *shares, *windows, *lengths])
-    head = (
-        "source",
-        "documents",
-        "tokens",
-        "bytes a token",
-        *stats["phases"],
-        "windows",
-        "held out",
-        "mean length",
-        "longest",
-    )
+        shares = [f"{100 * phase['shares'].get(name, 0):.2f} %" for phase in stats["phases"].values()]
+        sizes = [short(each["tokens"]), *shares, f"{each['bytes'] / max(each['tokens'], 1):.2f}"]
+        lengths = [f"{each['lengths']['mean']:,.0f}", count(each["lengths"]["longest"])]
+        rows.append([tint + escape(name), *sizes, *lengths, *(count(each[key]) for key in columns)])
+    head = ("source", "tokens", *stats["phases"], "bytes a token", "mean length", "longest", *columns.values())
     return _section("Sources", "Lengths are tokens of a document, its begin and end included.", _table(head, rows))
 
 
@@ -218,12 +213,12 @@ def _lengths(stats: Mapping[str, Any]) -> str:
 
 def _dropped(stats: Mapping[str, Any]) -> str:
     dropped = [each["dropped"] for each in stats["sources"].values()]
-    reasons = sorted({reason for counts in dropped for reason, count in counts.items() if count})
+    reasons = sorted({reason for counts in dropped for reason, n in counts.items() if n})
     rows = []
     for name, each in stats["sources"].items():
         counts = [each["dropped"].get(reason, 0) for reason in reasons]
-        cells = [f"{n:,}" if n else "" for n in counts]
-        rows.append([escape(name), f"{each['read']:,}", *cells, f"{100 * each['kept'] / max(each['read'], 1):.2f} %"])
+        cells = [count(n) if n else "" for n in counts]
+        rows.append([escape(name), count(each["read"]), *cells, f"{100 * each['kept'] / max(each['read'], 1):.2f} %"])
     head = ("source", "read", *(reason.replace("_", " ") for reason in reasons), "kept")
     return _section("Dropped", "Every document that was read is kept or counted here.", _table(head, rows))
 
