@@ -189,11 +189,10 @@ class Mixture:
         index = self._places[place]
         items = self._offsets[index] + block * self._weights[index] + self._ranks[place]
         epochs, window = np.divmod(items, self._windows[index])
-        again = np.flatnonzero(epochs)  # epoch 0 reads the shards as they lie
-        if again.size:
-            pairs = zip(index[again].tolist(), epochs[again].tolist(), strict=True)
-            keys = np.stack([order.round_keys(self.seed, self.source_names[i], epoch) for i, epoch in pairs], axis=1)
-            window[again] = order.permute(window[again], self._windows[index[again]], keys)
+        for at in np.flatnonzero(epochs).tolist():  # epoch 0 reads the shards as they lie
+            source = self._sources[index[at]]
+            keys = order.round_keys(self.seed, source.name, int(epochs[at]))
+            window[at] = order.permute(int(window[at]), source.windows, keys)
         window = np.asarray(window + self._source_begins[index])
         file = np.searchsorted(self._file_begins, window, side="right") - 1
         return index, file, window - self._file_begins[file]

@@ -28,6 +28,7 @@ import tyro
 from data_mixtures.mixture import Mixture, read_lock
 
 BATCH = 8
+EPOCH = 20_000  # samples, where a rival wants to be told
 MOSAIC_FOLDER = Path(sys.prefix) / "mosaicml-streaming"  # beside the environment, so that none of its packages changes
 INSTALL = {
     # its other dependencies are clouds and image data sets, which token streams do not touch
@@ -196,11 +197,11 @@ class Mosaic(Contestant):
             Stream(local=str(self.data / "mds" / name), proportion=share)
             for name, share in zip(self.names, self.shares, strict=True)
         ]
-        size = max(20_000, state + 1000)
-        dataset = StreamingDataset(streams=streams, batch_size=BATCH, epoch_size=size, num_canonical_nodes=1,
+        dataset = StreamingDataset(streams=streams, batch_size=BATCH, epoch_size=EPOCH, num_canonical_nodes=1,
                                    shuffle=True, shuffle_seed=1)  # fmt: skip
         if state:
-            dataset.load_state_dict(dataset.state_dict(state, True))
+            epoch, within = divmod(state, EPOCH)
+            dataset.load_state_dict({**dataset.state_dict(within, True), "epoch": epoch})
         for _ in range(1000):
             yield from StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=_collate)
 
