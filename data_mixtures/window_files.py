@@ -1,14 +1,13 @@
 """Windows of token files, memory-mapped, whose bytes are checked before they are used for the first time.
 
 The manifest holds an xxh3 of every 16 MiB of a file. Whoever first touches a block reads it whole and compares; a block
-that differs ends the read with its name, never with other data. The check reads with pread and not through the map:
-that lets other threads go on, a broken disk answers with an error where a map would kill the process (SIGBUS), and the
-block then lies in the page cache, read in a row: the check is the read-ahead of the windows that follow.
+that differs ends the read with its name, never with other data. The check reads the file and not the map: that lets
+other threads go on, a broken disk answers with an error where a map would kill the process (SIGBUS), and the block then
+lies in the page cache, read in a row: the check is the read-ahead of the windows that follow.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,11 +92,9 @@ _FIX = (
 def _digest(path: str, begin: int, end: int) -> bytes:
     """xxh3 of bytes begin to end of a file, as in the manifest; of fewer where the file ends early."""
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(CHUNK_BYTES))
-    file = os.open(path, os.O_RDONLY)
-    try:
-        while begin < end and (count := os.preadv(file, [buffer[: end - begin]], begin)):
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        while begin < end and (count := file.readinto(buffer[: end - begin])):
             digest.update(buffer[:count])
             begin += count
-    finally:
-        os.close(file)
     return digest.digest()

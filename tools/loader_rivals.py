@@ -104,7 +104,7 @@ class TorchTitan(Contestant):
         import pyarrow.parquet
 
         if sequence >= (rows := pyarrow.parquet.read_metadata(self.data / "mixed.parquet").num_rows):
-            raise LookupError(f"behind its one pass over {rows} rows, a state is had only by reading up to there")
+            raise LookupError(f"later than its {rows} rows: only by reading")
         return sequence
 
 
@@ -127,7 +127,7 @@ class Interleave(Contestant):
 
     def state_at(self, sequence: int) -> Any:
         if sequence >= (length := len(self._mixed())):
-            raise LookupError(f"one pass has {length} sequences, and no state reaches into a second")
+            raise LookupError(f"later than its {length} rows: no")
         return sequence
 
     def _at(self, state: Any) -> Any:
@@ -151,7 +151,7 @@ class InterleaveStreaming(Interleave):
 
     def state_at(self, sequence: int) -> Any:
         if sequence > 20_000:
-            raise LookupError("its state is had only by reading up to there")
+            raise LookupError("later: only by reading")
         mixed = self._mixed()
         for _ in islice(mixed.iter(BATCH), sequence // BATCH):
             pass
@@ -258,9 +258,11 @@ def stalls(contestant: Contestant, steps: int, step_s: float = 0.02) -> dict[str
 
 def deviation(contestant: Contestant, sequences: int) -> dict[str, Any]:
     """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000 and up to `sequences`."""
-    read = [sources for _, sources in islice(contestant.batches(), -(-sequences // BATCH)) if sources is not None]
-    if not read:
-        return {"deviation": None}
+    read = []
+    for _, sources in islice(contestant.batches(), -(-sequences // BATCH)):
+        if sources is None:
+            return {"deviation": None}
+        read.append(sources)
     return {"deviation": worst_deviation(np.concatenate(read)[:sequences], contestant.shares)}
 
 

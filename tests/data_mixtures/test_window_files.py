@@ -104,10 +104,10 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
 def test_a_broken_disk_names_the_block(small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = WindowFiles([write(tmp_path / "a")], SEQ_LEN)
 
-    def broken(*_: object) -> int:
+    def broken(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(window_files, "_digest", broken)
     with pytest.raises(ValueError, match=r"a: block 2 of 3 .* cannot be read: .*Input/output error"):
         read(files, 20)
 
