@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,39 +39,9 @@ class Layout:
     valid_per_10000: int
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Documents of a source after deduplication, in their final order."""
-
-    train: list[str]
-    train_ids: np.ndarray  # uint64 (documents,)
-    valid: list[str]
-    duplicates: int
-
-
 def document_hash(text: str) -> int:
     """128 bits of the text's UTF-8; its low 64 bits are the document id."""
     return xxhash.xxh3_128_intdigest(text.encode())
-
-
-def select(texts: Iterable[str], layout: Layout) -> Selection:
-    """Drop exact duplicates, hold out a fixed range of document ids, order the rest by xxh3(seed, id)."""
-    unique: dict[int, str] = {}
-    count = 0
-    for text in texts:
-        unique.setdefault(document_hash(text), text)
-        count += 1
-
-    def shuffled(digest: int) -> tuple[int, int]:
-        identity = (digest & (2**64 - 1)).to_bytes(8, "little")
-        return xxhash.xxh3_64_intdigest(identity, seed=layout.seed), digest
-
-    held_out = layout.valid_per_10000 * 2**64 // 10_000
-    ordered = sorted(unique, key=shuffled)
-    train = [digest for digest in ordered if digest & (2**64 - 1) >= held_out]
-    ids = np.array([digest & (2**64 - 1) for digest in train], dtype="<u8")
-    valid = [unique[digest] for digest in ordered if digest & (2**64 - 1) < held_out]
-    return Selection([unique[digest] for digest in train], ids, valid, count - len(unique))
 
 
 def write_train(
@@ -169,12 +139,16 @@ def files_of(entry: dict[str, Any]) -> tuple[str, ...]:
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     """Every file of the manifest exists with its size. ValueError names the first one that does not."""
     for entry in (*manifest["shards"], manifest["valid"]):
-        path = folder / entry["name"]
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; its manifest lists {entry['bytes']} bytes. Prepare the data again")
-        if path.stat().st_size != entry["bytes"]:
+        path = os.path.join(folder, entry["name"])
+        try:
+            size = os.stat(path).st_size  # one question a file: there may be thousands, on a file system far away
+        except FileNotFoundError:
             raise ValueError(
-                f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}: "
+                f"{path} is missing; its manifest lists {entry['bytes']} bytes. Prepare the data again"
+            ) from None
+        if size != entry["bytes"]:
+            raise ValueError(
+                f"{path} has {size} bytes, its manifest says {entry['bytes']}: "
                 "the file is truncated or foreign. Prepare the data again"
             )
 
@@ -206,16 +180,3 @@ def publish(partial: Path, final: Path) -> None:
         final.rename(old)
     partial.rename(final)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def token_batches(texts: list[str], batch_bytes: int = 1 << 18) -> Iterator[list[str]]:
-    """Texts in runs of about batch_bytes characters: the unit of work of one tokenizer process."""
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= batch_bytes:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

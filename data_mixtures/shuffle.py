@@ -30,7 +30,7 @@ from data_mixtures.tokenize_units import DOCUMENT, DOCUMENTS, TOKENS, Tokenize
 ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", Tokenize.name
 DOCUMENTS_PER_RANGE = 1 << 21  # about 300 MB while merging
 READ_TOKENS = 1 << 27  # put in order at a time: the more, the longer are the slices that are read of each unit
-COPY_TOKENS = 1 << 21  # written at a time: few enough to be hashed while they are in the cache
+COPY_TOKENS = 1 << 19  # written at a time: few enough to be hashed while they are in the cache
 # what a merge works on: where the document's tokens begin, counted from the beginning of its unit's slice
 _MERGED = np.dtype([*DOCUMENT.descr, ("start", "<u8"), ("unit", "<u4")])
 # what `order` writes for a document, in the final order
@@ -265,10 +265,15 @@ def _gathered(files: Sequence[Path], documents: np.ndarray, first: int, last: in
     skip = np.maximum(first - documents["at"], 0)
     lengths = np.minimum(documents["length"], last - documents["at"]) - skip
     starts = documents["start"] + skip
-    # one buffer for all: new memory costs more than what is done with it
-    buffer = np.empty(2 * max(int(lengths.max()), min(READ_TOKENS, int(lengths.sum()))), dtype="<u2")
+    buffer = _buffer(2 * max(int(lengths.max()), READ_TOKENS))
     for piece in _pieces(lengths, READ_TOKENS):
         yield from gather(files, documents["unit"][piece], starts[piece], lengths[piece], buffer)
+
+
+@functools.lru_cache(maxsize=1)
+def _buffer(tokens: int) -> np.ndarray:
+    # kept for the next shard: the first touch of new memory costs more than all that is done with it
+    return np.empty(tokens, dtype="<u2")
 
 
 def _pieces(lengths: np.ndarray, tokens: int) -> Iterator[slice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -103,8 +104,8 @@ def _section(title: str, text: str, body: str) -> str:
 def _chart(figure: go.Figure, height: int) -> str:
     figure.update_layout(
         height=height, paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", dragmode=False,
-        font={"family": FONT, "size": 12, "color": NEUTRAL}, margin={"l": 8, "r": 8, "t": 8, "b": 8},
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}, template="none",
+        font={"family": FONT, "size": 12, "color": NEUTRAL}, margin={"l": 8, "r": 44, "t": 8, "b": 8},
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"}, template="none",
         hoverlabel={"namelength": -1},
     )  # fmt: skip
     figure.update_xaxes(automargin=True, zeroline=False, fixedrange=True)
@@ -115,11 +116,11 @@ def _chart(figure: go.Figure, height: int) -> str:
 
 
 def _bars(names: Sequence[str], values: Sequence[float], form: str, **options: Any) -> go.Bar:
-    texts = [format(value, form) for value in values]
+    shown = [format(value, form) for value in values]
+    hover = "%{y}: %{customdata}<extra>" + options["name"] + "</extra>"
     return go.Bar(
-        y=names, x=values, orientation="h", text=texts, textposition="auto",
-        hovertemplate="%{y}: %{text}<extra></extra>", **options,
-    )  # fmt: skip
+        y=names, x=values, orientation="h", customdata=shown, hovertemplate=hover, cliponaxis=False, **options
+    )
 
 
 def _shares(stats: Mapping[str, Any]) -> str:
@@ -131,8 +132,9 @@ def _shares(stats: Mapping[str, Any]) -> str:
     for (phase, each), tint in zip(stats["phases"].items(), PHASE_COLOURS, strict=False):
         shares = [100 * sum(s for n, s in each["shares"].items() if each["categories"][n] == c) for c in names]
         figure.add_trace(_bars(names, shares, ".2f", name=f"of the sequences in {phase}", marker={"color": tint}))
+    figure.update_traces(texttemplate="%{customdata}", textposition="outside")
     figure.update_layout(barmode="group", bargap=0.25)
-    figure.update_xaxes(ticksuffix=" %")
+    figure.update_xaxes(ticksuffix=" %", nticks=6)
     figure.update_yaxes(autorange="reversed")
     text = "What there is, and what each phase draws from it, in percent."
     return _section("Categories", text, _chart(figure, 70 + 22 * len(names) * len(figure.data)))
@@ -180,7 +182,10 @@ def _epochs(stats: Mapping[str, Any]) -> str:
         label = f"{phase}, {each['sequences']:,} sequences"
         figure.add_trace(_bars(names, epochs, ".3f", name=label, marker={"color": tint}))
         before = each["epochs_at_end"]
+    totals = [f"{before.get(name, 0):.3f}" for name in names]
+    figure.data[-1].update(text=totals, textposition="outside")
     figure.update_layout(barmode="stack", bargap=0.3)
+    figure.update_xaxes(nticks=6)
     figure.update_yaxes(autorange="reversed")
     text = "How often the given number of sequences of each phase reads a source, phases one after the other."
     return _section("Epochs", text, _chart(figure, 80 + 30 * len(names)))
@@ -196,22 +201,24 @@ def _lengths(stats: Mapping[str, Any]) -> str:
         shares, bins = [100 * count / sum(counts) for count in counts], [2**k for k in range(len(counts))]
         figure.add_trace(
             go.Scatter(
-                x=bins, y=shares, name=category, mode="lines+markers", line={"color": tint, "shape": "hvh"},
+                x=bins, y=shares, name=category, mode="lines+markers", line={"color": tint},
                 marker={"size": 5}, customdata=[2 * b - 1 for b in bins],
                 hovertemplate="%{x:,} to %{customdata:,} tokens: %{y:.2f} %<extra>" + category + "</extra>",
             )
         )  # fmt: skip
     longest = max(each["lengths"]["longest"] for each in stats["sources"].values())
-    figure.update_xaxes(
-        type="log", dtick=0.30103, tickformat="~s", range=[0.3, len(str(longest)) + 0.2], title="tokens"
-    )
+    ticks = list(range(1, longest.bit_length() + 1, 2))
+    names = [f"{2**k}" if k < 10 else f"{2 ** (k - 10)} Ki" for k in ticks]
+    figure.update_xaxes(type="log", tickvals=[2**k for k in ticks], ticktext=names, title="tokens")
+    figure.update_xaxes(range=[0.25, math.log10(2 * longest)])
     figure.update_yaxes(ticksuffix=" %", rangemode="tozero")
     text = "Share of a category's documents by length, in bins that double."
     return _section("Lengths of documents", text, _chart(figure, 340))
 
 
 def _dropped(stats: Mapping[str, Any]) -> str:
-    reasons = sorted({reason for each in stats["sources"].values() for reason in each["dropped"]})
+    dropped = [each["dropped"] for each in stats["sources"].values()]
+    reasons = sorted({reason for counts in dropped for reason, count in counts.items() if count})
     rows = []
     for name, each in stats["sources"].items():
         counts = [each["dropped"].get(reason, 0) for reason in reasons]
@@ -242,13 +249,15 @@ def _shared(stats: Mapping[str, Any]) -> str:
 
 
 def _documents(stats: Mapping[str, Any]) -> str:
-    body = ""
+    body, before = "", ""
     for each in stats["documents"]:
+        opened = " open" if each["source"] != before else ""
+        before = each["source"]
         place = f"{each['shard']}, token {each['token_offset']:,}, {each['tokens']:,} tokens"
         tint = COLOURS[stats["sources"][each["source"]]["category"]]
         title = f'<i style="background:{tint}"></i>{escape(each["source"])} <small>{place}</small>'
         body += (
-            f"<details><summary>{title}</summary>"
+            f"<details{opened}><summary>{title}</summary>"
             f"<pre>{escape(each['text'])}{'' if each['whole'] else ' …'}</pre></details>"
         )
     text = f"Drawn with the data's seed {stats['seed']}, decoded from the shards: the text that the model will see."

@@ -165,6 +165,25 @@ def test_fewer_documents_leave_the_units_of_more_aside(tmp_path, tiny):
     assert files == expected
 
 
+def test_units_without_documents_are_fine(tmp_path, tiny):
+    texts, plan = texts_of(120), plan_of()
+    tokenized(tmp_path, "notes", ((), *split(texts, 2), ()))
+    run(shuffle.Order(plan, tmp_path, ("notes",)))
+    run(shuffle.Shuffle(plan, tmp_path, ("notes",)))
+    assert shuffled_files(tmp_path, "notes") == in_memory(texts, plan)
+
+
+def test_freed_units_are_not_needed_by_what_is_done(tmp_path, tiny):
+    plan = plan_of()
+    shuffled(tmp_path, plan, {"notes": texts_of(100)})
+    stage.free(tmp_path, "tokenize", Unit("notes", 0))
+    order, work = shuffle.Order(plan, tmp_path, ("notes",)), shuffle.Shuffle(plan, tmp_path, ("notes",))
+    assert all(stage.is_done(order, unit) for unit in order.units())
+    assert all(stage.is_done(work, unit) for unit in work.units())
+    with pytest.raises(ValueError, match=r"tokenize/notes/unit-00000 was freed, and is needed again"):
+        stage.do(work, work.units()[0])
+
+
 def test_too_little_text_is_named(tmp_path):
     plan = plan_of()
     tokenized(tmp_path, "notes", ((), ()))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from data_mixtures import shards, stage, tokenize_units, tokenizer
+from data_mixtures import stage, tokenize_units, tokenizer
 from data_mixtures.recipe import TokenizerTraining
 from data_mixtures.tokenize_units import DOCUMENT, DOCUMENTS, TOKENS, Tokenize
 from tests.data_mixtures.filtered import do_all, filtered, make_recipe
+from tests.data_mixtures.shuffle_assets import unique_train
 
 SYLLABLES = ["sun", "mo", "on", "ra", "in", "ret", "urn", "de", "f", "li", "st", "ka", "ber"]
 WORDS = ["</s>", "über", "東京", "12", "345\n", *(a + b for a in SYLLABLES for b in SYLLABLES)]
@@ -54,7 +55,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
 
 
 def place(text: str, seed: int) -> tuple[int, int]:
-    """As shards.select orders."""
+    """The order of a source, by its definition."""
     digest = xxhash.xxh3_128_intdigest(text.encode())
     return xxhash.xxh3_64_intdigest((digest % 2**64).to_bytes(8, "little"), seed=seed), digest
 
@@ -68,8 +69,7 @@ def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path, monkeypatch)
     assert (one / "tokenizer.model").read_bytes() == (three / "tokenizer.model").read_bytes()
     sample = tokenize_units.training_sample(done.recipe, three, TRAINING.train_bytes)
     assert 20_000 <= sum(len(text.encode()) for text in sample) < 21_000
-    layout = shards.Layout(done.recipe.seed, 32, 40, done.recipe.valid_per_10000)
-    selected = shards.select(texts, layout).train
+    selected = unique_train(texts, done.recipe)
     assert sample[: len(sample) - 40] == selected[: len(sample) - 40]
 
 
