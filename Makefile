@@ -54,7 +54,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint browser cross slurm $(VENV)/transformers-4.57
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 40 --durations-min 5
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross

@@ -43,4 +43,7 @@ def reported(run: Callable[[], None]) -> int:
     except (ValueError, OSError) as error:  # of a file or a disk, the message says which and what
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"stopped; {execute.AGAIN}", file=sys.stderr)
+        return 130
     return 0

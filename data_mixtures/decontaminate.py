@@ -3,10 +3,10 @@
 A word is a run of letters, digits and combining marks, in lower case; everything else separates. A string of an item
 (question, choice, solution, test) is a passage. A document holds a passage of at least 13 words when it has half of
 the passage's distinct 13-grams, and a shorter one of at least 8 when it has all of its words in a row; fewer words
-say nothing. Grams without a letter are left out: number lists are everywhere. Why these: docs/decisions/0017.
+say nothing. Grams of numbers and single letters are left out. Why these: docs/decisions/0017.
 
-Hashes are polynomials mod 2**64: over characters (each a random number of 64 bits) for a word, over mixed word hashes
-for a gram. A table of bits by a gram's highest bits keeps almost all text away from the search in the sorted index.
+The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash (`word_hashes`) keeps
+almost all text away from the search in the sorted index.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import glob
 import gzip
 import hashlib
 import json
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
+from data_mixtures import stage, word_hashes
+
 INDEX = "benchmarks.npz"
+CODE = ("decontaminate.py", "word_hashes.py")  # decides what is found
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
 _TELLING_WORDS = 3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
-WINDOW_CHARS = 1 << 16  # arrays of one window stay in the cache; a word of more characters than this counts as several
-_CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
-_CHARACTER, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
 _TABLE_BITS_PER_HEAD = 16
 _ARRAYS = ("heads", "grams", "first", "passages", "needed", "items")
 
@@ -42,6 +41,7 @@ class Benchmark:
 
     name: str
     items: int
+    searchable: int  # items with a passage that is long enough
     files: Mapping[str, str]  # file name -> sha256
 
 
@@ -58,24 +58,38 @@ class Index:
 
     def find(self, texts: list[str]) -> list[list[tuple[str, int]]]:
         """(benchmark, number of the item) of everything that each text holds, sorted."""
+        starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
         found: list[list[tuple[str, int]]] = []
-        for group in _groups(texts):
-            hits = self._hits(*_words(group))
-            found += [self._held(hits[number]) if number in hits else [] for number in range(len(group))]
+        for group in word_hashes.groups(texts):
+            held: list[list[tuple[str, int]]] = [[] for _ in group]
+            text, item = self._held(*self._hits(*word_hashes.words(group)))
+            owner = np.searchsorted(starts, item, side="right") - 1
+            for place, benchmark, number in zip(text, owner, item - starts[owner], strict=True):
+                held[place].append((self.benchmarks[benchmark].name, int(number)))
+            found += held
         return found
 
-    def _hits(self, words: np.ndarray, bounds: np.ndarray) -> dict[int, np.ndarray]:
-        """Text -> places in `grams` of what it has, for texts with words[bounds[i]:bounds[i + 1]]."""
-        starts = self._heads_in(_grams(words, SHORTEST_WORDS))
+    def _hits(self, words: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(text, place in `grams`) of all that texts have, where text i is words[bounds[i]:bounds[i + 1]]."""
+        starts = self._heads_in(word_hashes.grams(words, SHORTEST_WORDS))
         ends = bounds[np.searchsorted(bounds, starts, side="right")]  # of the text in which a gram starts
         texts, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
             at = starts[starts + length <= ends]
-            at, place = _members(self.arrays["grams"], _grams_at(words, at, length), at)
+            at, place = _members(self.arrays["grams"], word_hashes.grams_at(words, at, length), at)
             texts.append(np.searchsorted(bounds, at, side="right") - 1)
             places.append(place)
-        text, place = np.concatenate(texts), np.concatenate(places)
-        return {int(number): np.unique(place[text == number]) for number in np.unique(text)}
+        return np.concatenate(texts), np.concatenate(places)
+
+    def _held(self, text: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(text, number of the item) of the items with a passage of which a text has enough grams; both sorted."""
+        text, place = _distinct_pairs(text, place)[:2]
+        first = self.arrays["first"]
+        counts = first[place + 1] - first[place]
+        at = np.arange(counts.sum()) + np.repeat(first[place] - np.cumsum(counts) + counts, counts)
+        text, passage, grams = _distinct_pairs(np.repeat(text, counts), self.arrays["passages"][at].astype(np.int64))
+        enough = grams >= self.arrays["needed"][passage]
+        return _distinct_pairs(text[enough], self.arrays["items"][passage[enough]].astype(np.int64))[:2]
 
     def _heads_in(self, hashes: np.ndarray) -> np.ndarray:
         """Where a head of the index stands: by the table of bits first, which lets few others through."""
@@ -83,15 +97,6 @@ class Index:
         byte = self._table[(bit >> np.uint64(3)).view(np.int64)]
         at = np.flatnonzero((byte >> (bit.astype(np.uint8) & np.uint8(7))) & np.uint8(1))
         return _members(self.arrays["heads"], hashes[at], at)[0]
-
-    def _held(self, places: np.ndarray) -> list[tuple[str, int]]:
-        first, passages = self.arrays["first"], self.arrays["passages"]
-        touched = np.concatenate([passages[first[place] : first[place + 1]] for place in places])
-        passage, count = np.unique(touched, return_counts=True)
-        items = np.unique(self.arrays["items"][passage[count >= self.arrays["needed"][passage]]])
-        starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
-        owners = np.searchsorted(starts, items, side="right") - 1
-        return [(self.benchmarks[b].name, int(i - starts[b])) for b, i in zip(owners, items, strict=True)]
 
 
 def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
@@ -105,19 +110,30 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         return
     files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
     hashes = {name: {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files[name]} for name in benchmarks}
-    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    code = stage.key_of(CODE)
     header = _header(path)
     if header and header["code"] == code and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes:
         return
     items = {name: [passages for file in files[name] for passages in _items(file)] for name in benchmarks}
-    described = [{"name": name, "items": len(items[name]), "files": hashes[name]} for name in benchmarks]
     arrays = build([passages for name in benchmarks for passages in items[name]])
+    described = [asdict(each) for each in _described(items, hashes, arrays)]
     text = json.dumps({"code": code, "benchmarks": described}).encode()
     stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         np.savez(file, **stored)
     partial.replace(path)
+
+
+def _described(
+    items: Mapping[str, list[Any]], files: Mapping[str, Mapping[str, str]], arrays: Mapping[str, np.ndarray]
+) -> Iterator[Benchmark]:
+    searchable = np.unique(arrays["items"][arrays["needed"] > 0])
+    start = 0
+    for name, passages in items.items():
+        inside = (searchable >= start) & (searchable < start + len(passages))
+        yield Benchmark(name, len(passages), int(np.count_nonzero(inside)), files[name])
+        start += len(passages)
 
 
 def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
@@ -165,7 +181,7 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
     numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
     found = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))]
     start = 0
-    for group in _groups([text for _, text in numbered]):
+    for group in word_hashes.groups([text for _, text in numbered]):
         heads, grams, passages = _passage_grams(group)
         found.append((heads, grams, passages + start))
         start += len(group)
@@ -187,8 +203,8 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
 
 def _passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(head, gram, passage) of the grams that stand for passages: all 13-grams, or the whole of a short passage."""
-    words, bounds = _words(texts)
-    telling = np.concatenate([[0], np.cumsum(_telling(texts))])
+    words, bounds = word_hashes.words(texts)
+    telling = np.concatenate([[0], np.cumsum(word_hashes.say_something(texts))])
     found = []
     for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
         at = np.arange(len(words) - length + 1)
@@ -197,80 +213,11 @@ def _passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray
         wanted = (size >= length) if length == GRAM_WORDS else (size == length)
         wanted &= (at + length <= bounds[passage + 1]) & (telling[at + length] - telling[at] >= _TELLING_WORDS)
         at = at[wanted]
-        found.append((_grams_at(words, at, SHORTEST_WORDS), _grams_at(words, at, length), passage[wanted]))
+        found.append(
+            (word_hashes.grams_at(words, at, SHORTEST_WORDS), word_hashes.grams_at(words, at, length), passage[wanted])
+        )
     heads, grams, passages = (np.concatenate(column) for column in zip(*found, strict=True))
     return heads, grams, passages
-
-
-def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """Texts in runs of about one window; a longer text is alone."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        if group and size + len(text) > WINDOW_CHARS:
-            yield group
-            group, size = [], 0
-        group.append(text)
-        size += len(text) + 1
-    if group:
-        yield group
-
-
-def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
-    if len(texts) == 1:
-        hashes = np.concatenate([_window(piece)[0] for piece in _pieces(texts[0])])
-        return hashes, np.array([0, len(hashes)])
-    hashes, starts = _window("\n".join(texts))
-    sizes = np.array([len(text) + 1 for text in texts])
-    return hashes, np.searchsorted(starts, np.concatenate([[0], np.cumsum(sizes)]))
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces of at most one window, cut between words."""
-    start = 0
-    while len(text) - start > WINDOW_CHARS:
-        cut = max(text.rfind(separator, start, start + WINDOW_CHARS) for separator in "\n ")
-        end = cut if cut > start else start + WINDOW_CHARS
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-def _window(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """(hash, start in characters) of every word."""
-    characters = _folded(text)
-    starts, ends = _runs(characters)
-    powers, inverses = _powers(1 << max(WINDOW_CHARS, len(text)).bit_length())
-    sums = np.zeros(len(characters) + 1, np.uint64)
-    np.cumsum(characters * powers[: len(characters)], out=sums[1:])
-    return _mixed((sums[ends] - sums[starts]) * inverses[starts]), starts
-
-
-def _folded(text: str) -> np.ndarray:
-    """The text's characters as numbers: the lower case of a word's characters, 0 for all others; uint8 or uint32."""
-    if text.isascii():
-        return np.frombuffer(text.encode("ascii").translate(_characters()[:256].astype(np.uint8).tobytes()), np.uint8)
-    return _characters()[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")]
-
-
-def _runs(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, ends) of the words."""
-    edges = np.flatnonzero(np.diff(characters != 0, prepend=False, append=False))
-    return edges[::2], edges[1::2]
-
-
-def _grams(words: np.ndarray, length: int) -> np.ndarray:
-    """The hash of the gram that starts at each word."""
-    return _grams_at(words, slice(max(len(words) - length + 1, 0)), length)
-
-
-def _grams_at(words: np.ndarray, at: np.ndarray | slice, length: int) -> np.ndarray:
-    """The hashes of the grams that start at some words: the sum of words[at + i] * multiplier**i."""
-    hashes = words[at].copy()
-    for i in range(1, length):
-        hashes += words[i:][at] * np.uint64(pow(_WORD, i, 1 << 64))
-    return hashes
 
 
 def _members(known: np.ndarray, hashes: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -280,45 +227,10 @@ def _members(known: np.ndarray, hashes: np.ndarray, at: np.ndarray) -> tuple[np.
     return at[inside], place[inside]
 
 
-def _telling(texts: list[str]) -> np.ndarray:
-    """For every word of `_words(texts)` whether it has two letters in a row or more: the words that say something."""
-    flags = []
-    for piece in _pieces(texts[0]) if len(texts) == 1 else ["\n".join(texts)]:
-        starts, ends = _runs(_folded(piece))
-        letters = np.array([character.isalpha() for character in piece], dtype=np.int64)
-        counts = np.concatenate([[0], np.cumsum(letters)])
-        flags.append(counts[ends] - counts[starts] >= 2)
-    return np.concatenate(flags)
-
-
-@functools.cache
-def _characters() -> np.ndarray:
-    """uint32 (code points,): the lower case of a letter, digit or combining mark, 0 for all others."""
-    folded = np.zeros(_CODE_POINTS, np.uint32)
-    for code in range(_ASSIGNED):
-        character = chr(code)
-        if unicodedata.category(character)[0] in "LMN":
-            lower = character.lower()
-            folded[code] = ord(lower) if len(lower) == 1 else code
-    return folded
-
-
-@functools.cache
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """uint64 (count,) each: the character multiplier to the power of 0, 1, ..., and the inverses."""
-    bases = np.array([_CHARACTER, pow(_CHARACTER, -1, 1 << 64)], np.uint64)
-    powers = np.cumprod(np.repeat(bases[:, None], count, axis=1), axis=1, dtype=np.uint64)
-    powers = np.concatenate([np.ones((2, 1), np.uint64), powers[:, :-1]], axis=1)
-    return powers[0], powers[1]
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """A bijection of 64 bits in which every bit of the input reaches every bit of the output (splitmix64's)."""
-    values = values ^ (values >> np.uint64(30))
-    values = values * np.uint64(0xBF58476D1CE4E5B9)
-    values = values ^ (values >> np.uint64(27))
-    values = values * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first, second, how often) of the distinct pairs, sorted; int64, below 2**31 each."""
+    pairs, counts = np.unique(first << 32 | second, return_counts=True)
+    return pairs >> 32, pairs & 0xFFFFFFFF, counts
 
 
 def _files(name: str, pattern: str) -> list[Path]:

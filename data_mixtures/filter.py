@@ -28,7 +28,7 @@ REASONS = ("not_utf8", "empty", "too_short", "too_long", "contaminated")
 SCHEMA = pa.schema([pa.field("doc_id", pa.binary(16)), pa.field("text", pa.string())])
 _BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
 _ROW_GROUP_BYTES = 64 << 20
-_MODULES = ("filter.py", "decontaminate.py")
+_MODULES = ("filter.py", *decontaminate.CODE)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,8 @@ def _strings(texts: list[bytes]) -> pa.Array:
 def contamination(out: Path, sources: Iterable[str]) -> dict[str, dict[str, Any]]:
     """What the filter found of each benchmark, summed over units, from receipts.
 
-    {benchmark: {"items": all of them, "items_found", "documents": dropped, "sources": {source: the last two}}}
+    {benchmark: {"items": all of them, "searchable": those with a passage long enough, "items_found",
+    "documents": dropped, "sources": {source: the last two}}}
     """
     return {each.name: _found(out, each, sources) for each in decontaminate.known_benchmarks(out)}
 
@@ -187,4 +188,5 @@ def _found(out: Path, benchmark: decontaminate.Benchmark, sources: Iterable[str]
         everywhere |= items
         parts[source] = {"items_found": len(items), "documents": documents}
     total = sum(part["documents"] for part in parts.values())
-    return {"items": benchmark.items, "items_found": len(everywhere), "documents": total, "sources": parts}
+    known = {"items": benchmark.items, "searchable": benchmark.searchable}
+    return {**known, "items_found": len(everywhere), "documents": total, "sources": parts}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from data_mixtures import order, shards
 from data_mixtures.recipe import Recipe, check_known
-from data_mixtures.window_files import WindowFiles
+from data_mixtures.window_files import TokenFile, WindowFiles
 
 PACKING = "concat"  # documents in a row, cut every seq_len tokens; BOS (1) marks where one begins
 
@@ -82,14 +83,12 @@ class _Source:
     weight: int
     windows: int
     epoch_cap: int
-    folder: Path
-    shards: Sequence[Mapping[str, Any]]  # their entries of the manifest
 
 
 class Mixture:
     """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
 
-    def __init__(self, lock: Mapping[str, Any], sources: list[_Source]) -> None:
+    def __init__(self, lock: Mapping[str, Any], sources: Sequence[_Source], files: Sequence[TokenFile]) -> None:
         self.fingerprint: str = lock["fingerprint"]
         self.phase: str = lock["phase"]
         self.seed: int = lock["seed"]
@@ -106,12 +105,11 @@ class Mixture:
         self._windows = np.array([source.windows for source in sources], dtype=np.int64)
         self._caps = np.array([source.epoch_cap for source in sources], dtype=np.int64)
         # all windows of all sources in a row: where each source and each file begins
-        files = [(source.folder / shard["name"], shard) for source in sources for shard in source.shards]
         self._files = WindowFiles(files, self.seq_len)
         self._source_begins = np.cumsum(self._windows) - self._windows
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
-        self._file_names = [path.name for path, _ in files]
+        self._file_names = [shard["name"] for _, shard in files]
 
     @classmethod
     def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
@@ -122,7 +120,8 @@ class Mixture:
         """
         path = Path(lock_path)
         lock = read_lock(path)
-        mixture = cls(lock, [_open_source(path, entry) for entry in lock["sources"]])
+        sources, files = zip(*(_open_source(path, entry) for entry in lock["sources"]), strict=True)
+        mixture = cls(lock, sources, [file for of_source in files for file in of_source])
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
@@ -175,7 +174,7 @@ class Mixture:
     def check_epochs(self, sequences: int) -> None:
         """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
         consumed = self._consumed(sequences)
-        for index in np.flatnonzero((self._weights > 0) & (consumed > self._caps * self._windows)):
+        for index in np.flatnonzero((self._weights > 0) & (consumed > self._caps * self._windows)).tolist():
             source = self._sources[index]
             raise ValueError(
                 f"source {source.name!r} would be read {consumed[index] / source.windows:.2f} times after {sequences} "
@@ -189,17 +188,16 @@ class Mixture:
         index = self._places[place]
         items = self._offsets[index] + block * self._weights[index] + self._ranks[place]
         epochs, window = np.divmod(items, self._windows[index])
-        again = np.flatnonzero(epochs)  # epoch 0 reads the shards as they lie
-        if again.size:
-            pairs = zip(index[again].tolist(), epochs[again].tolist(), strict=True)
-            keys = np.stack([order.round_keys(self.seed, self.source_names[i], epoch) for i, epoch in pairs], axis=1)
-            window[again] = order.permute(window[again], self._windows[index[again]], keys)
+        for at in np.flatnonzero(epochs).tolist():  # epoch 0 reads the shards as they lie
+            source = self._sources[index[at]]
+            keys = order.round_keys(self.seed, source.name, int(epochs[at]))
+            window[at] = order.permute(int(window[at]), source.windows, keys)
         window = np.asarray(window + self._source_begins[index])
         file = np.searchsorted(self._file_begins, window, side="right") - 1
         return index, file, window - self._file_begins[file]
 
 
-def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> _Source:
+def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> tuple[_Source, list[TokenFile]]:
     folder = lock_path.parent / entry["name"]
     manifest = shards.read_manifest(folder)
     if shards.manifest_sha256(folder) != entry["manifest_sha256"]:
@@ -208,8 +206,8 @@ def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> _Source:
             "changed. Use the lock file that belongs to it, or prepare both again"
         )
     shards.check_sizes(folder, manifest)
-    numbers = (entry["weight"], entry["windows"], entry["epoch_cap"])
-    return _Source(entry["name"], entry["category"], *numbers, folder, manifest["shards"])
+    source = _Source(entry["name"], entry["category"], entry["weight"], entry["windows"], entry["epoch_cap"])
+    return source, [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]
 
 
 def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None) -> np.ndarray:
@@ -223,7 +221,7 @@ def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = N
     entry = manifest["valid"]
     count = entry["windows"] if max_windows is None else min(max_windows, entry["windows"])
     windows = np.empty((count, manifest["seq_len"] + 1), dtype=np.uint16)
-    files = WindowFiles([(folder / entry["name"], entry)], manifest["seq_len"])
+    files = WindowFiles([(str(folder / entry["name"]), entry)], manifest["seq_len"])
     for number, row in enumerate(windows):
         files.read(0, number, row)
     return windows

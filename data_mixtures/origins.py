@@ -17,6 +17,7 @@ import fsspec.implementations.local
 from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoFile, RepoFolder
+from huggingface_hub.utils import disable_progress_bars
 
 
 @dataclass(frozen=True, order=True)
@@ -96,6 +97,7 @@ class Hub:
         return files.open(f"datasets/{repo}@{revision}/{path}", "rb", block_size=1 << 20)
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
+        disable_progress_bars()  # ours counts units
         folder = target.with_name("download")
         try:
             got = hf_hub_download(repo, path, repo_type="dataset", revision=revision, local_dir=folder)

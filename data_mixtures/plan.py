@@ -112,7 +112,7 @@ def _local(each: LocalSource) -> Entry:
     """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
     parts: list[tuple[Input, list[list[Any]]]] = []
     for source_input in each.inputs:
-        found = [[str(path), *_size_and_time(path)] for path in collect.files(source_input)]
+        found = [[_name(path), *_size_and_time(path)] for path in collect.files(source_input)]
         runs = [found] if source_input.max_bytes is not None else _runs(found)
         parts += [(source_input, run) for run in runs if run or not source_input.paths]
     entries = [
@@ -122,6 +122,15 @@ def _local(each: LocalSource) -> Entry:
     # times of files change without their content; they make a unit be read again, but they are not what the data is
     decides = [[asdict(part), [[path, size] for path, size, _ in files]] for part, files in parts]
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
+
+
+def _name(path: Path) -> str:
+    name = str(path)
+    try:
+        name.encode("utf-8")  # as JSON will want it
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it") from error
+    return name
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from data_mixtures import (
     decontaminate,
@@ -73,6 +75,21 @@ def _plan(way: Way) -> None:
     made = plan.make(way.recipe, way.out, way.sources, way.mirror)["sources"]
     units = sum(len(made[name]["units"]) for name in way.sources)
     way.console.print(f"plan     {units:6} units of {len(way.sources)} sources", highlight=False)
+    if not way.tables:
+        return
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    for name in ("source", "units", "bytes", "revision", "gate", "licence"):
+        table.add_column(name, justify="right" if name in ("units", "bytes") else "left")
+    for name in way.sources:
+        planned = made[name]
+        size = sum(unit["bytes"] if unit["kind"] == "parquet" else _bytes(unit) for unit in planned["units"])
+        facts = (planned.get(key, "") for key in ("revision", "gate", "licence"))
+        table.add_row(name, f"{len(planned['units']):,}", f"{size:,}", *facts)
+    way.console.print(table)
+
+
+def _bytes(unit: plan.Entry) -> int:
+    return sum(size for _, size, _ in unit["files"])
 
 
 def _fetch(way: Way) -> None:

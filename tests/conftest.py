@@ -60,6 +60,7 @@ def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE)
     command = [sys.executable, "-m", "data_mixtures.prepare", str(recipe), "--out", str(folder / "out")]
+    command += ["--workers", "1"]  # so little text is done before other processes have started
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return folder / "out"

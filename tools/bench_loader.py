@@ -39,10 +39,10 @@ BARE = "Mixture.sequences"  # without threads around it, so there is nothing to 
 VOCAB_SIZE, ROWS_PER_GROUP = 32_000, 256
 OTHER_WORLD_SIZE = {  # ours is tested (tests/train/test_data.py); of the others, what their code says
     "MixtureLoader": "any, exact",
-    "torchtitan": "refused (asserts the same number of ranks)",
-    "interleave_datasets": "by hand (skip counts the rows of one rank)",
-    "interleave_datasets, streaming": "no (a state for each rank)",
-    "mosaicml-streaming": "yes, where the global batch and num_canonical_nodes allow",
+    "torchtitan": "refused (asserts as many ranks)",
+    "interleave_datasets": "by hand (skip)",
+    "interleave_datasets, streaming": "no (a state a rank)",
+    "mosaicml-streaming": "if the batch divides",
 }
 
 
@@ -191,7 +191,8 @@ def section(options: Options, report: dict[str, Any]) -> str:
 ## {time.strftime("%Y-%m-%d %H:%M", time.gmtime())} UTC: loaders on the same windows
 
 {report["cpu"]}; commit {code_version(ROOT / "tools")}; {options.windows} windows of {options.seq_len} tokens from the
-page cache in {len(WEIGHTS)} sources, batches of {BATCH}; medians of {options.rounds} rounds.
+page cache in {len(WEIGHTS)} sources, batches of {BATCH}; medians of {options.rounds} rounds. Stalls: after each of
+{options.steps} steps that sleep for 20 ms; a rival has a worker process that reads ahead.
 
 | loader | M tokens/s/core | % of a copy | mixture error (sequences) | to resume | other ranks | stall p50 / p99 (ms) |
 |---|---|---|---|---|---|---|

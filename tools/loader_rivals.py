@@ -28,6 +28,7 @@ import tyro
 from data_mixtures.mixture import Mixture, read_lock
 
 BATCH = 8
+EPOCH = 20_000  # samples, where a rival wants to be told
 MOSAIC_FOLDER = Path(sys.prefix) / "mosaicml-streaming"  # beside the environment, so that none of its packages changes
 INSTALL = {
     # its other dependencies are clouds and image data sets, which token streams do not touch
@@ -103,7 +104,7 @@ class TorchTitan(Contestant):
         import pyarrow.parquet
 
         if sequence >= (rows := pyarrow.parquet.read_metadata(self.data / "mixed.parquet").num_rows):
-            raise LookupError(f"behind its one pass over {rows} rows, a state is had only by reading up to there")
+            raise LookupError(f"later than its {rows} rows: only by reading")
         return sequence
 
 
@@ -126,7 +127,7 @@ class Interleave(Contestant):
 
     def state_at(self, sequence: int) -> Any:
         if sequence >= (length := len(self._mixed())):
-            raise LookupError(f"one pass has {length} sequences, and no state reaches into a second")
+            raise LookupError(f"later than its {length} rows: no")
         return sequence
 
     def _at(self, state: Any) -> Any:
@@ -150,7 +151,7 @@ class InterleaveStreaming(Interleave):
 
     def state_at(self, sequence: int) -> Any:
         if sequence > 20_000:
-            raise LookupError("its state is had only by reading up to there")
+            raise LookupError("later: only by reading")
         mixed = self._mixed()
         for _ in islice(mixed.iter(BATCH), sequence // BATCH):
             pass
@@ -196,11 +197,11 @@ class Mosaic(Contestant):
             Stream(local=str(self.data / "mds" / name), proportion=share)
             for name, share in zip(self.names, self.shares, strict=True)
         ]
-        size = max(20_000, state + 1000)
-        dataset = StreamingDataset(streams=streams, batch_size=BATCH, epoch_size=size, num_canonical_nodes=1,
+        dataset = StreamingDataset(streams=streams, batch_size=BATCH, epoch_size=EPOCH, num_canonical_nodes=1,
                                    shuffle=True, shuffle_seed=1)  # fmt: skip
         if state:
-            dataset.load_state_dict(dataset.state_dict(state, True))
+            epoch, within = divmod(state, EPOCH)
+            dataset.load_state_dict({**dataset.state_dict(within, True), "epoch": epoch})
         for _ in range(1000):
             yield from StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=_collate)
 
@@ -257,9 +258,11 @@ def stalls(contestant: Contestant, steps: int, step_s: float = 0.02) -> dict[str
 
 def deviation(contestant: Contestant, sequences: int) -> dict[str, Any]:
     """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000 and up to `sequences`."""
-    read = [sources for _, sources in islice(contestant.batches(), -(-sequences // BATCH)) if sources is not None]
-    if not read:
-        return {"deviation": None}
+    read = []
+    for _, sources in islice(contestant.batches(), -(-sequences // BATCH)):
+        if sources is None:
+            return {"deviation": None}
+        read.append(sources)
     return {"deviation": worst_deviation(np.concatenate(read)[:sequences], contestant.shares)}
 
 

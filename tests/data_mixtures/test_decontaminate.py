@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_mixtures import decontaminate
+from data_mixtures import decontaminate, word_hashes
 
 LICENCE = """Redistribution and use in source and binary forms, with or without modification, are permitted provided
 that the following conditions are met: redistributions of source code must retain the above copyright notice and this
@@ -48,7 +48,7 @@ def holds(text: str, passage: str) -> bool:
 
 
 def index_of(*items: list[str]) -> decontaminate.Index:
-    return decontaminate.Index((decontaminate.Benchmark("b", len(items), {}),), decontaminate.build(items))
+    return decontaminate.Index((decontaminate.Benchmark("b", len(items), len(items), {}),), decontaminate.build(items))
 
 
 def found(index: decontaminate.Index, *texts: str) -> list[set[int]]:
@@ -74,7 +74,7 @@ def test_equal_to_the_reference(items, texts, plant, window):
             part = words(passages[number % len(passages)])[start : start + size]
             texts[number % len(texts)] += " / " + " ".join(part) + " / end"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decontaminate, "WINDOW_CHARS", window)
+        patch.setattr(word_hashes, "WINDOW_CHARS", window)
         whole = all(len(word) < window for text in (*texts, *passages) for word in words(text))
         expected = [{n for n, item in enumerate(items) if any(holds(text, p) for p in item)} for text in texts]
         if whole:  # a word longer than a window is cut
@@ -117,12 +117,13 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
             arguments = [[["the quick brown fox jumps over the lazy dog every day of the week"]]]
             row = {"task_id": "x/1", "q": {"text": question.format(noun)}, "choices": ["a", "b"], "inputs": arguments}
             file.write(json.dumps(row) + "\n")
+        file.write('\n{"q": "too short to be looked for"}\n')
     pq.write_table(pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet")
     names = {"first": str(tmp_path / "*.jsonl.gz"), "second": str(tmp_path / "b.parquet")}
     decontaminate.make_index(names, tmp_path)
     index = decontaminate.load(tmp_path, names)
     assert index is not None
-    assert [(b.name, b.items) for b in index.benchmarks] == [("first", 2), ("second", 1)]
+    assert [(b.name, b.items, b.searchable) for b in index.benchmarks] == [("first", 3, 2), ("second", 1, 1)]
     texts = ["Question: " + question.format("tree"), question.format("wall"), "the quick brown fox jumps over the lazy"]
     assert index.find([*texts, " ".join(arguments[0][0] * 3)]) == [[("first", 1)], [("second", 0)], [], []]
     assert b"station" not in (tmp_path / decontaminate.INDEX).read_bytes()
@@ -157,7 +158,7 @@ def test_wrong_benchmark_files_are_named(tmp_path, file, content, said):
 
 
 def test_a_long_text_is_cut_between_words(monkeypatch):
-    monkeypatch.setattr(decontaminate, "WINDOW_CHARS", 300)
+    monkeypatch.setattr(word_hashes, "WINDOW_CHARS", 300)
     filler = " ".join(f"filler{i}" for i in range(500))
     text = filler + " " + QUESTION + " " + filler
     assert found(index_of([QUESTION]), text, filler, "x" * 10_000 + " " + QUESTION) == [{0}, set(), {0}]

@@ -153,7 +153,8 @@ def test_ctrl_c_ends_all_and_leaves_nothing(toy):
     wait_for(lambda: workers_at_work(toy), "work")
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    process.wait()
+    assert process.wait() == 130
+    assert process.stderr.read() == "stopped; start the same command again: it goes on with what is not finished\n"
     wait_for(lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family), "the end")
     assert not list(toy.out.rglob("*.partial"))
 

@@ -90,6 +90,7 @@ def test_the_contamination_report_sums_over_units_and_outlives_the_files(out):
     assert filter.contamination(out, ("notes", "other")) == {
         "quiz": {
             "items": 1,
+            "searchable": 1,
             "items_found": 1,
             "documents": 2,
             "sources": {"notes": {"items_found": 1, "documents": 2}, "other": {"items_found": 0, "documents": 0}},

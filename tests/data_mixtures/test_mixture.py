@@ -21,7 +21,7 @@ def reference(mix, g, weights, windows, offsets, seed=5):
     epoch, window = divmod(item, windows[source])
     if epoch:
         keys = order.round_keys(seed, mix.source_names[source], epoch)
-        window = int(order.permute(np.array([window]), windows[source], keys)[0])
+        window = order.permute(window, windows[source], keys)
     return source, window
 
 

@@ -318,6 +318,10 @@ def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(
     (notes / "3.txt").write_text("something else, and long enough to be kept as a document of its own\n" * 9)
     fetched(path, out, None, quiet)
     assert plan.source(out, "notes")["plan_hash"] != hash_before
+    (notes / "na\udcffme.txt").write_text("a name of bytes")
+    with pytest.raises(ValueError, match=r"na\\udcffme.txt' is not UTF-8; rename it, or exclude it"):
+        planned(path, out)
+    (notes / "na\udcffme.txt").unlink()
     (notes / "4.txt").unlink()
     with pytest.raises(ValueError, match=r"4.txt is planned and no longer there; start again"):
         stage.do(work, Unit("notes", 0))

@@ -18,15 +18,15 @@ from data_mixtures.window_files import WindowFiles
 SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
 
 
-def write(path: Path, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> tuple[Path, dict]:
+def write(path: Path, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> tuple[str, dict]:
     """Tokens 0, 1, 2, ...: window i begins with i * S."""
-    return path, shards.write_windows(path, np.arange(windows * seq_len + 1).astype(np.uint16), seq_len)
+    return str(path), shards.write_windows(path, np.arange(windows * seq_len + 1).astype(np.uint16), seq_len)
 
 
-def flip(path: Path, byte: int) -> None:
-    content = bytearray(path.read_bytes())
+def flip(path: str | Path, byte: int) -> None:
+    content = bytearray(Path(path).read_bytes())
     content[byte] ^= 4
-    path.write_bytes(content)
+    Path(path).write_bytes(content)
 
 
 def read(files: WindowFiles, window: int, file: int = 0, seq_len: int = SEQ_LEN) -> np.ndarray:
@@ -93,7 +93,7 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
     (short, entry), gone = write(tmp_path / "short"), write(tmp_path / "gone")
     files = WindowFiles([(short, entry), gone], SEQ_LEN)
     os.truncate(short, 100)
-    gone[0].unlink()
+    os.unlink(gone[0])
     assert read(files, 0)[0] == 0
     with pytest.raises(ValueError, match=r"short: block 1 of 3 .* is damaged"):
         read(files, 10)
@@ -104,10 +104,10 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
 def test_a_broken_disk_names_the_block(small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = WindowFiles([write(tmp_path / "a")], SEQ_LEN)
 
-    def broken(*_: object) -> int:
+    def broken(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(window_files, "_digest", broken)
     with pytest.raises(ValueError, match=r"a: block 2 of 3 .* cannot be read: .*Input/output error"):
         read(files, 20)
 

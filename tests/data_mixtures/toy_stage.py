@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from data_mixtures import execute, stage
+from data_mixtures import command, execute, stage
 from data_mixtures.stage import Unit, key_of
 
 
@@ -63,7 +63,6 @@ SLURM = execute.Options(workers=3, kind="slurm", sbatch={"partition": "p", "time
 
 if __name__ == "__main__":
     out, faults, workers, wait_s = sys.argv[1:]
-    run(
-        Toy(Path(out), Path(faults), 12, float(wait_s)),
-        SLURM if workers == "slurm" else execute.Options(workers=int(workers)),
-    )
+    toy = Toy(Path(out), Path(faults), 12, float(wait_s))
+    options = SLURM if workers == "slurm" else execute.Options(workers=int(workers))
+    sys.exit(command.reported(lambda: run(toy, options)))

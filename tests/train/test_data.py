@@ -217,17 +217,16 @@ def test_damage_ends_the_batches_at_its_own(prepared_data: Path, tmp_path: Path)
     assert json.loads(each.state_dict()["mixture"])["sequences"] == len(good) * 8
 
 
-def test_reading_ahead_keeps_the_order_and_its_bound() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_reading_ahead_keeps_the_order_and_its_bound(threads: int) -> None:
     started: list[int] = []
 
     def read(number: int) -> int:
         started.append(number)
         return number * number
 
-    for threads in (1, 3):
-        started.clear()
-        results = read_ahead(read, threads)
-        assert list(islice(results, 50)) == [n * n for n in range(50)]
-        results.close()
-        assert len(set(started)) == len(started), "none twice"
-        assert max(started) < 50 + threads * READ_AHEAD_BATCHES
+    results = read_ahead(read, threads)
+    assert list(islice(results, 50)) == [n * n for n in range(50)]
+    results.close()
+    assert len(set(started)) == len(started), "none twice"
+    assert max(started) < 50 + threads * READ_AHEAD_BATCHES
