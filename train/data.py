@@ -61,7 +61,7 @@ class MixtureLoader(BaseDataLoader):
             parts, sources = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
             tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
             source = torch.from_numpy(np.concatenate(sources))
-            if torch.cuda.is_available():
+            if torch.cuda.is_available():  # in a context that the process has already, whatever device it is on
                 tokens, source = tokens.pin_memory(), source.pin_memory()
             return {"input": tokens[:, :-1], "source": source}, tokens[:, 1:]
         except Exception as problem:  # for the training thread, which ends the job with it
