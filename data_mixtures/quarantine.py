@@ -48,13 +48,15 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
                 f"quarantined: {out / source / entry['name']}: {entry['reason']}", markup=False, soft_wrap=True
             )
         shards.write_json(out / source / shards.MANIFEST, manifest)
-    if any([_pin(out, path, lock, manifests, console) for path, lock in locks.items()]):
+    pinned_anew = [_pin(out, path, lock, manifests, console) for path, lock in locks.items()]
+    if any(pinned_anew):
         console.print(
-            "a job of the old fingerprint stops where it meets the damage, and the new lock does not fit its checkpoints. "
-            "Either prepare the data again, which makes the shard anew and gives the old fingerprint back, and resume; or "
-            "start a new run from its weights with the new lock",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            "a job of the old fingerprint stops where it meets the damage; the new lock does not fit its checkpoints. "
+            "Either prepare the data again, which makes the shard anew and gives the old fingerprint back, and resume; "
+            "or start a new run from its weights with the new lock",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _without(folder: Path, manifest: dict[str, Any], bad: dict[str, str]) -> dict[str, Any]:
