@@ -48,8 +48,15 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
                 f"quarantined: {out / source / entry['name']}: {entry['reason']}", markup=False, soft_wrap=True
             )
         shards.write_json(out / source / shards.MANIFEST, manifest)
-    for path, lock in locks.items():
-        _pin(out, path, lock, manifests, console)
+    pinned_anew = [_pin(out, path, lock, manifests, console) for path, lock in locks.items()]
+    if any(pinned_anew):
+        console.print(
+            "a job of the old fingerprint stops where it meets the damage; the new lock does not fit its checkpoints. "
+            "Either prepare the data again, which makes the shard anew and gives the old fingerprint back, and resume; "
+            "or start a new run from its weights with the new lock",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _without(folder: Path, manifest: dict[str, Any], bad: dict[str, str]) -> dict[str, Any]:
@@ -85,20 +92,15 @@ def _withdraw(out: Path, source: str, shard: str) -> None:
         os.utime(folder.parent)  # by its time readers see that receipts changed
 
 
-def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console) -> None:
+def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console) -> bool:
+    """Write the lock anew when one of its sources is in quarantine; returns whether its fingerprint changed."""
     for entry in lock["sources"]:
         manifest = manifests.get(entry["name"], {})
         if "quarantined" in manifest:
             entry["windows"] = manifest["windows"]
             entry["manifest_sha256"] = shards.manifest_sha256(out / entry["name"])
     old, new = lock["fingerprint"], mixture.fingerprint(lock)
-    if new == old:
-        return
-    shards.write_json(path, {**lock, "fingerprint": new})
-    console.print(
-        f"{path}: fingerprint {old} is now {new}\n"
-        f"  a job with the old one goes on until it ends, but {path.name} no longer fits its checkpoints.\n"
-        "  Either prepare the data again, which makes the shard anew and gives the old fingerprint back, and resume, "
-        "or start a new run from its weights with this lock",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    if new != old:
+        shards.write_json(path, {**lock, "fingerprint": new})
+        console.print(f"{path}: fingerprint {old} is now {new}", highlight=False, soft_wrap=True)
+    return new != old

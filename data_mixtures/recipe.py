@@ -20,6 +20,7 @@ from data_mixtures import order
 CATEGORIES = ("web", "code", "math", "multilingual", "qa")
 GENERATED = ("arithmetic", "phrases")
 KINDS = ("text", "docstrings", "doctests", "metadata", "topics", "man", "man_options", "gettext", *GENERATED)
+STAGE_FOLDERS = ("fetch", "hydrate", "filter", "tokenize", "order", "shuffle")
 MAX_VOCAB_SIZE = 65_536  # tokens are stored as uint16
 
 
@@ -178,6 +179,8 @@ def _check_keys(cls: type, table: Mapping[str, Any], what: str, skip: tuple[str,
 def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'")
+    if name in STAGE_FOLDERS:
+        raise ValueError(f"source name {name!r} is that of a stage's folder beside it; choose another")
     cls = HubSource if "repo" in values else LocalSource
     _check_keys(cls, values, f"source {name!r}", skip=("name",))
     check_known(f"category of source {name!r}:", [values["category"]], CATEGORIES)

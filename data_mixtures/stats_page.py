@@ -147,7 +147,7 @@ def _shares(stats: Mapping[str, Any]) -> str:
 def _sources(stats: Mapping[str, Any]) -> str:
     columns = {"documents": "documents", "windows": "windows", "valid_windows": "held out"}
     if any(each["quarantined"] for each in stats["sources"].values()):
-        columns["quarantined"] = "shards in quarantine"
+        columns["quarantined"] = "quarantined"
     rows = []
     for name, each in stats["sources"].items():
         tint = f'<i style="background:{COLOURS[each["category"]]}" title="{each["category"]}"></i>'

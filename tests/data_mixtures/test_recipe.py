@@ -117,6 +117,7 @@ def test_the_demo_has_a_source_for_every_category_and_little_text():
         ("max_bytes = 60_000", "max_byte = 60_000", r"unknown source 'sums': input key 'max_byte'"),
         ("vocab_size = 400", "vocab_size = 70_000", r"tokenizer.vocab_size = 70000 must be .* 300 to 65536"),
         ("[sources.notes]", '[sources."../notes"]', r"source name '../notes' becomes a folder"),
+        ("[sources.notes]", "[sources.order]", r"source name 'order' is that of a stage's folder"),
         ("[phase1]", "[phase1", r"tiny.toml: "),
         (", max_bytes = 60_000", "", r"max_bytes = None must be an integer"),
         ("seed = 11", 'seed = 11\nwithout = ["note"]', r"unknown source in without: 'note'; did you mean 'notes'"),

@@ -150,6 +150,7 @@ def test_a_quarantined_shard_is_gone_and_the_old_lock_does_not_fit(data):
     assert "shard-00003.bin: shard-00003.bin: block 1 does not have its hash" in printed
     assert "shard-00001.docs.zst: missing" in printed
     assert f"fingerprint {before.fingerprint} is now {after.fingerprint}" in printed
+    assert "the new lock does not fit its checkpoints" in printed
     content = read_json(data / "notes/source.json")
     assert [entry["name"] for entry in content["quarantined"]] == ["shard-00003.bin"]
     assert content["windows"] == original["windows"] - 20 == sum(entry["windows"] for entry in content["shards"])
