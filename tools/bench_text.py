@@ -270,7 +270,7 @@ def section(options: Options, report: dict[str, Any]) -> str:
         f"{report['cpu']}; commit {report['commit']}; CPU seconds of one process, medians of {options.rounds} rounds",
         f"in turn; {', '.join(f'{name} {importlib.metadata.version(name)}' for name in PACKAGES)}; "
         + (f"vocabulary {options.tokenizer.name}" if options.tokenizer else "32,000 pieces trained on the code")
-        + f"; {options.passages:,} passages of {PASSAGE_WORDS} words to be kept out.",
+        + f";\n{options.passages:,} passages of {PASSAGE_WORDS} words to be kept out.",
     ]
     for what, unit in (("filtering", "MB/s"), ("tokenizing", "M tokens/s")):
         names = list(report[KINDS[0]][what])
