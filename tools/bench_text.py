@@ -62,7 +62,7 @@ class Options:
     """How much text of each kind is timed."""
     rounds: int = 3
     passages: int = 30_000
-    """Benchmark passages of 60 words in the index, cut from text that is not timed."""
+    """Benchmark passages of 60 words in the index, cut from text of the other kind, so that few documents hold one."""
     tokenizer: Path | None = None
     """A sentencepiece model; without one, 32,000 pieces are trained on code."""
     out: Path | None = None
@@ -89,9 +89,11 @@ def main(arguments: list[str] | None = None) -> None:
         corpora = {kind: corpus(paths, options.megabytes) for kind, paths in kinds().items()}
         status.update("training a tokenizer")
         model = options.tokenizer or train(corpora["code"], Path(name))
-        for kind, texts in corpora.items():
+        for kind, other in zip(KINDS, reversed(KINDS), strict=True):
+            texts = corpora[kind]
             status.update(f"{kind}: filtering")
-            report[kind] = {"bytes": texts.size, "filtering": filtering(texts, options, Path(name))}
+            passages = cut_passages(corpora[other].seen, options.passages)
+            report[kind] = {"bytes": texts.size, "filtering": filtering(texts, passages, options.rounds, Path(name))}
             status.update(f"{kind}: tokenizing")
             report[kind]["tokenizing"] = tokenizing(texts, model, options, Path(name))
     if options.out:
@@ -150,11 +152,10 @@ def rates(contestants: dict[str, Contestant], amount: float, rounds: int) -> dic
     return {name: amount / 1e6 / statistics.median(seconds) for name, seconds in taken.items()}
 
 
-def filtering(texts: Corpus, options: Options, folder: Path) -> dict[str, float]:
+def filtering(texts: Corpus, passages: list[str], rounds: int, folder: Path) -> dict[str, float]:
     """MB per CPU second: the stage from Parquet to Parquet, with and without benchmarks, and the search alone."""
     raw, result = folder / filter.RAW, folder / filter.DOCUMENTS
     pq.write_table(pa.table({"text": texts.timed}), raw, compression="zstd")
-    passages = cut_passages(texts.seen, options.passages)
     benchmark = decontaminate.Benchmark("cut", len(passages), len(passages), {})
     index = decontaminate.Index((benchmark,), decontaminate.build([[text] for text in passages]))
     grams = {gram for text in passages for gram in plain_grams(text)}
@@ -171,7 +172,7 @@ def filtering(texts: Corpus, options: Options, folder: Path) -> dict[str, float]
             lambda _: [grams.isdisjoint(plain_grams(t)) for t in texts.timed]
         ),
     }
-    return rates(contestants, texts.size, options.rounds)
+    return rates(contestants, texts.size, rounds)
 
 
 def cut_passages(texts: list[str], count: int) -> list[str]:
@@ -269,7 +270,7 @@ def section(options: Options, report: dict[str, Any]) -> str:
         f"{report['cpu']}; commit {report['commit']}; CPU seconds of one process, medians of {options.rounds} rounds",
         f"in turn; {', '.join(f'{name} {importlib.metadata.version(name)}' for name in PACKAGES)}; "
         + (f"vocabulary {options.tokenizer.name}" if options.tokenizer else "32,000 pieces trained on the code")
-        + f"; {options.passages:,} passages.",
+        + f";\n{options.passages:,} passages of {PASSAGE_WORDS} words to be kept out.",
     ]
     for what, unit in (("filtering", "MB/s"), ("tokenizing", "M tokens/s")):
         names = list(report[KINDS[0]][what])
