@@ -24,22 +24,27 @@ from data_mixtures.recipe import GENERATED, Input
 
 def files(source_input: Input) -> list[Path]:
     """The files an input would read, in the order in which it reads them."""
-    roots = {"stdlib": sysconfig.get_path("stdlib"), "site_packages": sysconfig.get_path("purelib")}
+    roots = _roots()
     found: dict[str, str] = {}
     for pattern in source_input.paths:
         for path in glob.iglob(pattern.format(**roots), recursive=True):
             if os.path.isfile(path) and not any(
                 fnmatch.fnmatch(path, bad.format(**roots)) for bad in source_input.exclude
             ):
-                found[path] = _relative(path, roots)
+                found[path] = portable(path)
     return [
         Path(path) for path in sorted(found, key=lambda p: (xxhash.xxh3_64_intdigest(os.fsencode(found[p])), found[p]))
     ]
 
 
-def _relative(path: str, roots: dict[str, str]) -> str:
-    # the same package in another folder must come at the same place; the deeper root first, one may contain the other
-    for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):
+@functools.cache
+def _roots() -> dict[str, str]:
+    return {"stdlib": sysconfig.get_path("stdlib"), "site_packages": sysconfig.get_path("purelib")}
+
+
+def portable(path: str) -> str:
+    """A file's name in plans and orders: the same package in another folder must come at the same place."""
+    for name, root in sorted(_roots().items(), key=lambda item: -len(item[1])):  # one may contain the other
         if path.startswith(root + os.sep):
             return name + path[len(root) :]
     return path

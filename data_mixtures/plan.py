@@ -119,8 +119,8 @@ def _local(each: LocalSource) -> Entry:
         {"source": each.name, "number": number, "kind": "local", "input": asdict(part), "files": files}
         for number, (part, files) in enumerate(parts)
     ]
-    # times of files change without their content; they make a unit be read again, but they are not what the data is
-    decides = [[asdict(part), [[path, size] for path, size, _ in files]] for part, files in parts]
+    # files get other times and folders without other content: they are then read again, but the data is the same
+    decides = [[asdict(part), [[collect.portable(path), size] for path, size, _ in files]] for part, files in parts]
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
 
 
