@@ -65,7 +65,8 @@ def _publish(plan: Recipe, out: Path, source: str) -> str:
     if _is_published(final, description, files):
         return "reused"
     partial = out / f".{source}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in (partial, out / f".{source}.old"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     try:
         for name, path in files.items():

@@ -87,7 +87,7 @@ def _withdraw(out: Path, source: str, shard: str) -> None:
 
 def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console) -> None:
     for entry in lock["sources"]:
-        manifest = manifests[entry["name"]]
+        manifest = manifests.get(entry["name"], {})
         if "quarantined" in manifest:
             entry["windows"] = manifest["windows"]
             entry["manifest_sha256"] = shards.manifest_sha256(out / entry["name"])

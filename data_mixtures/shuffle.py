@@ -33,6 +33,8 @@ READ_TOKENS = 1 << 27  # put in order at a time: the more, the longer are the sl
 COPY_TOKENS = 1 << 19  # written at a time: few enough to be hashed while they are in the cache
 # what a merge works on: where the document's tokens begin, counted from the beginning of its unit's slice
 _MERGED = np.dtype([*DOCUMENT.descr, ("start", "<u8"), ("unit", "<u4")])
+# what a unit has in a range of keys, duplicates included
+_SLICE = np.dtype([("documents", "<i8"), ("tokens", "<i8")])
 # what `order` writes for a document, in the final order
 _PLACED = np.dtype([("low", "<u8"), ("start", "<u8"), ("length", "<u4"), ("unit", "<u4")])
 _COLUMNS = ["low", "start", "length", "unit"]
@@ -63,8 +65,8 @@ class Order:
         parts, slices = read_slices(self.out, unit.source, low, high)
         documents = merge(parts)
         held_out = documents["low"] < np.uint64(held_out_below(self.plan.valid_per_10000))
-        counts: dict[str, Any] = {"documents": sum(len(part) for part in parts)}
-        counts["duplicate"] = counts["documents"] - len(documents)
+        read = int(slices["documents"].sum())
+        counts: dict[str, Any] = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             np.save(folder / f"{name}.npy", part[_COLUMNS].astype(_PLACED))
             counts[name] = {
@@ -72,7 +74,7 @@ class Order:
                 "tokens": int(part["length"].sum(dtype=np.int64)),
                 "bytes": int(part["bytes"].sum(dtype=np.int64)),
             }
-        np.save(folder / "slices.npy", slices)
+        np.save(folder / "slices.npy", slices["tokens"])
         return counts
 
 
@@ -118,9 +120,10 @@ def range_bounds(number: int, ranges: int) -> tuple[int, int]:
 
 
 def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Documents of every unit with low <= key < high (_MERGED), and the tokens of each unit in this range, int64."""
-    parts, slices = [], []
-    for number in range(len(receipts(out, UPSTREAM, source))):
+    """Documents of every unit with low <= key < high (_MERGED), each id once a unit, and its size there (_SLICE)."""
+    units = len(receipts(out, UPSTREAM, source))
+    parts, slices = [], np.zeros(units, dtype=_SLICE)
+    for number in range(units):
         documents = np.load(_tokenized(out, source, number) / DOCUMENTS, mmap_mode="r")
         assert documents.dtype == DOCUMENT, f"{source} unit {number}: documents.npy has dtype {documents.dtype}"
         first, last = (bisect_left(documents, key, key=lambda row: int(row["key"])) for key in (low, high))
@@ -130,9 +133,9 @@ def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.nd
         assert (part["key"][1:] >= part["key"][:-1]).all(), f"{source} unit {number}: documents.npy is not sorted"
         ends = np.cumsum(part["length"], dtype=np.int64)
         part["start"], part["unit"] = ends - part["length"], number
-        parts.append(part)
-        slices.append(int(ends[-1]) if len(ends) else 0)
-    return parts, np.array(slices, dtype=np.int64)
+        slices[number] = len(part), ends[-1] if len(ends) else 0
+        parts.append(first_of_equals(part))  # a text that a unit repeats a million times must not fill the memory
+    return parts, slices
 
 
 def _tokenized(out: Path, source: str, number: int) -> Path:
@@ -141,8 +144,7 @@ def _tokenized(out: Path, source: str, number: int) -> Path:
 
 def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Documents (_MERGED) by (key, high, low), the first of those with the same 128-bit id."""
-    # a text that a unit repeats very often must not fill the memory, so every part loses its own duplicates first
-    return _first_of_equals(in_order([_first_of_equals(part) for part in parts]))
+    return first_of_equals(in_order(parts))
 
 
 def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
@@ -160,7 +162,7 @@ def same_id(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (left["low"] == right["low"]) & (left["high"] == right["high"])
 
 
-def _first_of_equals(documents: np.ndarray) -> np.ndarray:
+def first_of_equals(documents: np.ndarray) -> np.ndarray:
     return documents[np.append(True, ~same_id(documents[1:], documents[:-1]))[: len(documents)]]
 
 

@@ -191,8 +191,8 @@ def section(options: Options, report: dict[str, Any]) -> str:
 ## {time.strftime("%Y-%m-%d %H:%M", time.gmtime())} UTC: loaders on the same windows
 
 {report["cpu"]}; commit {code_version(ROOT / "tools")}; {options.windows} windows of {options.seq_len} tokens from the
-page cache in {len(WEIGHTS)} sources, batches of {BATCH}; medians of {options.rounds} rounds. Stalls: {options.steps} steps
-that sleep for 20 ms, the rivals with a worker process that reads ahead.
+page cache in {len(WEIGHTS)} sources, batches of {BATCH}; medians of {options.rounds} rounds. Stalls: after each of
+{options.steps} steps that sleep for 20 ms; a rival has a worker process that reads ahead.
 
 | loader | M tokens/s/core | % of a copy | mixture error (sequences) | to resume | other ranks | stall p50 / p99 (ms) |
 |---|---|---|---|---|---|---|

@@ -79,7 +79,7 @@ def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, tokens, 
 def test_the_comparison_sees_a_wrong_order(tmp_path, tiny, monkeypatch):
     # the planted error: a range that takes its units one after the other instead of merging them
     texts, plan = texts_of(200), plan_of()
-    monkeypatch.setattr(shuffle, "merge", lambda parts: shuffle._first_of_equals(np.concatenate(parts)))
+    monkeypatch.setattr(shuffle, "merge", lambda parts: shuffle.first_of_equals(np.concatenate(parts)))
     shuffled(tmp_path, plan, {"notes": texts}, 3)
     assert shuffled_files(tmp_path, "notes") != in_memory(texts, plan)
 
