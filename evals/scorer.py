@@ -147,7 +147,9 @@ class TransformersScorer(TransformersEncoder):
             # made without the config: every layer keeps all positions, so that a window's cache can be cut as well
             self._cache = DynamicCache()
             return 0
-        self._cache.crop(length)
+        surplus = self._cache.get_seq_length() - length
+        if surplus:
+            self._cache.crop(-surplus)  # 5.x takes only how much to remove
         return length
 
     def close(self) -> None:
