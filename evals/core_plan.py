@@ -19,9 +19,9 @@ def plan(
     """Tokens that the model must read for each task, and in all: with the prefixes of an item shared, and without."""
     chosen, missing = bundle.chosen(labels)
     counts: dict[str, dict[str, int]] = {}
+    before: list[int] = []
     for task in chosen:
         asked = unshared = shared = 0
-        before: list[int] = []
         for item in items(task, bundle.rows(task), protocol, encoder, max_length, most):
             asked += 1
             for prompt in item.prompts:

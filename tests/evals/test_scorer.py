@@ -44,7 +44,7 @@ def check(scorer: Scorer, model: torch.nn.Module) -> None:
         assert got.logprobs.shape == got.greedy.shape == (len(ids) - start,)
         assert np.abs(got.logprobs - exact).max() <= allowed, (ids, start)
         np.testing.assert_array_equal(got.greedy, greedy)
-    wrong, _ = reference(model, [*ids[:2], 299, *ids[3:]], start, torch.float64)
+    wrong, _ = reference(model, [*ids[: start - 2], 299, *ids[start - 1 :]], start, torch.float64)
     assert np.abs(wrong - exact).max() > 100 * allowed, "the comparison would not see another prefix"
     model.float()
 
