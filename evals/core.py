@@ -9,6 +9,7 @@ Finished tasks are kept beside --out until the record is written, so that an int
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from evals.core_metric import aggregate, task_figures
 from evals.core_plan import plan, show_plan
-from evals.core_prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
+from evals.core_prompts import FEWSHOT_SEED, Item, Prompt, Protocol, Unscorable, items
 from evals.core_tasks import Bundle, Task
 from evals.records import append_record
 from evals.scorer import Kind, Scorer, open_encoder, open_scorer, read_config
@@ -35,12 +36,20 @@ Tasks = dict[str, dict[str, Any]]
 
 def is_right(scorer: Scorer, item: Item) -> bool:
     """Whether the model answers an item right."""
-    scores = [scorer.score(prompt.ids, prompt.start) for prompt in item.prompts]
-    if len(scores) == 1:
-        return bool(scores[0].greedy.all())
-    # an option that begins as another one ends has no token of its own: its loss is nan, as nanochat's is
-    losses = [-s.logprobs.mean() if len(s.logprobs) else float("nan") for s in scores]
+    if len(item.prompts) == 1:
+        return bool(scorer.score(item.prompts[0].ids, item.prompts[0].start).greedy.all())
+    losses = [mean_loss(scorer, prompt) for prompt in item.prompts]
     return min(range(len(losses)), key=losses.__getitem__) == item.gold
+
+
+def mean_loss(scorer: Scorer, prompt: Prompt) -> float:
+    """Nats per token of an option; nan, as in nanochat, for one that has no token of its own ("hot" before "hot air").
+
+    As no comparison with nan is true, such an option is chosen if it is the first, and never otherwise.
+    """
+    if prompt.start == len(prompt.ids):
+        return float("nan")
+    return -float(scorer.score(prompt.ids, prompt.start).logprobs.mean())
 
 
 def score_task(
@@ -49,14 +58,14 @@ def score_task(
     protocol: Protocol,
     scorer: Scorer,
     most: int | None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[..., None] = lambda *, completed, total: None,
 ) -> dict[str, Any]:
     """The figures of one task. Unscorable when an item does not fit into the model's context."""
     rows = bundle.rows(task)
     total = len(rows) if most is None else min(most, len(rows))
     right: dict[str, list[bool]] = {}
     for done, item in enumerate(items(task, rows, protocol, scorer, scorer.max_length, most)):
-        advance(done, total)
+        advance(completed=done, total=total)
         right.setdefault(item.group, []).append(is_right(scorer, item))
     return task_figures(task, right, len(rows))
 
@@ -96,7 +105,7 @@ def evaluate(
             bar = progress.add_task(task.label, total=None)
             try:
                 if task.label not in partial.tasks:
-                    advance = lambda done, total, bar=bar: progress.update(bar, completed=done, total=total)  # noqa: E731
+                    advance = functools.partial(progress.update, bar)
                     partial.add(task.label, score_task(task, bundle, protocol, scorer, most, advance))
                 tasks[task.label] = partial.tasks[task.label]
             except Unscorable as error:

@@ -24,7 +24,7 @@ def plan(
         asked = unshared = shared = 0
         for item in items(task, bundle.rows(task), protocol, encoder, max_length, most):
             asked += 1
-            for prompt in item.prompts:
+            for prompt in (p for p in item.prompts if p.start < len(p.ids)):
                 read = prompt.ids[:-1]  # the last token is only predicted
                 unshared += len(read)
                 shared += len(read) - min(common_prefix(before, read), prompt.start - 1)

@@ -81,6 +81,7 @@ class Favourite:
         self.table = table
 
     def score(self, ids: list[int], start: int) -> Scores:
+        assert 1 <= start < len(ids)
         logprobs = np.array([self.table[i] for i in ids[start:]], dtype=np.float64)
         return Scores(logprobs, logprobs == max(self.table.values()))
 
@@ -96,6 +97,7 @@ def test_choices_have_the_lowest_mean_and_texts_every_token() -> None:
     assert not is_right(model, Item([Prompt([1, 5, 6], 1)], gold=0))
     # an option without a token of its own is chosen only when it is the first, as a comparison with nan has it
     assert not is_right(model, Item([Prompt([1, 5], 1), Prompt([1], 1)], gold=1))
+    assert is_right(model, Item([Prompt([1], 1), Prompt([1, 5], 1)], gold=0))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> dict[str, Any]:
