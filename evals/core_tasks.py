@@ -1,0 +1,206 @@
+"""The 22 tasks of CORE (DCLM, https://arxiv.org/abs/2406.11794) as data, and the bundle they are read from.
+
+A baseline is the percentage of right answers that needs no model. DCLM corrected three of them in September 2025, so
+CORE has two versions: v1, in which older figures (and nanochat's) are given, and v2.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+TaskType = Literal["multiple_choice", "schema", "language_modeling"]
+Row = dict[str, Any]
+
+QUESTION = "\nAnswer: "
+CHOICE: TaskType = "multiple_choice"
+SCHEMA: TaskType = "schema"
+TEXT: TaskType = "language_modeling"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: `delimiter` is between query and answer; `by_category` averages over the rows' categories (dclm)."""
+
+    label: str
+    category: str
+    type: TaskType
+    shots: int
+    baseline_v1: float  # percent
+    baseline_v2: float
+    path: str  # under eval_data
+    delimiter: str = " "
+    by_category: bool = False
+
+
+FOLDERS = {
+    "language": "language_understanding",
+    "world": "world_knowledge",
+    "commonsense": "commonsense_reasoning",
+    "symbolic": "symbolic_problem_solving",
+    "reading": "reading_comprehension",
+}
+CATEGORIES = tuple(FOLDERS)
+
+
+def _task(
+    label: str, category: str, type_: TaskType, shots: int, v1: float, v2: float, file: str = "", **settings: Any
+) -> Task:
+    path = f"{FOLDERS[category]}/{file or label}.jsonl"
+    return Task(label, category, type_, shots, v1, v2, path, **settings)
+
+
+TASKS: tuple[Task, ...] = (
+    _task("hellaswag_zeroshot", "language", CHOICE, 0, 25, 25, "hellaswag"),
+    _task("jeopardy", "world", TEXT, 10, 0, 0, "jeopardy_all", delimiter=QUESTION, by_category=True),
+    _task("bigbench_qa_wikidata", "world", TEXT, 10, 0, 0),
+    _task("arc_easy", "world", CHOICE, 10, 25, 25, delimiter=QUESTION),
+    _task("arc_challenge", "world", CHOICE, 10, 25, 25, delimiter=QUESTION),
+    _task("copa", "commonsense", CHOICE, 0, 50, 50),
+    _task("commonsense_qa", "commonsense", CHOICE, 10, 20, 40.3),
+    _task("piqa", "commonsense", CHOICE, 10, 50, 50, delimiter=QUESTION),
+    _task("openbook_qa", "commonsense", CHOICE, 0, 25, 25),
+    _task("lambada_openai", "language", TEXT, 0, 0, 0),
+    _task("hellaswag", "language", CHOICE, 10, 25, 25),
+    _task("winograd", "language", SCHEMA, 0, 50, 50, "winograd_wsc"),
+    _task("winogrande", "language", SCHEMA, 0, 50, 50),
+    _task("bigbench_dyck_languages", "symbolic", TEXT, 10, 0, 0),
+    _task("agi_eval_lsat_ar", "symbolic", CHOICE, 3, 20, 25),
+    _task("bigbench_cs_algorithms", "symbolic", TEXT, 10, 0, 0),
+    _task("bigbench_operators", "symbolic", TEXT, 10, 0, 0),
+    _task("bigbench_repeat_copy_logic", "symbolic", TEXT, 10, 0, 0),
+    _task("squad", "reading", TEXT, 10, 0, 0),
+    _task("coqa", "reading", TEXT, 0, 0, 0),
+    _task("boolq", "reading", CHOICE, 10, 62, 62, delimiter=QUESTION),
+    _task("bigbench_language_identification", "language", CHOICE, 10, 9.1, 25),
+)
+WHERE_FROM = "scripts/eval/local_data of mosaicml/llm-foundry (or from nanochat's eval_bundle.zip, unpacked)"
+FIELDS: dict[TaskType, dict[str, type]] = {
+    "multiple_choice": {"query": str, "choices": list, "gold": int},
+    "schema": {"context_options": list, "continuation": str, "gold": int},
+    "language_modeling": {"context": str, "continuation": str},
+}
+
+
+class Bundle:
+    """A local folder of the tasks' rows, as llm-foundry or nanochat lay it out.
+
+    `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. Where a core.yaml lies beside it, its paths,
+    shots and delimiters hold; `differs` says which of them are not CORE's own. Baselines are always CORE's, and an
+    eval_meta_data.csv that has neither of the two versions is refused.
+    """
+
+    def __init__(self, folder: Path):
+        """ValueError when the folder holds no task at all, or its core.yaml or eval_meta_data.csv cannot be read."""
+        self.folder = folder
+        inner = [folder / name for name in ("eval_data", "local_data") if (folder / name).is_dir()]
+        self.root = inner[0] if inner else folder
+        self.differs: dict[str, dict[str, Any]] = {}
+        self.tasks = TASKS
+        if (folder / "core.yaml").is_file():
+            self.tasks = tuple(self._as_configured(task) for task in TASKS)
+        if (folder / "eval_meta_data.csv").is_file():
+            check_baselines(folder / "eval_meta_data.csv")
+        if not any(self.file(task).is_file() for task in self.tasks):
+            raise ValueError(
+                f"{folder} holds none of CORE's tasks, such as {self.file(TASKS[0])}; copy the folders of {WHERE_FROM}"
+            )
+
+    def file(self, task: Task) -> Path:
+        return self.root / task.path
+
+    def missing(self, task: Task) -> str | None:
+        """Why a task cannot be scored: None, or what to put where."""
+        if self.file(task).is_file():
+            return None
+        return f"{self.file(task)} is missing; copy {task.path} there, from {WHERE_FROM}"
+
+    def sha256(self, task: Task) -> str:
+        """Of the rows' file and the settings that a core.yaml can change."""
+        digest = hashlib.sha256(repr((task.type, task.shots, task.delimiter)).encode())
+        digest.update(self.file(task).read_bytes())
+        return digest.hexdigest()
+
+    def rows(self, task: Task) -> list[Row]:
+        """The rows of a task in file order; ValueError names the line that is not a row of its type."""
+        path = self.file(task)
+        with open(path, encoding="utf-8") as file:
+            rows = [checked_row(line, task.type, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip()]
+        if not rows:
+            raise ValueError(f"{path} is empty; copy it again, from {WHERE_FROM}")
+        return rows
+
+    def chosen(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
+        """The tasks to score (all when `labels` is empty), and why each other one is missing."""
+        known = [task.label for task in self.tasks]
+        wanted = set(labels) or set(known)
+        if not wanted <= set(known):
+            raise ValueError(f"--tasks: {sorted(wanted - set(known))} are not in CORE; choose from {known}")
+        reasons = {task.label: self.missing(task) for task in self.tasks}
+        chosen = [task for task in self.tasks if task.label in wanted and reasons[task.label] is None]
+        left = [label for label in known if label not in {task.label for task in chosen}]
+        return chosen, {label: reasons[label] or "not chosen by --tasks" for label in left}
+
+    def _as_configured(self, task: Task) -> Task:
+        found = next((entry for entry in self._entries() if entry.get("label") == task.label), None)
+        if found is None:
+            return task  # its file may be there all the same
+        shots = found.get("num_fewshot", task.shots)
+        path = str(found.get("dataset_uri", task.path)).removeprefix("local_data/").removeprefix("eval_data/")
+        values = {
+            "type": found.get("icl_task_type", task.type),
+            "shots": int(shots[0] if isinstance(shots, list) else shots),
+            "delimiter": found.get("continuation_delimiter", " "),
+        }
+        if values["type"] not in FIELDS:
+            raise ValueError(f"core.yaml: {task.label}: icl_task_type = {values['type']!r}; choose from {list(FIELDS)}")
+        changed = {name: value for name, value in values.items() if value != getattr(task, name)}
+        if changed:
+            self.differs[task.label] = changed
+        return replace(task, path=path, **values)
+
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        import yaml
+
+        try:
+            entries = yaml.safe_load((self.folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+            yield from entries
+        except (yaml.YAMLError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.folder}/core.yaml has no list icl_tasks: {error!r}") from None
+
+
+def check_baselines(path: Path) -> None:
+    """Refuse an eval_meta_data.csv whose baselines are neither those of v1 nor those of v2."""
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = {row.get("Eval Task"): row.get("Random baseline") for row in csv.DictReader(file)}
+    for task in TASKS:
+        stated = rows.get(task.label)
+        if stated is not None and float(stated) not in (task.baseline_v1, task.baseline_v2):
+            raise ValueError(
+                f"{path}: {task.label} has the baseline {stated}; CORE v1 has {task.baseline_v1}, v2 {task.baseline_v2}"
+            )
+
+
+def checked_row(line: str, type_: TaskType, where: str) -> Row:
+    """The row that a line holds; ValueError says what it lacks."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    for name, kind in FIELDS[type_].items():
+        if not isinstance(row, dict) or type(row.get(name)) is not kind:
+            raise ValueError(f"{where}: a {type_} row needs {name!r} of type {kind.__name__}")
+    if type_ != "language_modeling":
+        options = row["choices" if type_ == "multiple_choice" else "context_options"]
+        if len(options) < 2 or not all(isinstance(option, str) for option in options):
+            raise ValueError(f"{where}: at least two options are needed, each a text, not {options!r}")
+        if not 0 <= row["gold"] < len(options):
+            raise ValueError(f"{where}: gold = {row['gold']} is not the index of one of {len(options)} options")
+    elif not row["continuation"]:
+        raise ValueError(f"{where}: the continuation is empty, so there is nothing to predict")
+    return row
