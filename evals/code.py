@@ -1,8 +1,8 @@
 """HumanEval+ and MBPP+ with EvalPlus: answers, the function in each, its tests in a sandbox, pass@k.
 
-    python -m evals.code --setup                                          # EvalPlus's own environment, once
-    python -m evals.code runs/demo/hf --dataset HumanEvalPlus.jsonl.gz --results runs/demo/humaneval --out runs/demo/evals.jsonl
-    python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results runs/mbpp
+    python -m evals.code --setup  # EvalPlus's own environment, once
+    python -m evals.code runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl
+    python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
 
 The results folder keeps answers.jsonl (as they came; a run that is started again continues there), samples.jsonl (what
 was selected from each and what was scored), EvalPlus's own result files and log. The data set's reference solutions
@@ -27,6 +27,7 @@ from evals.sandbox import find_sandbox
 from laneformer.provenance import file_sha256
 
 KS = (1, 10, 100)
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
 
 
 def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus) -> list[dict[str, Any]]:
@@ -103,7 +104,7 @@ def main(
     request_timeout_s: float = 600.0,
     parallel: int = max(1, (os.cpu_count() or 1) // 2),
     unsafe_no_sandbox: bool = False,
-    cache: Path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "laneformer",
+    cache: Path = CACHE,
     out: Path | None = None,
     step: int | None = None,
     tokens_total: int | None = None,

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox, with EvalPlus's own Python: sanitize answers, score solutions, each in a jail of its own.
+"""What runs inside the sandbox, with EvalPlus's own Python: sanitize answers; score solutions, each in its own jail.
 
 EvalPlus runs a solution in a child of its worker, with the worker's user, process numbers and files. A solution that
 kills its parent, floods the disk or writes the result file would decide about all others. So every solution gets
@@ -25,10 +25,11 @@ from typing import Any
 
 NOBODY = 65534
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
-MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x20, 0x1000, 0x4000, 0x40000
-AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, SYS_MOUNT_SETATTR = -100, 0x8000, 1, 442
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
+AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NODEV, SYS_MOUNT_SETATTR = -100, 0x8000, 1, 4, 442
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 CAPABILITY_VERSION_3 = 0x20080522
+DEVICES = ("/dev/null", "/dev/urandom")
 POLL_S = 0.02
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -47,16 +48,26 @@ def mount_empty(folder: str, size_bytes: int) -> None:
     call("mount", b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
 
 
-def make_read_only(writable: Path) -> None:
-    """Everything read-only but `writable` and a new /dev/shm: what bubblewrap does, for a plain mount namespace."""
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
-    back = (ctypes.c_uint64 * 4)(0, MOUNT_ATTR_RDONLY, 0, 0)
-    path = str(writable).encode()
+def set_mount(path: str, add: int, remove: int, flags: int = 0) -> None:
+    attributes = (ctypes.c_uint64 * 4)(add, remove, 0, 0)
+    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.sizeof(attributes))
+
+
+def make_read_only(writable: str) -> None:
+    """Everything read-only and without devices but `writable`: what bubblewrap does, for a plain mount namespace.
+
+    Devices and sockets could be written to all the same, so the first do not open and the second are covered.
+    """
     call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-    call("mount", path, path, None, MS_BIND, None)
-    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, 32)
-    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, path, 0, back, 32)
-    mount_empty("/dev/shm", 2**26)
+    for path in (writable, *DEVICES):
+        call("mount", path.encode(), path.encode(), None, MS_BIND, None)
+    set_mount("/", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV, 0, AT_RECURSIVE)
+    set_mount(writable, 0, MOUNT_ATTR_RDONLY)
+    set_mount("/proc", 0, MOUNT_ATTR_RDONLY)  # where jails are made
+    for path in DEVICES:
+        set_mount(path, 0, MOUNT_ATTR_NODEV)
+    for path in ("/dev/shm", "/run"):
+        mount_empty(path, 2**26)
 
 
 def enter_namespaces() -> None:
@@ -174,13 +185,15 @@ def evaluate(request: dict[str, Any], guarded: bool) -> None:
     if guarded:
         covered = [request["folder"], "/proc", "/dev/shm", "/tmp"]
         check_jail(covered, request["limits"])
+        memory_bytes = request["limits"]["memory_bytes"]  # of one process; EvalPlus would look into /proc
+        evalplus.eval.query_maximum_memory_bytes = lambda: memory_bytes
         evalplus.eval.unsafe_execute = jailed(evalplus.eval.unsafe_execute, covered, request["limits"])
     evalplus_evaluate(
         dataset=request["dataset"],
         samples=request["samples"],
         parallel=request["parallel"],
-        min_time_limit=10,  # the defaults fail right solutions on a slow machine
-        gt_time_limit_factor=10,
+        min_time_limit=request["min_time_limit_s"],
+        gt_time_limit_factor=10,  # the default fails right solutions on a slow machine
     )
 
 
@@ -192,7 +205,7 @@ def sanitize(request: dict[str, Any]) -> None:
     from evalplus.sanitize import sanitize as evalplus_sanitize
 
     def work(text: str, entry_point: str, sender: Any) -> None:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it prints every text that does not parse
         sender.send(evalplus_sanitize(text, entry_point))
 
     done = []
@@ -215,8 +228,8 @@ def main() -> None:
     verb, path = sys.argv[1:]
     request = json.loads(Path(path).read_text())
     if request["sandbox"] == "unshare":
-        make_read_only(Path(request["folder"]))
-    if request["sandbox"] == "bubblewrap" and os.geteuid() == 0:
+        make_read_only(request["folder"])
+    if request["sandbox"] != "none" and os.geteuid() == 0:  # limits on a user's processes do not hold for root
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)

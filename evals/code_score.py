@@ -116,6 +116,7 @@ class EvalPlus:
     folder: Path
     cache: Path
     parallel: int = 1
+    min_time_limit_s: float = 10.0  # EvalPlus's default of 1 s fails right solutions on a slow machine
 
     def __post_init__(self) -> None:
         if not (self.environment / "bin/python").exists():
@@ -157,7 +158,8 @@ class EvalPlus:
             if (self.cache / outputs).exists():
                 shutil.copy(self.cache / outputs, work / "cache" / outputs)
             timeout_s = 600 + 2 * LONGEST_CHECK_S * len(listed) / self.parallel
-            self._run(work, "evaluate", {"samples": str(work / f"{name}.jsonl")}, timeout_s)
+            request = {"samples": str(work / f"{name}.jsonl"), "min_time_limit_s": self.min_time_limit_s}
+            self._run(work, "evaluate", request, timeout_s)
             if name == "control" and not (self.cache / outputs).exists():
                 (self.cache / outputs).parent.mkdir(parents=True, exist_ok=True)
                 part = self.cache / outputs.with_suffix(f".{os.getpid()}")

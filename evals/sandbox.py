@@ -1,7 +1,7 @@
 """A sandbox for a command that runs untrusted code: no network, one writable folder, a limit on wall time.
 
-bubblewrap shows the command only what it needs, and as a user without rights. Without it, `unshare` gives namespaces in
-which the whole file system is read-only but that folder; files of the host stay readable there. Where neither works
+bubblewrap shows the command only what it needs. Without it, `unshare` gives namespaces in which the whole file system
+is read-only but that folder; files of the host stay readable there. Root becomes nobody in both. Where neither works
 (most containers forbid it), nothing runs unless the caller says so. The limits on processes, memory, CPU time and file
 size hold for each piece of untrusted code, so they are set inside: evals/code_jail.py.
 """
@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def _bubblewrap(folder: Path, readable: Sequence[Path]) -> list[str]:
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
+    for parent in sorted({parent for path in (folder, *readable) for parent in path.parents} - {Path("/")}):
+        command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
     for readable_path in readable:
         command += ["--ro-bind", str(readable_path), str(readable_path)]
     command += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
@@ -44,8 +47,8 @@ def _bubblewrap(folder: Path, readable: Sequence[Path]) -> list[str]:
 
 def _unshare(folder: Path, readable: Sequence[Path]) -> list[str]:
     """The namespaces only: the command makes the file system read-only itself (code_jail.make_read_only)."""
-    names = ["--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts"]
-    return ["unshare", *names, "--fork", "--kill-child", "--mount-proc"]
+    names = [] if os.geteuid() == 0 else ["--user", "--map-current-user", "--keep-caps"]
+    return ["unshare", *names, "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
 
 
 def _none(folder: Path, readable: Sequence[Path]) -> list[str]:
@@ -55,21 +58,26 @@ def _none(folder: Path, readable: Sequence[Path]) -> list[str]:
 KINDS: dict[str, Callable[[Path, Sequence[Path]], list[str]]] = {"bubblewrap": _bubblewrap, "unshare": _unshare}
 
 
+def why_not(kind: str) -> str:
+    """What is missing for a kind of sandbox on this machine; empty when it works."""
+    command = [*KINDS[kind](Path("/usr/bin"), []), "true"]
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} is not installed"
+    if kind == "unshare" and os.geteuid() == 0:  # the command becomes nobody, who may not reach this Python
+        command[-1:] = ["setpriv", "--reuid", str(NOBODY), "--clear-groups", sys.executable, "-c", ""]
+    trial = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return f"{' '.join(command)}: {trial.stderr.strip()}" if trial.returncode else ""
+
+
 def find_sandbox(unsafe: bool = False) -> str:
     """ "bubblewrap" or "unshare", the first that works here; "none" when `unsafe`; else ValueError with the way out."""
     if unsafe:
         return "none"
-    tried = []
-    for kind, prefix in KINDS.items():
-        command = [*prefix(Path("/usr"), []), "true"]
-        if shutil.which(command[0]) is None:
-            tried.append(f"{command[0]} is not installed")
-            continue
-        trial = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if trial.returncode == 0:
+    reasons = {kind: why_not(kind) for kind in KINDS}
+    for kind, reason in reasons.items():
+        if not reason:
             return kind
-        tried.append(f"{command[0]}: {trial.stderr.strip()}")
-    raise ValueError(f"no sandbox here for the code that a model writes ({'; '.join(tried)}); {HOW}")
+    raise ValueError(f"no sandbox here for the code that a model writes ({'; '.join(reasons.values())}); {HOW}")
 
 
 def run_sandboxed(
@@ -86,7 +94,7 @@ def run_sandboxed(
     The environment holds `env` alone. ValueError with the end of the log when it fails or outlives timeout_s.
     """
     prefix = KINDS.get(kind, _none)(folder, readable)
-    if kind == "bubblewrap" and os.geteuid() == 0:
+    if kind != "none" and os.geteuid() == 0:
         _give_away(folder)
     with open(log, "ab") as output:
         process = subprocess.Popen(
@@ -115,4 +123,5 @@ def run_sandboxed(
 def _give_away(folder: Path) -> None:
     """The folder and what is in it to nobody, whom the sandboxed command becomes."""
     for path in (folder, *folder.rglob("*")):
-        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        os.chown(path, NOBODY, NOBODY)
+        path.chmod(0o755 if path.is_dir() else 0o644)  # the command is still root without rights when it starts
