@@ -229,7 +229,7 @@ def main() -> None:
     request = json.loads(Path(path).read_text())
     if request["sandbox"] == "unshare":
         make_read_only(request["folder"])
-    if request["sandbox"] != "none" and os.geteuid() == 0:  # limits on a user's processes do not hold for root
+    if request["sandbox"] == "bubblewrap" and os.geteuid() == 0:  # limits on a user's processes do not hold for root
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
