@@ -51,9 +51,8 @@ HOSTILE = {
     "    while True: os.write(f, b'x' * 2**20)\n",
     "kill the parent": LIBC + "def double(x):\n    libc.kill(os.getppid(), 9)\n    libc.kill(-1, 9)\n    os._exit(0)\n",
     "kill everything": LIBC
-    + "def double(x):\n    for pid in range(1, 40000):\n        if pid != os.getpid(): libc.kill(pid, 9)\n    os._exit(0)\n",
-    "undo the mounts": LIBC
-    + "def double(x):\n    assert libc.umount2(b'/tmp', 2) == 0\n    return 2 * x\n",
+    + "def double(x):\n    for pid in range(2, 40000):\n        libc.kill(pid, 9)\n    os._exit(0)\n",
+    "undo the mounts": LIBC + "def double(x):\n    assert libc.umount2(b'/tmp', 2) == 0\n    return 2 * x\n",
 }
 
 
