@@ -90,11 +90,12 @@ class EngineModel:
         self.engine = Engine.from_pretrained(folder, device=device)
         if self.engine.tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer.json, which text needs")
+        self.tokenizer = self.engine.tokenizer
 
     def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
         from laneformer.engine.text import StopStrings, TextStream, text_of
 
-        tokenizer, s = self.engine.tokenizer, self.sampling
+        tokenizer, s = self.tokenizer, self.sampling
         text = self.template(prompt) if self.template else prompt
         ids = tokenizer.encode(text, add_special_tokens=self.template is None).ids
         room = min(s.max_new_tokens, self.engine.config.max_position_embeddings - len(ids))
@@ -127,7 +128,7 @@ def chat_template(folder: Path) -> Any:
 
     def render(message: str) -> str:
         turns = [{"role": "user", "content": message}]
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
     return render
 
