@@ -8,6 +8,7 @@ first chooses the block that defines the asked function.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import textwrap
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ class EngineModel:
         for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja")]):
             with open(path, "rb") as file:
                 weights.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-        self.identity = {"model": folder.resolve().name, "sha256": weights.hexdigest()}
+        self.identity = {"model": folder.resolve().name, "model_sha256": weights.hexdigest()}
         self.sampling, self.template = sampling, chat_template(folder) if chat else None
         self.engine = Engine.from_pretrained(folder, device=device)
         if self.engine.tokenizer is None:
@@ -106,14 +107,15 @@ class EngineModel:
             )
         made: list[int] = []
 
-        def tokens() -> Iterator[int]:
+        def tokens() -> Generator[int, None, None]:
             options = {"temperature": s.temperature, "top_p": s.top_p, "seed": seed}
-            for token in self.engine.stream(ids, max_new_tokens=room, **options):
-                made.append(token)
-                yield token
+            with contextlib.closing(self.engine.stream(ids, max_new_tokens=room, **options)) as stream:
+                for token in stream:
+                    made.append(token)
+                    yield token
 
         stop_strings = StopStrings(stops)
-        answer = "".join(text_of(tokens(), TextStream(tokenizer, ids), stop_strings))  # type: ignore[arg-type]
+        answer = "".join(text_of(tokens(), TextStream(tokenizer, ids), stop_strings))
         ended = bool(stop_strings.found) or (bool(made) and made[-1] in self.engine.eos_ids)
         return answer, "stop" if ended else "length"
 
