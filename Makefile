@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
 
-.PHONY: setup demo test lint browser cross slurm sanitize chaos wheel clean
+.PHONY: setup demo test lint browser cross slurm bwrap sanitize chaos wheel clean
 
 setup: $(VENV)/.ready
 
@@ -45,6 +45,14 @@ slurm:
 	  || (apt-get update -q && apt-get install -qy --no-install-recommends slurmctld slurmd slurm-client munge) \
 	  || echo "no Slurm: its tests skip themselves"
 
+# code that a model writes is tested in a sandbox, by EvalPlus in an environment of its own
+bwrap:
+	@command -v bwrap >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends bubblewrap) \
+	  || echo "no bubblewrap: its tests skip themselves"
+
+$(VENV)/evalplus-0.3.1: | setup
+	$(BIN)/python -m evals.code --setup
+
 demo: setup
 	$(BIN)/python -m tools.demo
 
@@ -53,7 +61,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint browser cross slurm $(VENV)/transformers-4.57
+test: lint browser cross slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 40 --durations-min 5
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
