@@ -85,6 +85,7 @@ def toy_server(engine: Engine, missing: int = 0) -> Iterator[str]:
                     choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:-missing]
             payload = json.dumps({"object": "text_completion", "choices": choices}).encode()
             self.send_response(200)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
             self.wfile.write(payload)
