@@ -259,7 +259,7 @@ def test_a_server_without_all_scores_is_refused(hf_dir: Path, missing: int) -> N
             endpoint.loglikelihood(instances("loglikelihood", PAIRS[:1]))
 
 
-def test_ruler_prompts_are_not_cut_and_a_shorter_context_is_noticed(
+def test_ruler_prompts_are_not_cut_and_both_lengths_are_scored(
     hf_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "evals.jsonl"
