@@ -4,8 +4,9 @@
     DIR/baber/paul_graham_essays/train.jsonl    {"text": ...}: the haystack of five RULER tasks
     DIR/nltk_data/tokenizers/punkt_tab/english/ how RULER cuts sentences; made here from the essays where it is missing
 
-`hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one. lm-eval opens
-data sets by name, and `datasets` prefers a folder of that name in the working directory. not NLTK's, so RULER's haystacks differ a little: such scores are marked "offline".
+`hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one. lm-eval opens data sets
+by name, and `datasets` prefers a folder of that name in the working directory. Sentence tables made here are not
+NLTK's, so RULER's haystacks differ a little: such scores are marked "offline".
 """
 
 from __future__ import annotations

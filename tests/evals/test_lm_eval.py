@@ -138,6 +138,15 @@ def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: EngineLM, capl
         short.loglikelihood(instances("loglikelihood", [("x", text)]), disable_tqdm=True)
 
 
+def test_a_longer_context_than_the_configs_can_be_asked_for(hf_dir: Path, model: EngineLM) -> None:
+    longer = EngineLM(hf_dir, max_length=CONTEXT + 40)
+    ids = (model.tok_encode("for name in names:\n") * CONTEXT)[: CONTEXT + 40]
+    with pytest.raises(ValueError, match=f"more than the {CONTEXT + 1} that fit"):
+        model.engine.logprobs(ids, start=len(ids) - 1)
+    assert np.isfinite(longer.engine.logprobs(ids, start=CONTEXT)).all()
+    np.testing.assert_array_equal(longer.engine.logprobs(ids[:50]), model.engine.logprobs(ids[:50]))
+
+
 def test_rolling_scores_every_token_once(hf_dir: Path, reference: Reference) -> None:
     short = EngineLM(hf_dir, max_length=16)
     text = "for name in names:\n    print(name)\n" * 4
