@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -90,18 +91,23 @@ class Engine:
         dtype: str = "auto",
         threads: int | None = None,
         cache: bool = True,
+        context_tokens: int | None = None,
         **options: Any,
     ) -> Engine:
         """Load a Hugging Face folder; `options` are `isa`, `math`, `pin` of Engine. ValueError when the folder is bad.
 
         `cache` keeps the packed weights in `path`/.packed (or the user's cache directory) for the next start.
+        `context_tokens` replaces the config's max_position_embeddings.
         """
         check_device(device)
         folder = Path(path)
         checkpoint = read_checkpoint(folder)
         options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder)}
         options |= {"packed": PackedWeights(folder, checkpoint.files)} if cache else {}
-        return cls(checkpoint.config, checkpoint.tensors, dtype=dtype, threads=threads, **options)
+        config = checkpoint.config
+        if context_tokens is not None:
+            config = dataclasses.replace(config, max_position_embeddings=context_tokens)
+        return cls(config, checkpoint.tensors, dtype=dtype, threads=threads, **options)
 
     @classmethod
     def random(cls, flavor: str | LaneformerConfig, dtype: str = "bf16", seed: int = 0, **options: Any) -> Engine:
