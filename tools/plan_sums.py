@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from laneformer.config import LaneformerConfig
 from laneformer.titan.loss import CHUNK_TOKENS
-from laneformer.titan.spec import flops_per_token
+from laneformer.config import flops_per_token
 
 Facts = dict[str, float]
 FP32, BF16 = 4, 2
