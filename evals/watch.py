@@ -125,7 +125,8 @@ class Watcher:
                     self.fail(work, work.commands, "the export failed")
                 return  # deleted meanwhile: the next look says so
             for number, command in enumerate(work.commands):
-                out = scratch / f"{number}.jsonl"
+                out = scratch / f"step-{work.step}-{number}.jsonl"
+                out.unlink(missing_ok=True)  # of a watcher that was killed before it handed it over
                 status = self.call(work.step, self.arguments(command, hf, out, origin))
                 records = json_lines(out)
                 if status or not records:
@@ -195,14 +196,19 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def scratch_folder(run: Path) -> Iterator[Path]:
-    """RUN/.evals-watch, empty; it goes when the block ends, and what a killed watcher left goes first."""
+    """RUN/.evals-watch; it goes when the block ends. Of a block that is interrupted, what the commands keep stays.
+
+    A command may leave what it has finished beside its --out, and go on from there (evals.core does).
+    """
     folder = run / SCRATCH
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    shutil.rmtree(folder / "hf", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder / "hf", ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
