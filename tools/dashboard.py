@@ -59,7 +59,8 @@ LISTED = 40  # more evaluations than this are counted, not listed
 CHIPS = 24  # more attempts than this are counted, not listed
 # of an evaluation: what is said first, and how it was made
 PREFERRED = ("core_v1", "core_v2", "pass@1_plus", "bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
-HOW = ("protocol", "seed", "max_per_task", "dataset", "num_fewshot", "limit", "haystack")
+HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
+       "limit": "limit ", "haystack": "haystack "}  # fmt: skip
 # what of the job's config is worth a line
 SETTINGS = (
     "model.flavor", "training.steps", "training.global_batch_size", "training.local_batch_size", "training.seq_len",
@@ -248,7 +249,7 @@ def evaluations_card(run: Run) -> str:
         known = [(k, v) for k, v in figures.items() if v is not None]
         known.sort(key=lambda item: PREFERRED.index(item[0]) if item[0] in PREFERRED else len(PREFERRED))
         result = ", ".join(f"{k} {v:.4g}" for k, v in known[:2]) or "no single figure"
-        how = ", ".join(f"{key} {record[key]}" for key in HOW if record.get(key) is not None)
+        how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
         cells = [record.get("kind", "?"), where_evaluated(record), result, how]
         rest = [short(record.get("tokens_total")), measured(record.get("seconds"), ".1f", " s")]
         rest += [utc(record.get("time")), code(record.get("code_version"))]

@@ -35,9 +35,8 @@ class Curve(NamedTuple):
 
 
 def points_of(run: Run, kind: str) -> list[Point]:
-    """The records of a kind, each with its place `at`; of the same checkpoint and settings the last one counts."""
-    newest: dict[tuple[Any, ...], Point] = {}
-    flops = flops_of(run)
+    """The records of a kind, each with its place `at`, in the order of the run."""
+    flops, points = flops_of(run), []
     for record in run.evals_of(kind):
         step, tokens = number(record.get("step")), number(record.get("tokens_total"))
         steps_before = run.origins.get(str(record.get("phase")), (0.0, 0.0))[0]
@@ -46,10 +45,13 @@ def points_of(run: Run, kind: str) -> list[Point]:
             "steps": None if step is None else steps_before + step,
             "FLOPs": None if tokens is None or flops is None else tokens * flops,
         }
-        key = (record.get("phase"), record.get("step"), settings_of(record), record.get("command"))
-        newest.pop(key, None)
-        newest[key] = {**record, "at": at}
-    return sorted(newest.values(), key=lambda p: (p["at"]["steps"] or 0.0, p["at"]["tokens"] or 0.0))
+        points.append({**record, "at": at})
+    return sorted(points, key=lambda p: (p["at"]["steps"] or 0.0, p["at"]["tokens"] or 0.0))
+
+
+def newest(points: Sequence[Point], *keys: str) -> list[Point]:
+    """Of records that agree in `keys` the last one."""
+    return list({tuple(str(p.get(key)) for key in keys): p for p in points}.values())
 
 
 def flops_of(run: Run) -> int | None:
@@ -78,7 +80,7 @@ def core_curves(runs: Sequence[Run]) -> list[Curve]:
     for run in runs:
         points = [p for p in points_of(run, "core") if isinstance(p.get("tasks"), dict)]
         for settings in dict.fromkeys(map(settings_of, points)):
-            same = [p for p in points if settings_of(p) == settings]
+            same = newest([p for p in points if settings_of(p) == settings], "phase", "step", "tokens_total")
             name = f"{run.name}: {settings_text(same[0])}" if len(runs) > 1 else settings_text(same[0])
             curves.append(Curve(name, same))
     return curves
@@ -93,7 +95,7 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
             errors = [number(p.get(f"core_{version}_se")) or 0.0 for p in known]
             y = [p[f"core_{version}"] for p in known]
             marker = {"size": 6 if len(known) <= MARKS else 3, "color": colour(index)}
-            bars = {"type": "data", "array": errors, "thickness": 1, "width": 0}
+            bars = {"type": "data", "array": errors, "thickness": 1, "width": 3 if len(known) <= MARKS else 0}
             line = {**line_of(index), "dash": dash}
             figure.add_trace(
                 go.Scatter(y=y, name=f"{curve.name}, {version}", mode="lines+markers", line=line, marker=marker)
@@ -110,7 +112,7 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
 def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
     """Lines at the CORE of known models: those below the curves, and the next one above."""
     ends = span(values) or [0.0, 0.3]
-    above = [r.value for r in CORE_REFERENCES if r.value > ends[1]][:1]
+    above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.5 * ends[1]][:1]
     ends = [min(ends[0], 0.0), max([ends[1], *(1.08 * value for value in above)])]
     for reference in CORE_REFERENCES:
         if not ends[0] <= reference.value <= ends[1]:
@@ -119,7 +121,8 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
         across = {"xref": "paper", "x0": 0, "x1": 1, "y0": reference.value, "y1": reference.value, "layer": "below"}
         figure.add_shape(type="line", line={"color": NEUTRAL, "width": 1, "dash": dash}, opacity=0.6, **across)
         text = f"{reference.name} {reference.value:.4f} ({reference.version})"
-        place = {"xref": "paper", "x": 0.005, "xanchor": "left", "y": reference.value, "yanchor": "bottom"}
+        side = {"x": 0.005, "xanchor": "left"} if reference.version == "v1" else {"x": 0.995, "xanchor": "right"}
+        place = {"xref": "paper", "y": reference.value, "yanchor": "bottom", **side}
         figure.add_annotation(text=text, showarrow=False, font={"size": 11}, **place)
     figure.update_yaxes(fixedrange=True, nticks=7, hoverformat=".4f", range=ends, zeroline=False)
 
@@ -171,11 +174,19 @@ def heat_figure(points: Sequence[Point], x_texts: Sequence[str]) -> go.Figure:
     )  # fmt: skip
     every = max(1, len(points) // 6)
     ticks = list(range(0, len(points), every))
-    figure.update_xaxes(tickvals=ticks, ticktext=[x_texts[i] for i in ticks], fixedrange=True, zeroline=False)
+    figure.update_xaxes(
+        tickvals=ticks, ticktext=[x_texts[i] for i in ticks], fixedrange=True, zeroline=False, showgrid=False
+    )
     missing = points[-1].get("missing") or {}
     red = [f'<span style="color:{TROUBLE_TINT}">{t}</span>' if t in missing else t for t in labels]
     figure.update_yaxes(
-        autorange="reversed", fixedrange=True, tickvals=labels, ticktext=red, tickfont={"size": 11}, automargin=True
+        autorange="reversed",
+        fixedrange=True,
+        showgrid=False,
+        tickvals=labels,
+        ticktext=red,
+        tickfont={"size": 11},
+        automargin=True,
     )
     buttons = [
         {"label": f"baselines {v}", "method": "restyle", "args": [{"z": [rounded(by_version[v])]}]}

@@ -11,10 +11,9 @@ from typing import Any
 
 from tools.dashboard_run import Run, number
 
-ORIGIN = ("kind", "phase", "step", "tokens_total", "protocol", "seed", "max_per_task", "data_sha256", "tokenizer_sha256",
-          "code_version")  # fmt: skip
-FIGURES = ("accuracy", "standard_error", "centered_v1", "centered_v2", "n", "n_total", "shots")  # of a CORE task
-LEFT_OUT = {*ORIGIN, "time", "seconds", "checkpoint_time"}
+ORIGIN = ("kind", "phase", "step", "tokens_total", "protocol", "seed", "max_per_task", "code_version")
+FIGURES = ("standard_error", "centered_v1", "centered_v2", "n", "n_total", "shots")  # of a CORE task
+LEFT_OUT = {*ORIGIN, "time", "checkpoint_time"}
 
 
 def csv_text(run: Run) -> str:
@@ -37,12 +36,17 @@ def named_figures(record: dict[str, Any]) -> Iterator[tuple[str, Any, list[Any]]
             continue
         if core and name == "tasks" and isinstance(value, dict):
             for task, found in value.items():
-                yield task, found.get("accuracy"), [found.get(key) for key in FIGURES]
+                yield task, found.get("accuracy"), [compact(found.get(key)) for key in FIGURES]
             continue
         if core and name == "missing" and isinstance(value, dict):
             yield from ((task, "missing", []) for task in value)
             continue
         yield from ((path, number_, []) for path, number_ in numbers_in(name, value))
+
+
+def compact(value: Any) -> Any:
+    """A standard error or a centered value needs no seventeen digits."""
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -21,6 +21,7 @@ from tools.dashboard_core import (
     figure_of,
     heat_figure,
     labels_of,
+    newest,
     points_of,
     settings_text,
 )
@@ -97,7 +98,7 @@ def checkpoint_text(point: Point) -> str:
 
 
 def small_charts(points: Sequence[Point]) -> str:
-    """One small chart a task: accuracy with its error as a band, the baselines (v1 dotted, v2 dashed), the last value."""
+    """One small chart a task: accuracy, its error as a band, the baselines (v1 dotted, v2 dashed), the last value."""
     return f'<div class="smalls">{"".join(small_chart(points, task) for task in labels_of(points))}</div>'
 
 
@@ -125,7 +126,7 @@ def small_chart(points: Sequence[Point], task: str) -> str:
         y = at(first, base[version]).split(",")[1]
         rules += rule.format(BOX[0], y, y, f"base {version}")
     dot = at(*curve[-1][:2]).split(",")
-    x, y, error = curve[-1]
+    _, y, error = curve[-1]
     told = f"{y:.3f} ± {error:.3f}, baseline {' / '.join(f'{b:.3f}' for b in dict.fromkeys(base.values()))}"
     noisy = " noisy" if error > NOISY else ""
     return (
@@ -133,7 +134,8 @@ def small_chart(points: Sequence[Point], task: str) -> str:
         f'<svg viewBox="0 0 {BOX[0]:.0f} {BOX[1]:.0f}" role="img"><title>{escape(f"{task}: {told}")}</title>{rules}'
         f'<polygon points="{band}" fill="{colour(0)}" opacity=".18"/>'
         f'<polyline points="{" ".join(at(x, y) for x, y, _ in curve)}" fill="none" stroke="{colour(0)}"/>'
-        f'<circle cx="{dot[0]}" cy="{dot[1]}" r="2.5" fill="{colour(0)}"/></svg><small>± {error:.3f}{noisy}</small></figure>'
+        f'<circle cx="{dot[0]}" cy="{dot[1]}" r="2.5" fill="{colour(0)}"/></svg>'
+        f"<small>± {error:.3f}{noisy}</small></figure>"
     )
 
 
@@ -156,11 +158,6 @@ def task_table(point: Point) -> str:
     return table(head, rows)
 
 
-def newest(points: Sequence[Point], *keys: str) -> list[Point]:
-    """Of records that agree in `keys` the last one."""
-    return list({tuple(str(p.get(key)) for key in keys): p for p in points}.values())
-
-
 def percent(value: Any) -> str:
     known = number(value)
     return measured(None) if known is None else f"{100 * known:.1f} %"
@@ -179,7 +176,11 @@ def code_card(run: Run) -> str:
         right += f" <small>known to fail: {escape(failing)}</small>" if failing else ""
         published = percent(CODE[name]) if name in CODE else "not given"
         cells = [escape(f"{name} {point.get('version') or ''}"), escape(str(point.get("protocol")))]
-        cells += [short(point.get("n")), percent(point.get("pass@1_base")), f"<b>{percent(point.get('pass@1_plus'))}</b>"]
+        cells += [
+            short(point.get("n")),
+            percent(point.get("pass@1_base")),
+            f"<b>{percent(point.get('pass@1_plus'))}</b>",
+        ]
         rows.append([*cells, published, escape(", ".join(more)) or "", right, escape(str(point.get("sandbox"))),
                      escape(where_evaluated(point))])  # fmt: skip
     head = ("set", "protocol", "n", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k", "control", "sandbox",
@@ -228,7 +229,9 @@ def ruler_card(run: Run) -> str:
     rows = []
     for task in RULER_TASKS:
         cells = [scores.get(length, {}).get(task) for length in lengths]
-        rows.append([escape(task), *('<span class="missing">missing</span>' if c is None else percent(c) for c in cells)])
+        rows.append(
+            [escape(task), *('<span class="missing">missing</span>' if c is None else percent(c) for c in cells)]
+        )
     means = []
     for length in lengths:
         found = [scores.get(length, {}).get(task) for task in RULER_TASKS]
@@ -237,8 +240,8 @@ def ruler_card(run: Run) -> str:
         means.append(f"<b>{percent(sum(known) / len(known))}</b>" if complete else '<b class="missing">N/A</b>')
     rows.append(["<b>mean of 11</b>", *means])
     rows.append([f"{MODEL}", *["not given"] * len(lengths)])
-    haystack = " and ".join(haystacks)
-    caption = f"Haystack: {escape(haystack)}. The published model was run on RULER-style tasks at both lengths; its scores are not given."
+    caption = f"Haystack: {escape(' and '.join(haystacks))}. The published model was run on RULER-style tasks at both "
+    caption += "lengths; its scores are not given."
     return card("RULER", table(("task", *(f"{length} tokens" for length in lengths)), rows), caption)
 
 
@@ -272,7 +275,9 @@ def scores_of_all(runs: Sequence[Run]) -> str:
     rows = [["CORE v1 / v2", *(" / ".join(aggregate(c.last, v) for v in VERSIONS) for c in curves)]]
     for task in labels:
         cells = [figure_of(c.last, task, "accuracy") for c in curves]
-        rows.append([escape(task), *('<span class="missing">missing</span>' if c is None else f"{c:.4f}" for c in cells)])
+        rows.append(
+            [escape(task), *('<span class="missing">missing</span>' if c is None else f"{c:.4f}" for c in cells)]
+        )
     return card("CORE of all runs", body + table(("accuracy at the last checkpoint", *(c.name for c in curves)), rows))
 
 
