@@ -248,7 +248,8 @@ def evaluations_card(run: Run) -> str:
         figures = {k: number(v) for k, v in record.items() if k not in (*PROVENANCE, *HOW, "checkpoint_time")}
         known = [(k, v) for k, v in figures.items() if v is not None]
         known.sort(key=lambda item: PREFERRED.index(item[0]) if item[0] in PREFERRED else len(PREFERRED))
-        result = ", ".join(f"{k} {v:.4g}" for k, v in known[:2]) or "no single figure"
+        nothing = "N/A" if record.get("missing") else "see its table"
+        result = ", ".join(f"{k} {v:.4g}" for k, v in known[:2]) or nothing
         how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
         cells = [record.get("kind", "?"), where_evaluated(record), result, how]
         rest = [short(record.get("tokens_total")), measured(record.get("seconds"), ".1f", " s")]

@@ -19,6 +19,10 @@ from tools.dashboard_run import Run, number
 
 VERSIONS = ("v1", "v2")
 AXES = {"tokens": "tokens seen, all phases", "steps": "step, all phases", "FLOPs": "training FLOPs, all phases"}
+BUTTONS = {
+    "type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}, "x": 1,
+    "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 4},
+}  # fmt: skip
 WORSE, BETTER = TROUBLE_TINT, "#2f6fe0"
 Point = dict[str, Any]  # a record; `at` says where it stands on each of AXES, None where that is not known
 
@@ -105,7 +109,7 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
             values += [v + sign * e for v, e in zip(y, errors, strict=True) for sign in (1, -1)]
     switch_x(figure, places)
     draw_references(figure, values)
-    figure.update_layout(margin={"t": 12})
+    figure.update_layout(margin={"t": 36})
     return figure
 
 
@@ -139,9 +143,7 @@ def switch_x(figure: go.Figure, places: Sequence[Sequence[dict[str, Any]]]) -> N
         trace.x = x
     figure.update_xaxes(title_text=AXES[known[0]], title_font_size=12, exponentformat="SI", nticks=7, zeroline=False)
     if len(known) > 1:
-        place = {"x": 1, "xanchor": "right", "y": 0, "yanchor": "top", "pad": {"t": 24}}
-        style = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}}
-        figure.update_layout(updatemenus=[{**style, **place, "buttons": buttons}])
+        figure.update_layout(updatemenus=[{**BUTTONS, "buttons": buttons}])
 
 
 def labels_of(points: Sequence[Point]) -> list[str]:
@@ -172,11 +174,9 @@ def heat_figure(points: Sequence[Point], x_texts: Sequence[str]) -> go.Figure:
             colorbar={"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}},
         )
     )  # fmt: skip
-    every = max(1, len(points) // 6)
-    ticks = list(range(0, len(points), every))
-    figure.update_xaxes(
-        tickvals=ticks, ticktext=[x_texts[i] for i in ticks], fixedrange=True, zeroline=False, showgrid=False
-    )
+    ticks = sorted({0, (len(points) - 1) // 2, len(points) - 1})
+    texts = [x_texts[i] for i in ticks]
+    figure.update_xaxes(tickvals=ticks, ticktext=texts, tickangle=0, fixedrange=True, zeroline=False, showgrid=False)
     missing = points[-1].get("missing") or {}
     red = [f'<span style="color:{TROUBLE_TINT}">{t}</span>' if t in missing else t for t in labels]
     figure.update_yaxes(
@@ -192,9 +192,7 @@ def heat_figure(points: Sequence[Point], x_texts: Sequence[str]) -> go.Figure:
         {"label": f"baselines {v}", "method": "restyle", "args": [{"z": [rounded(by_version[v])]}]}
         for v in reversed(VERSIONS)
     ]
-    place = {"x": 1, "xanchor": "right", "y": 0, "yanchor": "top", "pad": {"t": 24}}
-    style = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}}
-    figure.update_layout(hovermode="closest", margin={"t": 8}, updatemenus=[{**style, **place, "buttons": buttons}])
+    figure.update_layout(hovermode="closest", margin={"t": 36}, updatemenus=[{**BUTTONS, "buttons": buttons}])
     return figure
 
 
@@ -215,5 +213,5 @@ def categories_figure(points: Sequence[Point]) -> go.Figure:
         places.append([at for at, _ in known])
     switch_x(figure, places)
     figure.update_yaxes(fixedrange=True, nticks=6, zeroline=True, zerolinecolor=NEUTRAL, hoverformat=".4f")
-    figure.update_layout(margin={"t": 12})
+    figure.update_layout(margin={"t": 36})
     return figure

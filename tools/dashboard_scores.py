@@ -53,12 +53,9 @@ def core_card(run: Run, index: int) -> str:
     curve = curves[-1]
     points, texts = curve.points, [checkpoint_text(p) for p in curve.points]
     body += f"<h3>Accuracy of each task, {escape(settings_text(points[-1]))}</h3>{small_charts(points)}"
-    body += f"<h3>Centered accuracy by checkpoint</h3>{to_div(heat_figure(points, texts), f'heat-{index}', 'heat')}"
-    categories = list(points[-1].get("categories") or {})
-    if any(number(values.get("centered_v2")) is not None for values in categories_of(points[-1]).values()):
-        chips = "".join(line_chip(i, name) for i, name in enumerate(categories))
-        body += f'<h3>Means by category, centered on v2</h3><p class="chips">{chips}</p>'
-        body += to_div(categories_figure(points), f"categories-{index}", "low")
+    body += "<h3>Centered accuracy by checkpoint (tokens seen)</h3>"
+    body += to_div(heat_figure(points, texts), f"heat-{index}", "heat")
+    body += categories_part(points, index)
     body += task_table(points[-1]) + csv_link(run)
     caption = (
         "CORE is the mean of 22 centered accuracies; bars are one standard error. v2 has DCLM's corrected baselines; "
@@ -70,8 +67,17 @@ def core_card(run: Run, index: int) -> str:
     return card("CORE", body, caption)
 
 
-def categories_of(point: Point) -> dict[str, dict[str, Any]]:
-    return {name: values for name, values in (point.get("categories") or {}).items() if isinstance(values, dict)}
+def categories_part(points: Sequence[Point], index: int) -> str:
+    """The means by category over checkpoints; a category that lacks a task has none."""
+    means = {name: values.get("centered_v2") for name, values in (points[-1].get("categories") or {}).items()}
+    chips = "".join(
+        f'<span class="missing">{escape(name)}: N/A</span>' if number(mean) is None else line_chip(i, name)
+        for i, (name, mean) in enumerate(means.items())
+    )
+    if all(number(mean) is None for mean in means.values()):
+        return ""
+    figure = to_div(categories_figure(points), f"categories-{index}", "low")
+    return f'<h3>Means by category, centered on v2</h3><p class="chips">{chips}</p>{figure}'
 
 
 def core_words(curve: Curve) -> str:
@@ -94,7 +100,7 @@ def core_chips(curves: Sequence[Curve]) -> str:
 
 def checkpoint_text(point: Point) -> str:
     tokens = number(point.get("tokens_total"))
-    return where_evaluated(point) if tokens is None else f"{short(tokens)} tokens"
+    return where_evaluated(point) if tokens is None else f"{short(tokens)}"
 
 
 def small_charts(points: Sequence[Point]) -> str:
@@ -152,7 +158,7 @@ def task_table(point: Point) -> str:
         cells += [short(found.get("shots")), asked, accuracy, f"{bases} %"]
         rows.append([*cells, *(measured(found.get(f"centered_{v}"), ".4f") for v in VERSIONS)])
     for task, reason in (point.get("missing") or {}).items():
-        why = f'<span class="missing reason" title="{escape(str(reason))}">missing: {escape(str(reason))}</span>'
+        why = f'<span class="missing" title="{escape(str(reason))}">missing</span>'
         rows.append([f'<span class="missing">{escape(task)}</span>', *[""] * 4, why, "", "", ""])
     head = ("task", "category", "type", "shots", "items", "accuracy ± SE", "baseline", "centered v1", "centered v2")
     return table(head, rows)

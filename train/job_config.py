@@ -124,6 +124,14 @@ class Validation:
 
 
 @dataclass
+class Metrics:
+    """TorchTitan's section."""
+
+    enable_trackio: bool = False
+    """Whether the values that TensorBoard and wandb get also go to trackio's local database"""
+
+
+@dataclass
 class Evals:
     """What `python -m evals.watch` does with the checkpoints of the run; the training job itself does not read it."""
 
@@ -165,5 +173,6 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resilience: Resilience = field(default_factory=Resilience)
     validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
     evals: Evals = field(default_factory=Evals)
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]
