@@ -1,7 +1,7 @@
 """metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
 
-Console, TensorBoard, wandb and trackio get what TorchTitan logs and, beside it, what the line holds: loss by source, z-scores,
-tokens by source, checkpoint time, validation loss. One row a logged step; a validation adds its figures to the row.
+Console, TensorBoard, wandb and trackio get what TorchTitan logs and, beside it, what the line holds: loss by source,
+z-scores, tokens by source, checkpoint time, validation loss. One row a logged step; a validation adds to its row.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TrackioLogger(BaseLogger):
             import trackio
         except ModuleNotFoundError as problem:
             raise ValueError("metrics.enable_trackio needs the package trackio: pip install trackio") from problem
-        project, automatic = os.environ.get("TRACKIO_PROJECT", "laneformer"), {"auto_log_cpu": False}
-        self.run = trackio.init(project, name=run.name, resume="allow", embed=False, auto_log_gpu=False, **automatic)
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}  # the values, and nothing of its own
+        self.run = trackio.init("laneformer", name=run.name, resume="allow", **quiet)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self.run.log(metrics, step=step)
@@ -53,7 +53,7 @@ class TrackioLogger(BaseLogger):
 
 
 class RunMetrics(MetricsProcessor):
-    """Console, TensorBoard and wandb as TorchTitan does them; trackio and the run's own record on rank 0 beside them."""
+    """Console, TensorBoard and wandb as TorchTitan does them; beside them trackio and the run's own record (rank 0)."""
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None):
         super().__init__(job_config, parallel_dims, tag)
