@@ -134,7 +134,7 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
 def switch_x(figure: go.Figure, places: Sequence[Sequence[dict[str, Any]]]) -> None:
     """Give every trace its x, with a button for each axis on which all points have a place."""
     known = [axis for axis in AXES if all(at[axis] is not None for trace in places for at in trace)] or ["steps"]
-    buttons = []
+    buttons: list[dict[str, Any]] = []
     for axis in known:
         x = [[at[axis] for at in trace] for trace in places]
         change = {"xaxis.title.text": AXES[axis], "xaxis.autorange": True}

@@ -129,8 +129,8 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     rule = '<line x1="0" x2="{}" y1="{}" y2="{}" class="{}"/>'
     rules = ""
     for version in VERSIONS if base["v1"] != base["v2"] else ("v1",):
-        y = at(first, base[version]).split(",")[1]
-        rules += rule.format(BOX[0], y, y, f"base {version}")
+        height = at(first, base[version]).split(",")[1]
+        rules += rule.format(BOX[0], height, height, f"base {version}")
     dot = at(*curve[-1][:2]).split(",")
     _, y, error = curve[-1]
     told = f"{y:.3f} ± {error:.3f}, baseline {' / '.join(f'{b:.3f}' for b in dict.fromkeys(base.values()))}"
@@ -241,9 +241,9 @@ def ruler_card(run: Run) -> str:
     means = []
     for length in lengths:
         found = [scores.get(length, {}).get(task) for task in RULER_TASKS]
-        known = [value for value in found if value is not None]
-        complete = len(known) == len(RULER_TASKS)
-        means.append(f"<b>{percent(sum(known) / len(known))}</b>" if complete else '<b class="missing">N/A</b>')
+        there = [value for value in found if value is not None]
+        complete = len(there) == len(RULER_TASKS)
+        means.append(f"<b>{percent(sum(there) / len(there))}</b>" if complete else '<b class="missing">N/A</b>')
     rows.append(["<b>mean of 11</b>", *means])
     rows.append([f"{MODEL}", *["not given"] * len(lengths)])
     caption = f"Haystack: {escape(' and '.join(haystacks))}. The published model was run on RULER-style tasks at both "
