@@ -5,8 +5,8 @@
     python -m tools.dashboard runs/phase1 --serve --port 8765             (served here, charts updated in place)
 
 The page is one file without any outside host: plotly.js stands in it, and its own policy lets the browser refuse the
-network. What has no figure says "not measured". dashboard_run.py reads, dashboard_charts.py and dashboard_overlays.py
-draw, dashboard_cards.py writes the rest, dashboard_live.py watches and serves.
+network. What has no figure says "not measured". dashboard_run.py reads, dashboard_charts.py, dashboard_overlays.py and
+dashboard_core.py draw, dashboard_cards.py and dashboard_scores.py write the rest, dashboard_live.py watches and serves.
 """
 
 from __future__ import annotations
@@ -52,9 +52,15 @@ from tools.dashboard_charts import (
 from tools.dashboard_live import Live, serve, watch
 from tools.dashboard_overlays import comparison_figure
 from tools.dashboard_run import Run, number, read_run
+from tools.dashboard_scores import score_cards, scores_of_all
 from tools.dashboard_style import SCRIPT, STYLE
 
+LISTED = 40  # more evaluations than this are counted, not listed
 CHIPS = 24  # more attempts than this are counted, not listed
+# of an evaluation: what is said first, and how it was made
+PREFERRED = ("core_v1", "core_v2", "pass@1_plus", "bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
+HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
+       "limit": "limit ", "haystack": "haystack "}  # fmt: skip
 # what of the job's config is worth a line
 SETTINGS = (
     "model.flavor", "training.steps", "training.global_batch_size", "training.local_batch_size", "training.seq_len",
@@ -97,7 +103,8 @@ def page_body(runs: Sequence[Run], now: float) -> str:
         chips = "".join(line_chip(i, run.name) for i, run in enumerate(runs))
         figure = to_div(comparison_figure(runs), "comparison", "middle")
         caption = "Smoothed, over tokens. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
-        sections.insert(0, card("Loss of all runs", f'<p class="chips">{chips}</p>{figure}', caption))
+        losses = card("Loss of all runs", f'<p class="chips">{chips}</p>{figure}', caption)
+        sections.insert(0, losses + scores_of_all(runs))
     return f"{''.join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer>"
 
 
@@ -106,7 +113,8 @@ def run_section(run: Run, index: int, now: float) -> str:
     told = f'<ul class="warnings">{warnings}</ul>' if warnings else ""
     layout = "stack" if len(run.evals_of("bits_per_byte")) > 1 else "pair"  # curves over checkpoints need the width
     measurements = f'<div class="{layout}">{bits_card(run)}{decode_card(run)}</div>'
-    parts = (header(run, now), told, tiles(run), charts_of(run, index), measurements, evaluations_card(run))
+    parts = (header(run, now), told, tiles(run), charts_of(run, index), score_cards(run, index), measurements,
+             evaluations_card(run))  # fmt: skip
     return f"<article>{''.join(parts)}{provenance_card(run)}</article>"
 
 
@@ -234,20 +242,23 @@ def charts_of(run: Run, index: int) -> str:
 
 
 def evaluations_card(run: Run) -> str:
-    """Every evaluation on record, the newest first."""
+    """The evaluations on record, the newest first."""
     rows = []
-    for record in reversed(run.evals):
-        figures = {k: number(v) for k, v in record.items() if k not in PROVENANCE}
+    for record in run.evals[: -LISTED - 1 : -1]:
+        figures = {k: number(v) for k, v in record.items() if k not in (*PROVENANCE, *HOW, "checkpoint_time")}
         known = [(k, v) for k, v in figures.items() if v is not None]
-        preferred = ("bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
-        known.sort(key=lambda item: preferred.index(item[0]) if item[0] in preferred else len(preferred))
-        result = ", ".join(f"{k} {v:.4g}" for k, v in known[:2]) or "no figures"
-        cells = [record.get("kind", "?"), where_evaluated(record), result]
+        known.sort(key=lambda item: PREFERRED.index(item[0]) if item[0] in PREFERRED else len(PREFERRED))
+        nothing = "N/A" if record.get("missing") else "see its table"
+        result = ", ".join(f"{k} {v:.4g}" for k, v in known[:2]) or nothing
+        how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
+        cells = [record.get("kind", "?"), where_evaluated(record), result, how]
         rest = [short(record.get("tokens_total")), measured(record.get("seconds"), ".1f", " s")]
         rest += [utc(record.get("time")), code(record.get("code_version"))]
         rows.append([*(escape(str(c)) for c in cells), *rest])
-    head = ("evaluation", "checkpoint", "result", "tokens", "took", "time (UTC)", "code")
-    return card("Evaluations", table(head, rows) if rows else '<p class="none">not measured</p>')
+    head = ("evaluation", "checkpoint", "result", "how", "tokens", "took", "time (UTC)", "code")
+    more = len(run.evals) - len(rows)
+    caption = f"And {more:,} older ones, all in evals.jsonl." if more else ""
+    return card("Evaluations", table(head, rows) if rows else '<p class="none">not measured</p>', caption)
 
 
 def provenance_card(run: Run) -> str:

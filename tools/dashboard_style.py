@@ -9,9 +9,9 @@ STYLE = (
     + FONT
     + """ }
 :root { --page:#f6f6f3; --card:#ffffff; --ink:#1c2430; --soft:#5d6879; --line:#e6e6e0; --grid:#ecece7; --track:#eeeeea;
-  --good:#1f8a5b; --warn:#b4540a; color-scheme:light dark }
+  --good:#1f8a5b; --warn:#b4540a; --bad:#c6283c; color-scheme:light dark }
 @media (prefers-color-scheme:dark) { :root { --page:#0f1216; --card:#171b21; --ink:#e8ebf0; --soft:#97a1b2;
-  --line:#252b34; --grid:#232932; --track:#232932; --good:#4cc38a; --warn:#f0a45d } }
+  --line:#252b34; --grid:#232932; --track:#232932; --good:#4cc38a; --warn:#f0a45d; --bad:#ff7585 } }
 * { box-sizing:border-box }
 body { margin:0; background:var(--page); color:var(--ink); -webkit-text-size-adjust:100% }
 main { max-width:1240px; margin:0 auto; padding:40px 24px 24px }
@@ -75,6 +75,18 @@ code { font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace }
 .facts-of { display:grid; grid-template-columns:repeat(auto-fill,minmax(150px,1fr)); gap:16px; margin:22px 0 6px }
 .facts-of dt { font-size:12px; color:var(--soft) } .facts-of dd { margin:0; font-size:17px; font-weight:600;
   font-variant-numeric:tabular-nums } .scale { display:flex; justify-content:space-between; margin-top:6px }
+.missing { color:var(--bad) }
+.core b { color:var(--ink) } .core b.missing { color:var(--bad) }
+.card > h3 { margin:22px 0 8px; color:var(--ink) } .heat { height:560px } .save { margin:14px 0 0; font-size:13px }
+.save a { color:inherit }
+.smalls { display:grid; grid-template-columns:repeat(auto-fill,minmax(min(165px,42%),1fr)); gap:14px 20px;
+  margin-bottom:6px }
+.smalls figure { margin:0; min-width:0 } .smalls figcaption { display:flex; justify-content:space-between; gap:8px;
+  font-size:12px; overflow-wrap:anywhere; line-height:1.3; align-items:end; min-height:32px } .smalls b { flex:none }
+.smalls svg { display:block; width:100%; background:var(--page); border-radius:6px; margin:4px 0 2px }
+.smalls svg polyline { stroke-width:1.6; vector-effect:non-scaling-stroke } .smalls small { font-size:12px }
+.smalls .base { stroke:var(--soft); vector-effect:non-scaling-stroke; stroke-dasharray:2 3 }
+.smalls .base.v2 { stroke-dasharray:6 3 } .smalls .missing small { display:block }
 .bullet .bar { height:28px; border-radius:7px; position:relative }
 .bullet u { position:absolute; top:0; bottom:0; width:3px; margin-left:-1.5px; background:var(--card) }
  .bullet .bar i { border-radius:7px }

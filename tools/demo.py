@@ -45,11 +45,14 @@ def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ra
     exported = run("-m", "tools.export_hf", "--checkpoint", str(last), "--out", str(out / "hf"), "--dtype", "float32")
     stage("5/7  the decode engine against Transformers, token for token")
     matches, sample = engine_matches_hf(out / "hf")
-    stage("6/7  bits per byte, decode speed")
+    stage("6/7  bits per byte, a toy bundle in the format of CORE, contamination, decode speed")
     tokens_total = read_lines(out / "metrics.jsonl")[-1]["tokens_total"]
     where = ("--step", str(steps2), "--tokens-total", str(tokens_total), "--phase", "phase2")
     evals = str(out / "evals.jsonl")
     bpb = run("-m", "evals.bits_per_byte", str(out / "hf"), "--data", str(out / "data"), "--out", evals, *where)
+    toy = ("--bundle", "evals/demo_bundle", "--protocol", "nanochat")  # not CORE: too few tasks, easy rows
+    core = run("-m", "evals.core", str(out / "hf"), *toy, "--out", evals, *where)
+    run("-m", "evals.contamination", "--data", str(out / "data"), "--out", evals)
     bench = run("-m", "evals.decode_speed", str(out / "hf"), "--out", evals, *where)
     stage("7/7  dashboard")
     run("-m", "tools.dashboard", str(out), "--out", str(out / "dashboard.html"))
@@ -59,7 +62,8 @@ def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ra
     )
     console.print(sample, markup=False, highlight=False)
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
-    print(json.dumps(figures(out, exported, matches, bpb, bench, time.monotonic() - started)))
+    results = figures(out, exported, matches, bpb, bench, time.monotonic() - started)
+    print(json.dumps(results | {"core_tasks": len(core["tasks"]), "core_v1": core["core_v1"]}))
 
 
 def stage(title: str) -> None:

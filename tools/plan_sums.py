@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from laneformer.config import LaneformerConfig
+from laneformer.config import LaneformerConfig, flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
-from laneformer.titan.spec import flops_per_token
 
 Facts = dict[str, float]
 FP32, BF16 = 4, 2

@@ -123,6 +123,35 @@ class Validation:
     """Held-out windows of each source, the first ones; all there are when a source has fewer"""
 
 
+@dataclass
+class Metrics:
+    """TorchTitan's section."""
+
+    enable_trackio: bool = False
+    """Whether the values that TensorBoard and wandb get also go to trackio's local database"""
+
+
+@dataclass
+class Evals:
+    """What `python -m evals.watch` does with the checkpoints of the run; the training job itself does not read it."""
+
+    every_steps: int = 0
+    """Checkpoints of these steps are evaluated, and the last one; 0: none"""
+
+    commands: list[str] = field(default_factory=list)
+    """Modules of evals/ with their options, such as "bits_per_byte --data data/demo --windows 8"; the watcher adds
+    the model's folder, --out, --step, --tokens-total and --phase"""
+
+    device: str = "auto"
+    """Where they run: auto, cpu or cuda; anything but auto is handed on as --device"""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What the weights are rounded to before they are evaluated"""
+
+    newest_first: bool = False
+    """Whether a watcher that is late takes the newest checkpoint before the older ones"""
+
+
 def _architecture_section() -> type:
     """Every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor."""
     hints = typing.get_type_hints(LaneformerConfig)
@@ -144,4 +173,6 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resilience: Resilience = field(default_factory=Resilience)
     validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+    evals: Evals = field(default_factory=Evals)
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]

@@ -1,7 +1,7 @@
 """metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
 
-Console, TensorBoard and wandb get what TorchTitan logs and, beside it, what the line holds: loss by source, z-scores,
-tokens by source, checkpoint time, validation loss. One row a logged step; a validation adds its figures to the row.
+Console, TensorBoard, wandb and trackio get what TorchTitan logs and, beside it, what the line holds: loss by source,
+z-scores, tokens by source, checkpoint time, validation loss. One row a logged step; a validation adds to its row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -30,11 +30,38 @@ from .statistics import RunningZ
 Z_WINDOW = 128  # logged steps
 
 
+class TrackioLogger(BaseLogger):
+    """The same values in trackio's database, RUN/trackio unless TRACKIO_DIR says otherwise; nothing leaves the machine.
+
+    `TRACKIO_DIR=RUN/trackio trackio show` looks at it.
+    """
+
+    def __init__(self, run: Path):
+        os.environ.setdefault("TRACKIO_DIR", str(run / "trackio"))  # read when trackio is imported
+        try:
+            import trackio
+        except ModuleNotFoundError as problem:
+            raise ValueError("metrics.enable_trackio needs the package trackio: pip install trackio") from problem
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}  # the values, and nothing of its own
+        self.run = trackio.init("laneformer", name=run.name, resume="allow", **quiet)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
 class RunMetrics(MetricsProcessor):
-    """Console, TensorBoard and wandb as TorchTitan does them; the run's own record on rank 0 beside them."""
+    """Console, TensorBoard and wandb as TorchTitan does them; beside them trackio and the run's own record (rank 0)."""
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None):
         super().__init__(job_config, parallel_dims, tag)
+        if job_config.metrics.enable_trackio and torch.distributed.get_rank() == 0:
+            loggers = LoggerContainer()
+            loggers.add_logger(self.logger)
+            loggers.add_logger(TrackioLogger(Path(job_config.job.dump_folder).resolve()))
+            self.logger = loggers
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.attempt = 0  # set by the trainer once the attempt is on record
         self.tokens_before = 0  # of earlier phases

@@ -1,7 +1,7 @@
-"""What the supervisor has to know of a job: the few settings that it reads itself, from the same file and flags.
+"""What stands beside a job has to know of it: the few settings that the supervisor and evals.watch read themselves.
 
 TorchTitan's own parser takes eight seconds to import and would bring torch into a process that must outlive everything;
-so only our `[resilience]` and a few fields are read here. The workers read, and check, the whole.
+so only `[resilience]`, `[evals]` and a few fields are read here. The workers read, and check, the whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from .job_config import Resilience
+from .job_config import Evals, Resilience
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Job:
 @dataclass
 class Training:
     global_batch_size: int = -1
+    steps: int = 10_000  # TorchTitan's default
 
 
 @dataclass
@@ -52,6 +53,7 @@ class SupervisedJob:
     model: Model = field(default_factory=Model)
     mixture: Mixture = field(default_factory=Mixture)
     resilience: Resilience = field(default_factory=Resilience)
+    evals: Evals = field(default_factory=Evals)
 
     @property
     def run(self) -> Path:
@@ -77,6 +79,7 @@ def read_job(arguments: list[str]) -> SupervisedJob:
         model=section(Model, "model"),
         mixture=section(Mixture, "mixture"),
         resilience=section(Resilience, "resilience"),
+        evals=section(Evals, "evals"),
     )
     job, _ = tyro.cli(SupervisedJob, args=arguments, default=default, return_unknown_args=True)
     if job.checkpoint.load_step != -1:

@@ -191,3 +191,17 @@ FLAVORS: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
     },
 }
+
+
+def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
+    """Training FLOPs per token: 6 for every weight that multiplies, 12 d for every head and key that a query sees.
+
+    Keys outside the causal triangle or the sliding window are not counted, and neither is recomputation.
+    """
+    counts = config.parameter_count()
+    matrices = counts["total"] - counts["embedding"] - counts["norms"]
+    keys = 0.0
+    for layer in range(config.num_hidden_layers):
+        window = min(config.window(layer) or seq_len, seq_len)
+        keys += (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+    return int(6 * matrices + 12 * config.hidden_size * keys)

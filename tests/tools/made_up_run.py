@@ -2,7 +2,7 @@
 
 Two phases, attempts that fall back to a checkpoint, a warmup-stable-decay schedule in each phase, noise and spikes.
 
-    python tests/tools/made_up_run.py FOLDER    (writes a run to look at)
+    python tests/tools/made_up_run.py FOLDER [--long] [--missing]    (writes a run to look at)
 """
 
 from __future__ import annotations
@@ -70,23 +70,106 @@ def rows_of(steps: int, every: int) -> list[dict[str, Any]]:
     return rows
 
 
-def evaluations(steps: int) -> list[dict[str, Any]]:
+def evaluations(steps: int, checkpoints: int, missing: tuple[str, ...]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    for part in range(1, 7):
-        tokens = int(part / 6 * 1.5 * steps) * TOKENS_A_STEP
+    rng = random.Random(11)
+    for count in range(1, checkpoints + 1):
+        part = 6 * count / checkpoints
+        step = int(count / checkpoints * 1.5 * steps)
+        tokens = step * TOKENS_A_STEP
         sources = {
             name: {"category": category, "bits_per_byte": 0.7 + 0.08 * i + 0.5 / part, "loss": 2.0, "bytes": 30000}
             for i, (name, category) in enumerate(SOURCES.items())
         }
-        origin = {"step": tokens // TOKENS_A_STEP, "tokens_total": tokens, "phase": "phase1" if part < 5 else "phase2",
+        late = step > steps
+        origin = {"step": step - late * steps, "tokens_total": tokens, "phase": "phase2" if late else "phase1",
                   "time": 1.79e9 + 3600 * part, "seconds": 41.3, "code_version": "0123456789ab",
                   "tokenizer_sha256": "ab" * 32, "data_sha256": "cd" * 32}  # fmt: skip
         total = sum(s["bits_per_byte"] for s in sources.values()) / len(sources)
         records.append({"kind": "bits_per_byte", **origin, "bits_per_byte": total, "sources": sources})
+        records.append({**origin, **core_record(rng, count / checkpoints, missing)})
     speed = {"tokens_per_s": 131.7, "bytes_per_token": 98.3e6, "probe_bytes_per_s": 17.4e9, "percent_of_probe": 74.4,
              "prefill_tokens_per_s": 2150.0, "ttft_s": 0.061, "cpu": "Some CPU (2 cores)", "dtype": "bf16",
              "isa": "avx512bf16", "threads": 2, "tokens_per_s_p10": 127.9, "tokens_per_s_p90": 134.2}  # fmt: skip
-    return [*records, {**origin, "kind": "decode_speed", **speed}]
+    return [*records, *scores(origin), {**origin, "kind": "decode_speed", **speed}]
+
+
+# label: (category, type, shots, baseline v1, baseline v2, items)
+CORE_TASKS = {
+    "hellaswag_zeroshot": ("language", "multiple_choice", 0, 25, 25, 10042),
+    "jeopardy": ("world", "language_modeling", 10, 0, 0, 2117),
+    "bigbench_qa_wikidata": ("world", "language_modeling", 10, 0, 0, 20321),
+    "arc_easy": ("world", "multiple_choice", 10, 25, 25, 2376),
+    "arc_challenge": ("world", "multiple_choice", 10, 25, 25, 1172),
+    "copa": ("commonsense", "multiple_choice", 0, 50, 50, 100),
+    "commonsense_qa": ("commonsense", "multiple_choice", 10, 20, 40.3, 1221),
+    "piqa": ("commonsense", "multiple_choice", 10, 50, 50, 1838),
+    "openbook_qa": ("commonsense", "multiple_choice", 0, 25, 25, 500),
+    "lambada_openai": ("language", "language_modeling", 0, 0, 0, 5153),
+    "hellaswag": ("language", "multiple_choice", 10, 25, 25, 10042),
+    "winograd": ("language", "schema", 0, 50, 50, 273),
+    "winogrande": ("language", "schema", 0, 50, 50, 1267),
+    "bigbench_dyck_languages": ("symbolic", "language_modeling", 10, 0, 0, 1000),
+    "agi_eval_lsat_ar": ("symbolic", "multiple_choice", 3, 20, 25, 230),
+    "bigbench_cs_algorithms": ("symbolic", "language_modeling", 10, 0, 0, 1320),
+    "bigbench_operators": ("symbolic", "language_modeling", 10, 0, 0, 210),
+    "bigbench_repeat_copy_logic": ("symbolic", "language_modeling", 10, 0, 0, 32),
+    "squad": ("reading", "language_modeling", 10, 0, 0, 10570),
+    "coqa": ("reading", "language_modeling", 0, 0, 0, 7983),
+    "boolq": ("reading", "multiple_choice", 10, 62, 62, 3270),
+    "bigbench_language_identification": ("language", "multiple_choice", 10, 9.1, 25, 10000),
+}
+RULER = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+         "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe")  # fmt: skip
+
+
+def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A `core` record of a model that has `share` of its training behind it."""
+    tasks: dict[str, Any] = {}
+    for place, (label, (category, kind, shots, v1, v2, items)) in enumerate(CORE_TASKS.items()):
+        n = min(500, items)
+        skill = (0.05 + 0.03 * (place % 7)) * (1 - math.exp(-3 * share)) * 2
+        accuracy = min(1.0, max(0.0, v1 / 100 + (1 - v1 / 100) * skill + rng.gauss(0, 0.3) / n**0.5))
+        error = math.sqrt(accuracy * (1 - accuracy) / n)
+        centered = {f"centered_v{i}": (accuracy - b / 100) / (1 - b / 100) for i, b in ((1, v1), (2, v2))}
+        if label not in missing:
+            tasks[label] = {"accuracy": accuracy, **centered, "standard_error": error, "n": n, "n_total": items,
+                            "shots": shots, "baseline_v1": v1, "baseline_v2": v2, "type": kind,
+                            "category": category}  # fmt: skip
+    record: dict[str, Any] = {"kind": "core", "protocol": "nanochat", "seed": 1234, "max_per_task": 500}
+    for v in ("v1", "v2"):
+        values = [t[f"centered_{v}"] for t in tasks.values()]
+        record |= {f"core_{v}": None if missing else sum(values) / 22, f"core_{v}_se": None if missing else 0.0065}
+    categories = {}
+    for category in ("language", "world", "commonsense", "symbolic", "reading"):
+        of_it = [t for t in tasks.values() if t["category"] == category]
+        whole = len(of_it) == sum(t[0] == category for t in CORE_TASKS.values())
+        categories[category] = {f"centered_{v}": sum(t[f"centered_{v}"] for t in of_it) / len(of_it) if whole else None
+                                for v in ("v1", "v2")}  # fmt: skip
+    reasons = {label: f"eval_data/{label}.jsonl is missing; copy it there" for label in missing}
+    return {**record, "tasks": tasks, "missing": reasons, "categories": categories}
+
+
+def scores(origin: dict[str, Any]) -> list[dict[str, Any]]:
+    """Code, lm-eval with RULER, and contamination of the last checkpoint."""
+    code = {"protocol": "greedy", "sandbox": "bubblewrap", "seed": 0}
+    control = {"passed": 163, "total": 164, "known_failures": {"HumanEval/32": "its test is too strict"}}
+    ruler = {length: {task: round(0.9 - 0.05 * i - (length == "4096") * 0.11, 3) for i, task in enumerate(RULER)}
+             for length in ("2048", "4096")}  # fmt: skip
+    ruler["4096"].pop("ruler_fwe")
+    arc = {"arc_easy": {"acc,none": 0.501, "acc_norm,none": 0.4712, "acc_norm_stderr,none": 0.0102},
+           "arc_challenge": {"acc,none": 0.277, "acc_norm,none": 0.3029, "acc_norm_stderr,none": 0.0134}}  # fmt: skip
+    found = {"humaneval": {"items": 164, "touched": 12, "documents_dropped": 431, "sources": {"code": {}}},
+             "gsm8k": {"items": 8792, "touched": 0, "documents_dropped": 0, "sources": {}}}  # fmt: skip
+    return [
+        {**origin, **code, "kind": "code", "dataset": "humaneval+", "version": "0.1.10", "pass@1_base": 0.475,
+         "pass@1_plus": 0.439, "pass@k": {}, "n": 164, "control": control},
+        {**origin, **code, "kind": "code", "dataset": "mbpp+", "version": "0.2.0", "pass@1_base": 0.61,
+         "pass@1_plus": 0.507, "pass@k": {"10": 0.688}, "n": 378, "control": {"passed": 378, "total": 378}},
+        {**origin, "kind": "lm_eval", "tasks": arc, "limit": None, "num_fewshot": 0, "seeds": [0, 1234, 1234, 1234]},
+        {**origin, "kind": "lm_eval", "tasks": {}, "limit": 50, "haystack": "offline", "ruler": ruler},
+        {**origin, "kind": "contamination", "benchmarks": found, "phase": "phase1"},
+    ]  # fmt: skip
 
 
 def events(phase: str, length: int) -> list[dict[str, Any]]:
@@ -100,9 +183,12 @@ def events(phase: str, length: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def write_run(folder: Path, steps: int = 2000, every: int = 2) -> Path:
+def write_run(
+    folder: Path, steps: int = 2000, every: int = 2, checkpoints: int = 6, missing: tuple[str, ...] = ()
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, records in (("metrics", rows_of(steps, every)), ("evals", evaluations(steps))):
+    evals = evaluations(steps, checkpoints, missing)
+    for name, records in (("metrics", rows_of(steps, every)), ("evals", evals)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     for phase, length in (("phase1", steps), ("phase2", steps // 2)):
         (folder / phase).mkdir(exist_ok=True)
@@ -124,4 +210,5 @@ def write_run(folder: Path, steps: int = 2000, every: int = 2) -> Path:
 
 
 if __name__ == "__main__":
-    write_run(Path(sys.argv[1]), steps=20_000 if "--long" in sys.argv else 2000)
+    long, gaps = "--long" in sys.argv, ("squad", "coqa") if "--missing" in sys.argv else ()
+    write_run(Path(sys.argv[1]), 20_000 if long else 2000, checkpoints=200 if long else 6, missing=gaps)

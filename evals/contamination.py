@@ -1,0 +1,94 @@
+"""How much of the evaluation sets the training text held, as `data_mixtures` found and dropped it: a record of a run.
+
+    python -m evals.contamination --data data/phase1 --out runs/phase1/evals.jsonl
+
+The counts come from DIR/<source>/source.json, the numbers of items from the index of benchmarks that found them. A
+source names how many items it held, not which: an item held by several sources is counted by each, so that `touched`
+is at most the sum, and never more than all items.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from data_mixtures.decontaminate import known_benchmarks
+from data_mixtures.shards import manifest_sha256, read_manifest
+from evals.records import append_record
+
+
+def contamination(data: Path) -> dict[str, Any]:
+    """The figures of the record: by benchmark its items, how many were touched at most, and the documents dropped.
+
+    ValueError for a folder without sources. `benchmarks` is empty where the data were not searched.
+    """
+    folders = sorted(path.parent for path in data.glob("*/source.json"))
+    if not folders:
+        raise ValueError(f"{data} holds no <source>/source.json; make it with `python -m data_mixtures.prepare`")
+    by_source = {folder.name: read_manifest(folder).get("contamination", {}) for folder in folders}
+    known = {benchmark.name: benchmark for benchmark in known_benchmarks(data)}
+    benchmarks = {}
+    for name in sorted({*known, *(name for found in by_source.values() for name in found)}):
+        held = {source: found[name] for source, found in by_source.items() if found.get(name, {}).get("documents")}
+        items = known[name].items if name in known else None
+        touched = sum(counts["items"] for counts in held.values())
+        benchmarks[name] = {
+            "items": items,
+            "searchable": known[name].searchable if name in known else None,
+            "touched": touched if items is None else min(touched, items),
+            "documents_dropped": sum(counts["documents"] for counts in held.values()),
+            "sources": held,
+        }
+    return {"benchmarks": benchmarks, "manifests": {folder.name: manifest_sha256(folder) for folder in folders}}
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the figures as a table on stderr."""
+    table = Table(title="Evaluation items found in the training text; the documents that held them were dropped")
+    for column in ("benchmark", "items", "searchable", "touched, at most", "documents dropped", "in sources"):
+        table.add_column(column, justify="left" if column in ("benchmark", "in sources") else "right")
+    for name, found in figures["benchmarks"].items():
+        counts = (found[key] for key in ("items", "searchable", "touched", "documents_dropped"))
+        table.add_row(name, *("?" if c is None else f"{c:,}" for c in counts), ", ".join(found["sources"]) or "none")
+    console = Console(stderr=True)
+    console.print(table)
+    if not figures["benchmarks"]:
+        console.print("The recipe names no [filter.benchmarks]: nothing was searched for, which is not the same as 0.")
+
+
+def main(data: Path, out: Path | None = None, phase: str | None = None) -> None:
+    """Overlaps of the evaluation sets with the training text. The last line on stdout is the record, JSON.
+
+    Args:
+        data: directory made by `python -m data_mixtures.prepare`
+        out: file to append the record to, such as runs/demo/evals.jsonl
+        phase: phase that trains on the data, for the record
+    """
+    started = time.perf_counter()
+    figures = contamination(data)
+    show(figures)
+    sources = [read_manifest(data / name) for name in figures["manifests"]]
+    record = append_record(
+        out,
+        "contamination",
+        figures,
+        phase=phase,
+        seconds=time.perf_counter() - started,
+        tokenizer_sha256=sources[0].get("tokenizer_sha256"),
+        data_sha256=hashlib.sha256(json.dumps(figures["manifests"], sort_keys=True).encode()).hexdigest(),
+    )
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except ValueError as error:
+        raise SystemExit(f"contamination: {error}") from None

@@ -1,0 +1,59 @@
+"""The contamination report from the manifests of real and of made-up sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_mixtures.decontaminate import make_index
+from evals.contamination import contamination, main
+
+
+def source(data: Path, name: str, found: dict) -> None:
+    folder = data / name
+    folder.mkdir(parents=True)
+    (folder / "source.json").write_text(json.dumps({"format": 1, "contamination": found, "tokenizer_sha256": "ab"}))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two sources, and an index of two benchmarks of which one was never met."""
+    sentence = "the quick brown fox number {} jumps over the lazy dog and then it sleeps well"
+    for name, count in (("quiz", 4), ("other", 2)):
+        rows = [json.dumps({"question": sentence.format(f"{name} {i}")}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([*rows, '{"question": "too short"}']) + "\n")
+    out = tmp_path / "data"
+    source(out, "web", {"quiz": {"documents": 7, "items": 3}})
+    source(out, "code", {"quiz": {"documents": 1, "items": 3}})
+    make_index({name: str(tmp_path / f"{name}.jsonl") for name in ("quiz", "other")}, out)
+    return out
+
+
+def test_counts_add_up_and_never_pass_the_items(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = data / "evals.jsonl"
+    main(data, out, phase="phase1")
+    record = json.loads(out.read_text())
+    quiz, other = record["benchmarks"]["quiz"], record["benchmarks"]["other"]
+    assert (quiz["items"], quiz["searchable"], quiz["touched"], quiz["documents_dropped"]) == (5, 4, 5, 8)
+    assert (other["items"], other["touched"], other["documents_dropped"], other["sources"]) == (3, 0, 0, {})
+    assert (record["kind"], record["phase"], record["tokenizer_sha256"]) == ("contamination", "phase1", "ab")
+    assert set(record["manifests"]) == {"code", "web"}
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1]) == record
+    assert "code, web" in said.err
+    before = contamination(data)["manifests"]
+    (data / "web/source.json").write_text('{"format": 1, "contamination": {}}')
+    assert contamination(data)["manifests"]["web"] != before["web"], "other data, another hash"
+
+
+def test_data_that_were_not_searched_say_so(
+    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(prepared_data)
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["benchmarks"] == {}
+    assert "nothing was searched for" in said.err
+    with pytest.raises(ValueError, match="holds no <source>"):
+        main(tmp_path)

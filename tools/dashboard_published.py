@@ -1,0 +1,38 @@
+"""Figures that others have published, with their source: what the dashboard draws and prints beside a run's own.
+
+CORE has two versions of its baselines (DCLM corrected three of them in September 2025): a value without its version
+says nothing. GPT-2: nanochat's leaderboard. DCLM-7B: the result files of DCLM. Laneformer 2B: its authors' own figures;
+of RULER they give no scores by task.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Reference(NamedTuple):
+    """A model's CORE in one version."""
+
+    name: str
+    version: str  # v1 or v2
+    value: float
+
+
+CORE_REFERENCES = (
+    Reference("GPT-2 124M", "v1", 0.113891),
+    Reference("GPT-2 medium", "v1", 0.1849),
+    Reference("GPT-2 large", "v1", 0.2146),
+    Reference("GPT-2 XL", "v1", 0.256525),
+    Reference("DCLM-7B", "v1", 0.57136),
+    Reference("DCLM-7B", "v2", 0.55961),
+)
+MODEL = "Laneformer 2B"
+# pass@1 on the extended tests, greedy
+CODE = {"humaneval+": 0.451, "mbpp+": 0.516}
+# lm-eval task -> (metric, value); 0-shot
+LM_EVAL = {"arc_challenge": ("acc_norm", 0.3106), "arc_easy": ("acc_norm", 0.4790)}
+RULER_TASKS = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
+)  # fmt: skip
+RULER_LENGTHS = ("2048", "4096")
