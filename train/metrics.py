@@ -42,8 +42,9 @@ class TrackioLogger(BaseLogger):
             import trackio
         except ModuleNotFoundError as problem:
             raise ValueError("metrics.enable_trackio needs the package trackio: pip install trackio") from problem
-        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}  # the values, and nothing of its own
-        self.run = trackio.init("laneformer", name=run.name, resume="allow", **quiet)
+        self.run = trackio.init(  # our values, and nothing of its own
+            "laneformer", name=run.name, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+        )
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self.run.log(metrics, step=step)
@@ -61,7 +62,7 @@ class RunMetrics(MetricsProcessor):
             loggers = LoggerContainer()
             loggers.add_logger(self.logger)
             loggers.add_logger(TrackioLogger(Path(job_config.job.dump_folder).resolve()))
-            self.logger = loggers
+            self.logger: BaseLogger = loggers
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.attempt = 0  # set by the trainer once the attempt is on record
         self.tokens_before = 0  # of earlier phases
