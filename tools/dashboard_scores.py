@@ -115,7 +115,8 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     missing = (points[-1].get("missing") or {}).get(task)
     if missing is not None or not curve:
         why = f'<small class="missing">missing: {escape(str(missing or "no figure"))}</small>'
-        return f'<figure class="missing"><figcaption>{escape(task)}</figcaption>{why}</figure>'
+        name = f"<figcaption>{escape(task)}</figcaption>"
+        return f'<figure class="missing" title="{escape(str(missing))}">{name}{why}</figure>'
     base = {v: (figure_of(known[-1][1], task, f"baseline_{v}") or 0.0) / 100 for v in VERSIONS}
     low = min([*base.values(), *(y - e for _, y, e in curve)])
     high = max([*base.values(), *(y + e for _, y, e in curve), low + 0.02])

@@ -86,7 +86,9 @@ code { font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace }
 .smalls svg { display:block; width:100%; background:var(--page); border-radius:6px; margin:4px 0 2px }
 .smalls svg polyline { stroke-width:1.6; vector-effect:non-scaling-stroke } .smalls small { font-size:12px }
 .smalls .base { stroke:var(--soft); vector-effect:non-scaling-stroke; stroke-dasharray:2 3 }
-.smalls .base.v2 { stroke-dasharray:6 3 } .smalls .missing small { display:block }
+.smalls .base.v2 { stroke-dasharray:6 3 } 
+.smalls .missing small { display:-webkit-box; -webkit-box-orient:vertical; -webkit-line-clamp:4; overflow:hidden;
+  overflow-wrap:anywhere }
 .bullet .bar { height:28px; border-radius:7px; position:relative }
 .bullet u { position:absolute; top:0; bottom:0; width:3px; margin-left:-1.5px; background:var(--card) }
  .bullet .bar i { border-radius:7px }
