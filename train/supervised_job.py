@@ -1,4 +1,4 @@
-"""What stands beside a job has to know of it: the few settings that the supervisor and evals.watch read themselves.
+"""What stands beside a job has to know of it: the few settings that the supervisor and tools.watch read themselves.
 
 TorchTitan's own parser takes eight seconds to import and would bring torch into a process that must outlive everything;
 so only `[resilience]`, `[evals]` and a few fields are read here. The workers read, and check, the whole.

@@ -1,7 +1,7 @@
 """Evaluates the checkpoints of a run while it trains: a process of its own, which the run does not know of.
 
-    python -m evals.watch --job.config_file configs/phase1.toml [--cpus 28-31] [--gpu 7] [--section.key value ...]
-    python -m evals.watch --run runs/phase1 --once        (what is there now, then end)
+    python -m tools.watch --job.config_file configs/phase1.toml [--cpus 28-31] [--gpu 7] [--section.key value ...]
+    python -m tools.watch --run runs/phase1 --once        (what is there now, then end)
 
 Every complete checkpoint that `[evals]` asks for becomes a Hugging Face folder, which each command of `[evals]` is run
 on. A command writes its records to a file of its own; the watcher hands them over to RUN/evals.jsonl in one write, with
@@ -34,6 +34,7 @@ from typing import Any
 
 from rich.console import Console
 
+import evals
 from laneformer.provenance import append_line
 from train.checkpoint_files import check_complete, step_folders
 from train.events import read_outcome, record_event
@@ -230,10 +231,10 @@ def check(job: SupervisedJob) -> None:
         raise ValueError(f"evals.every_steps = {section.every_steps} asks for no evaluation; set [evals] every_steps")
     if not section.commands:
         raise ValueError('evals.commands is empty; for example commands = ["bits_per_byte --data data/demo"]')
-    modules = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+    modules = sorted(path.stem for path in Path(evals.__file__).parent.glob("[a-z]*.py"))
     for command in section.commands:
         module = command.split()[0] if command.split() else ""
-        if module == "watch" or module not in modules or importlib.util.find_spec(f"evals.{module}") is None:
+        if module not in modules or importlib.util.find_spec(f"evals.{module}") is None:
             near = difflib.get_close_matches(module, modules, n=1) or modules
             raise ValueError(f"evals.commands: {command!r} begins with no module of evals/; nearest: {', '.join(near)}")
 
@@ -256,7 +257,7 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
 
 def read_arguments() -> tuple[argparse.Namespace, SupervisedJob]:
     """The watcher's own flags; the rest is the job's."""
-    parser = argparse.ArgumentParser(prog="python -m evals.watch", allow_abbrev=False, description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.watch", allow_abbrev=False, description=__doc__)
     parser.add_argument("--run", type=Path, help="run folder, in place of --job.config_file: its config.toml is read")
     parser.add_argument("--once", action="store_true", help="evaluate what is there, then end")
     parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two looks for checkpoints")
@@ -283,4 +284,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except ValueError as problem:
-        raise SystemExit(f"evals.watch: {problem}") from None
+        raise SystemExit(f"tools.watch: {problem}") from None

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from evals.watch import Watcher, check, only_watcher
+from tools.watch import Watcher, check, only_watcher
 from train.exit_codes import STOPPED
 from train.job_config import Evals
 from train.supervised_job import Checkpoint, Job, SupervisedJob, Training
@@ -44,7 +44,7 @@ def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def watcher(run: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "evals.watch", "--run", str(run), "--every-s", "0.2", *options]
+    command = [sys.executable, "-m", "tools.watch", "--run", str(run), "--every-s", "0.2", *options]
     return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
 
 
