@@ -60,7 +60,8 @@ def show(figures: dict[str, Any]) -> None:
     console = Console(stderr=True)
     console.print(table)
     if not figures["benchmarks"]:
-        console.print("The recipe names no [filter.benchmarks]: nothing was searched for, which is not the same as 0.")
+        note = "The recipe names no [filter.benchmarks]: nothing was searched for, which is not the same as 0."
+        console.print(note, markup=False)
 
 
 def main(data: Path, out: Path | None = None, phase: str | None = None) -> None:
