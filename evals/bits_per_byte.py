@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
-from evals.records import append_record
+from evals.records import NOWHERE, AboutFlags
 from evals.token_bytes import bytes_per_token
 from laneformer.provenance import file_sha256
 
@@ -117,10 +117,7 @@ def main(
     hf_dir: Annotated[Path, tyro.conf.Positional],
     data: Path,
     windows: int | None = None,
-    out: Path | None = None,
-    step: int | None = None,
-    tokens_total: int | None = None,
-    phase: str | None = None,
+    about: AboutFlags = NOWHERE,
     device: str = "auto",
 ) -> None:
     """Bits per byte of a model on the held-out windows of each source. The last line on stdout is the record, JSON.
@@ -129,10 +126,7 @@ def main(
         hf_dir: folder of the exported model
         data: directory made by `python -m data_mixtures.prepare`
         windows: windows of each source to score; all by default
-        out: file to append the record to, such as runs/demo/evals.jsonl
-        step: training step of the checkpoint, for the record
-        tokens_total: tokens that the checkpoint has seen, for the record
-        phase: phase of the checkpoint, for the record
+        about: where the record goes, and what it is about
         device: where the engine runs: auto, cpu or cuda
     """
     from laneformer import Engine  # the compiled part: scoring with another model does not need it
@@ -147,13 +141,9 @@ def main(
     digest = hashlib.sha256()
     for name in rows:
         digest.update(name.encode() + b"\0" + rows[name].tobytes())
-    record = append_record(
-        out,
+    record = about.append(
         "bits_per_byte",
         figures,
-        step=step,
-        tokens_total=tokens_total,
-        phase=phase,
         seconds=time.perf_counter() - started,
         tokenizer_sha256=file_sha256(data / "tokenizer.model"),
         data_sha256=digest.hexdigest(),

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from evals.code_answers import EndpointModel, EngineModel, Model, Sampling, collect, prompt_of, target_function
 from evals.code_score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, open_dataset, pass_at_k, set_up
-from evals.records import append_record
+from evals.records import NOWHERE, AboutFlags
 from evals.sandbox import find_sandbox
 from laneformer.provenance import file_sha256
 
@@ -105,10 +105,7 @@ def main(
     parallel: int = max(1, (os.cpu_count() or 1) // 2),
     unsafe_no_sandbox: bool = False,
     cache: Path = CACHE,
-    out: Path | None = None,
-    step: int | None = None,
-    tokens_total: int | None = None,
-    phase: str | None = None,
+    about: AboutFlags = NOWHERE,
     device: str = "auto",
     setup: bool = False,
 ) -> None:
@@ -132,10 +129,7 @@ def main(
         parallel: solutions tested at a time
         unsafe_no_sandbox: run the model's code with your rights, without any sandbox
         cache: where EvalPlus's expected outputs stay between runs
-        out: file to append the record to, such as runs/demo/evals.jsonl
-        step: training step of the checkpoint, for the record
-        tokens_total: tokens that the checkpoint has seen, for the record
-        phase: phase of the checkpoint, for the record
+        about: where the record goes, and what it is about
         device: where the engine runs: auto, cpu or cuda
         setup: make EvalPlus's own environment and end
     """
@@ -160,13 +154,9 @@ def main(
         answering = EndpointModel(base_url, model, chat, sampling, concurrency, request_timeout_s)
     figures = evaluate(data, answering, sampling, chat, evalplus)
     tokenizer = hf_dir / "tokenizer.json" if hf_dir is not None else None
-    record = append_record(
-        out,
+    record = about.append(
         "code",
         figures,
-        step=step,
-        tokens_total=tokens_total,
-        phase=phase,
         seconds=time.perf_counter() - started,
         tokenizer_sha256=file_sha256(tokenizer) if tokenizer else None,
         data_sha256=file_sha256(dataset),

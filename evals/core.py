@@ -26,7 +26,7 @@ from evals.core_metric import aggregate, task_figures
 from evals.core_plan import plan, show_plan
 from evals.core_prompts import FEWSHOT_SEED, Item, Prompt, Protocol, Unscorable, items
 from evals.core_tasks import Bundle, Task
-from evals.records import append_record
+from evals.records import NOWHERE, AboutFlags
 from evals.scorer import Kind, Scorer, open_encoder, open_scorer, read_config
 from laneformer.provenance import code_version, file_sha256, write_atomically
 
@@ -150,10 +150,7 @@ def main(
     protocol: Protocol = "nanochat",
     max_per_task: int | None = None,
     tasks: tuple[str, ...] = (),
-    out: Path | None = None,
-    step: int | None = None,
-    tokens_total: int | None = None,
-    phase: str | None = None,
+    about: AboutFlags = NOWHERE,
     device: str = "auto",
     kind: Kind = "auto",
     plan_only: Annotated[bool, tyro.conf.arg(name="plan")] = False,
@@ -167,10 +164,7 @@ def main(
         protocol: nanochat or dclm; their scores cannot be compared
         max_per_task: items of each task; all by default
         tasks: labels of the tasks to score; all by default. CORE itself needs all
-        out: file to append the record to, such as runs/demo/evals.jsonl
-        step: training step of the checkpoint, for the record
-        tokens_total: tokens that the checkpoint has seen, for the record
-        phase: phase of the checkpoint, for the record
+        about: where the record goes, and what it is about
         device: where the model runs: auto, cpu or cuda
         kind: what runs it: the engine or transformers; auto takes the engine for a Laneformer
         plan_only: score nothing, only count the tokens that would be read
@@ -191,18 +185,14 @@ def main(
     scorer = open_scorer(model, device, kind)
     code = code_version(Path(__file__).parent)
     decides = (folder_sha256(model), data_sha256, protocol, max_per_task, scorer.name, code)
-    partial = Partial(out, hashlib.sha256(repr(decides).encode()).hexdigest())
+    partial = Partial(about.out, hashlib.sha256(repr(decides).encode()).hexdigest())
     figures = evaluate(scorer, rows, protocol, max_per_task, tasks, partial)
     scorer.close()
     show(figures)
     tokenizer = model / "tokenizer.json"
-    record = append_record(
-        out,
+    record = about.append(
         "core",
         figures,
-        step=step,
-        tokens_total=tokens_total,
-        phase=phase,
         seconds=time.perf_counter() - started,
         tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
         data_sha256=data_sha256,

@@ -14,25 +14,19 @@ from typing import Annotated
 
 import tyro
 
-from evals.records import append_record
+from evals.records import NOWHERE, AboutFlags
 
 
 def main(
     hf_dir: Annotated[Path, tyro.conf.Positional],
-    out: Path | None = None,
-    step: int | None = None,
-    tokens_total: int | None = None,
-    phase: str | None = None,
+    about: AboutFlags = NOWHERE,
     device: str = "auto",
 ) -> None:
     """Measure decode speed beside the machine's read bandwidth. The last line on stdout is the record, JSON.
 
     Args:
         hf_dir: folder of the exported model
-        out: file to append the record to, such as runs/demo/evals.jsonl
-        step: training step of the checkpoint, for the record
-        tokens_total: tokens that the checkpoint has seen, for the record
-        phase: phase of the checkpoint, for the record
+        about: where the record goes, and what it is about
         device: where the engine runs: auto, cpu or cuda
     """
     started = time.perf_counter()
@@ -40,13 +34,9 @@ def main(
     bench = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if bench.returncode:
         raise SystemExit(f"{' '.join(command[1:])} failed with exit status {bench.returncode}")
-    record = append_record(
-        out,
+    record = about.append(
         "decode_speed",
         json.loads(bench.stdout.splitlines()[-1]),
-        step=step,
-        tokens_total=tokens_total,
-        phase=phase,
         seconds=time.perf_counter() - started,
         tokenizer_sha256=None,  # the speed does not depend on what the tokens say
         data_sha256=None,

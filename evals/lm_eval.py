@@ -18,7 +18,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,7 @@ import tyro
 
 from evals.lm_eval_figures import documents_sha256, figures_of, show
 from evals.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
-from evals.records import append_record
+from evals.records import NOWHERE, AboutFlags
 from laneformer.provenance import file_sha256
 
 if TYPE_CHECKING:
@@ -166,10 +166,7 @@ def main(
     model_name: str | None = None,
     num_concurrent: int = 1,
     timeout_s: int = 300,
-    out: Path | None = None,
-    step: int | None = None,
-    tokens_total: int | None = None,
-    phase: str | None = None,
+    about: AboutFlags = NOWHERE,
     device: str = "auto",
 ) -> None:
     """Score a model on lm-eval's stock tasks. The last line on stdout is the record, JSON.
@@ -188,14 +185,12 @@ def main(
         model_name: what the server calls the model; the folder's name by default
         num_concurrent: requests that the server is sent at a time
         timeout_s: how long one answer of the server may take
-        out: file to append the record to, such as runs/demo/evals.jsonl
-        step: training step of the checkpoint, for the record
-        tokens_total: tokens that the checkpoint has seen, for the record
-        phase: phase of the checkpoint, for the record
+        about: where the record goes, and what it is about
         device: where the engine runs: auto, cpu or cuda
     """
     started = time.perf_counter()
-    names, counts, hf_dir, out = expand_tasks(tasks), lengths_of(lengths), hf_dir.resolve(), out and out.resolve()
+    names, counts, hf_dir = expand_tasks(tasks), lengths_of(lengths), hf_dir.resolve()
+    about = replace(about, out=about.out and about.out.resolve())  # local data sets are found by a change of folder
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit} leaves nothing to score; give at least 1, or leave it out for all")
     if not (hf_dir / "tokenizer.json").is_file():
@@ -226,13 +221,9 @@ def main(
         **figures_of(result, model, counts),
     }
     show(figures)
-    record = append_record(
-        out,
+    record = about.append(
         "lm_eval",
         figures,
-        step=step,
-        tokens_total=tokens_total,
-        phase=phase,
         seconds=time.perf_counter() - started,
         tokenizer_sha256=file_sha256(hf_dir / "tokenizer.json"),
         data_sha256=documents_sha256(result["samples"]),

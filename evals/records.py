@@ -8,14 +8,41 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from laneformer.provenance import append_line, code_version
 
 PROVENANCE = (
     "kind", "step", "tokens_total", "phase", "time", "seconds", "code_version", "tokenizer_sha256", "data_sha256",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class About:
+    """The options that every evaluation of a checkpoint has: where its record goes, and what it is about."""
+
+    out: Path | None = None
+    """file to append the record to, such as runs/demo/evals.jsonl"""
+    step: int | None = None
+    """training step of the checkpoint, for the record"""
+    tokens_total: int | None = None
+    """tokens that the checkpoint has seen, for the record"""
+    phase: str | None = None
+    """phase of the checkpoint, for the record"""
+
+    def append(self, kind: str, figures: dict[str, Any], **provenance: Any) -> dict[str, Any]:
+        """`append_record` with these."""
+        return append_record(
+            self.out, kind, figures, step=self.step, tokens_total=self.tokens_total, phase=self.phase, **provenance
+        )
+
+
+NOWHERE = About()
+AboutFlags = Annotated[About, tyro.conf.OmitArgPrefixes]  # --out, --step, ... as flags of the command itself
 
 
 def append_record(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from evals.bits_per_byte import bits_per_byte, load_windows, main, matching_token_bytes, score_windows
+from evals.records import About
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 
 VOCAB = 8
@@ -109,7 +110,7 @@ def test_the_command_on_real_held_out_text(
     scorer = Unigram(len(token_bytes))
     monkeypatch.setattr("laneformer.Engine", EngineOf(scorer), raising=False)
     out = tmp_path / "evals.jsonl"
-    main(tmp_path, prepared_data, windows=4, out=out, step=3, tokens_total=99, phase="phase1")
+    main(tmp_path, prepared_data, windows=4, about=About(out, 3, 99, "phase1"))
 
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record == json.loads(out.read_text())

@@ -14,6 +14,7 @@ import pytest
 
 from evals import code, sandbox
 from evals.code_score import EvalPlus, evalplus_environment, open_dataset, pass_at_k, reference
+from evals.records import About
 from evals.sandbox import KINDS, find_sandbox, run_sandboxed, why_not
 from tests.evals.code_assets import ANSWER, HOSTILE, PROBLEMS, connects, deletes, reads, write_dataset, writes
 from tests.evals.test_code_answers import Endpoint, endpoint  # noqa: F401
@@ -181,8 +182,9 @@ def test_the_command(
     out = tmp_path / "evals.jsonl"
     for step in (1, 2):
         code.main(
-            dataset=path, results=tmp_path / "r", base_url=endpoint.url, cache=tmp_path / "cache", out=out, step=step
-        )
+            dataset=path, results=tmp_path / "r", base_url=endpoint.url, cache=tmp_path / "cache",
+            about=About(out, step),
+        )  # fmt: skip
     assert len(endpoint.seen) == 3
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == records[1]

@@ -15,6 +15,7 @@ from evals import core
 from evals.core import is_right, main, score_task
 from evals.core_prompts import Item, Prompt, Protocol, items
 from evals.core_tasks import TASKS, Task
+from evals.records import About
 from evals.scorer import EngineScorer, Scores, open_scorer
 from laneformer import Laneformer
 
@@ -115,7 +116,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_bundle(tmp_path, LABELS)
     out = tmp_path / "run" / "evals.jsonl"
-    record = run(capsys, model_dir, tmp_path, max_per_task=3, out=out, step=7, tokens_total=70, phase="phase1")
+    record = run(capsys, model_dir, tmp_path, max_per_task=3, about=About(out, 7, 70, "phase1"))
     assert [json.loads(line) for line in out.read_text().splitlines()] == [record]
     assert list(out.parent.iterdir()) == [out], "nothing else stays"
     assert (record["kind"], record["protocol"], record["seed"], record["max_per_task"]) == ("core", "nanochat", 1234, 3)
@@ -169,13 +170,13 @@ def test_an_interrupted_evaluation_goes_on(
     monkeypatch.setattr(core, "score_task", interrupted)
     stop_at = "winograd"
     with pytest.raises(KeyboardInterrupt):
-        main(model_dir, tmp_path / "data", out=out)
+        main(model_dir, tmp_path / "data", about=About(out))
     assert not out.exists()
     assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 1
     stop_at = ""
     # another protocol has other figures, and does not take them
     run(capsys, model_dir, tmp_path / "data", protocol="dclm", tasks=("copa",))
-    record = run(capsys, model_dir, tmp_path / "data", out=out)
+    record = run(capsys, model_dir, tmp_path / "data", about=About(out))
     assert sorted(scored) == ["copa", "copa", "coqa", "winograd"], "copa again only for the other protocol"
     assert record["tasks"] == whole["tasks"]
     assert not list(tmp_path.glob(".evals.jsonl.core-*"))
@@ -189,10 +190,10 @@ def test_kept_tasks_of_another_model_or_data_are_not_taken(
     bundle = write_bundle(tmp_path / "data", ["copa"])
     out = tmp_path / "evals.jsonl"
     monkeypatch.setattr(core.Partial, "remove", lambda self: None)
-    run(capsys, tmp_path / "model", tmp_path / "data", out=out)
+    run(capsys, tmp_path / "model", tmp_path / "data", about=About(out))
     changed = tmp_path / "model" / "config.json" if change == "model" else bundle.file(task("copa"))
     changed.write_text(changed.read_text() + "\n")
-    run(capsys, tmp_path / "model", tmp_path / "data", out=out)
+    run(capsys, tmp_path / "model", tmp_path / "data", about=About(out))
     assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 2
 
 

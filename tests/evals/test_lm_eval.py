@@ -21,6 +21,7 @@ from evals.lm_eval import Endpoint, evaluate, expand_tasks, first_documents, len
 from evals.lm_eval_figures import figures_of, prompt_figures
 from evals.lm_eval_models import CheckedCompletions, EngineLM
 from evals.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
+from evals.records import About
 
 from .lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 
@@ -272,7 +273,7 @@ def test_ruler_prompts_are_not_cut_and_both_lengths_are_scored(
     hf_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "evals.jsonl"
-    main(hf_dir, "niah_single_1", lengths="1024,2048", limit=2, data=data, out=out, step=7, phase="phase1")
+    main(hf_dir, "niah_single_1", lengths="1024,2048", limit=2, data=data, about=About(out, 7, phase="phase1"))
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record == json.loads(out.read_text())
     assert (record["kind"], record["haystack"], record["add_bos"]) == ("lm_eval", "offline", True)
