@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...config import Join, LaneformerConfig
@@ -105,7 +106,7 @@ class Geometry:
 
     @property
     def mail_slots(self) -> int:
-        """Layers of partial outputs that must be kept: a lane is at most `delay` layers behind one that is as far ahead."""
+        """Layers of partial outputs to keep: a lane waits for those of `delay` layers ago, from one that waits likewise."""
         return 2 * self.config.broadcast_delay + 2
 
     def matrix(self, op: str) -> Matrix:
@@ -126,7 +127,9 @@ class Geometry:
 
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
-        seen = min(self.config.window(layer) or self.config.max_position_embeddings, self.config.max_position_embeddings)
+        seen = min(
+            self.config.window(layer) or self.config.max_position_embeddings, self.config.max_position_embeddings
+        )
         return -(-seen // self.splits)
 
     def kv_layer(self, layer: int) -> int:
@@ -154,7 +157,9 @@ class Geometry:
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring and its barriers."""
         per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
-        return 4 * (self.wide + self.narrow + self.group * self.config.head_dim + self.warps * per_warp) + 8 * self.warps
+        return (
+            4 * (self.wide + self.narrow + self.group * self.config.head_dim + self.warps * per_warp) + 8 * self.warps
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -192,9 +197,11 @@ class Geometry:
             "kLanes": c.num_lanes, "kDeviceLanes": self.lanes_per_device, "kHidden": c.hidden_size,
             "kIntermediate": c.intermediate_size // c.num_lanes, "kHeads": self.heads,
             "kKvHeads": c.kv_heads_per_lane, "kHeadDim": c.head_dim, "kVocab": c.vocab_size // c.num_lanes,
-            "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay, "kLaneNorms": int(not c.replicated_rmsn_scale),
+            "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay,
+            "kLaneNorms": int(not c.replicated_rmsn_scale),
             "kBlocksPerLane": self.blocks_per_lane, "kWarps": self.warps, "kChunkBytes": self.chunk_bytes,
-            "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits, "kMailSlots": self.mail_slots, "kWide": self.wide,
+            "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits,
+            "kMailSlots": self.mail_slots, "kWide": self.wide,
             "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
             "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
         }  # fmt: skip
@@ -212,7 +219,7 @@ class Geometry:
             f"#define DEVICES {self.devices}",
             f"#define WEIGHTS_BF16 {int(self.dtype == 'bf16')}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
-            "#ifndef TABLE\n#define TABLE __device__ constexpr  // read with an index that is known at run time\n#endif",
+            "#ifndef TABLE\n#define TABLE __device__ constexpr  // read with an index of run time\n#endif",
             "enum Join { kPresent, kNoReduce, kPast };",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
@@ -232,8 +239,8 @@ class Geometry:
         return c.join(layer, module) == Join.PAST and c.broadcasts(layer - c.broadcast_delay, module)
 
 
-def braces(values: object) -> str:
-    return "{" + ", ".join(str(v) for v in values) + "}"  # type: ignore[attr-defined]
+def braces(values: Iterable[object]) -> str:
+    return "{" + ", ".join(map(str, values)) + "}"
 
 
 def plan(
@@ -255,10 +262,14 @@ def plan(
     lanes = config.num_lanes // devices
     most = machine.multiprocessors // lanes
     if most < 1:
-        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {machine.multiprocessors}; use more GPUs")
+        raise ValueError(
+            f"{lanes} lanes need {lanes} multiprocessors, this GPU has {machine.multiprocessors}; use more GPUs"
+        )
     blocks = blocks_per_lane or most
     if not 1 <= blocks <= most:
-        raise ValueError(f"blocks_per_lane = {blocks} is outside 1 to {most} ({machine.multiprocessors} multiprocessors)")
+        raise ValueError(
+            f"blocks_per_lane = {blocks} is outside 1 to {most} ({machine.multiprocessors} multiprocessors)"
+        )
     if chunk_bytes % SEGMENT_BYTES:
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a multiple of {SEGMENT_BYTES}")
     bare = Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges)
@@ -277,7 +288,9 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
     if dtype not in ("bf16", "fp16"):
         raise ValueError(f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use 'bf16' or 'fp16'")
     if config.lm_head_type != "vocab_parallel":
-        raise ValueError(f"lm_head_type = {config.lm_head_type!r}: the CUDA engine has the vocab_parallel head only; use the CPU")
+        raise ValueError(
+            f"lm_head_type = {config.lm_head_type!r}: the CUDA engine has the vocab_parallel head only; use the CPU"
+        )
     if config.num_lanes % devices:
         raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly")
     if config.head_dim % 8:
@@ -287,8 +300,8 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
 def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
     if matrix.columns % 8 or matrix.rows % matrix.unit_rows:
         raise ValueError(
-            f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a multiple of 8 "
-            f"and rows of {matrix.unit_rows}; use the CPU engine"
+            f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
+            f"multiple of 8 and rows of {matrix.unit_rows}; use the CPU engine"
         )
     if matrix.units * warps >= 2**31:
         raise ValueError(f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits")

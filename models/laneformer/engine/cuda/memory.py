@@ -133,7 +133,9 @@ def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype
 def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.Tensor:
     """A tensor in this 16-bit type, as int16; ValueError where a value is not finite."""
     tensor = tensors[name]
-    values = torch.from_numpy(np.ascontiguousarray(tensor.values).view(np.float32 if tensor.dtype == "fp32" else np.int16))
+    values = torch.from_numpy(
+        np.ascontiguousarray(tensor.values).view(np.float32 if tensor.dtype == "fp32" else np.int16)
+    )
     if tensor.dtype != "fp32":
         values = values.view(TORCH_TYPES[tensor.dtype])
     values = values.to(TORCH_TYPES[dtype])

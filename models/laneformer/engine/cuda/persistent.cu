@@ -76,6 +76,15 @@ struct Persistent : Block {
     return false;
   }
 
+  // the same in all threads of the block, also where a wait was given up
+  DEVICE bool ends(bool stops) {
+    if (thread_index() == 0) per_warp[0] = stops || load_flag(p.aborted);
+    sync_block();
+    const bool end = per_warp[0] != 0.0f;
+    sync_block();
+    return end;
+  }
+
   DEVICE void run() {
     int token = p.prompt[0];
 #pragma unroll 1
@@ -89,7 +98,7 @@ struct Persistent : Block {
         publish_flag(p.published, made);
       }
       const bool stops = cancelled || made == p.max_tokens || (made > 0 && stops_at(token));
-      if (sync_block_any(stops || load_flag(p.aborted))) break;
+      if (ends(stops)) break;
     }
     tape.finish();
   }

@@ -19,7 +19,6 @@ using uint64_t = unsigned long long;
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE void sync_block() { __syncthreads(); }
-DEVICE bool sync_block_any(bool value) { return __syncthreads_or(value); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE int shuffle_xor(int value, int mask) { return __shfl_xor_sync(~0u, value, mask); }

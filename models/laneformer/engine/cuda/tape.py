@@ -55,7 +55,7 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
 
 
 def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice, slice]]]]:
-    """For each matrix (op, layer, lane of the device): pairs of where a warp's numbers are in its tapes, and in `order`."""
+    """For each matrix (op, layer, lane of the device): where each warp's numbers are in its tapes, and in `order`."""
     warps, starts = geometry.warps_per_lane, (tape_starts(geometry) // 2).astype(np.int64)
     at = starts[:-1].copy()
     for op, layer in steps(geometry):
@@ -73,7 +73,10 @@ def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice
 def pack(geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torch.device | str) -> torch.Tensor:
     """The tapes of the lanes `first_lane`, ... of one device: int16 (numbers,)."""
     tapes = torch.zeros(int(tape_starts(geometry)[-1]) // 2, dtype=torch.int16, device=device)
-    orders = {op: torch.from_numpy(order(geometry.matrix(op), geometry.warps_per_lane, geometry.strip)).to(device) for op in OPS}
+    orders = {
+        op: torch.from_numpy(order(geometry.matrix(op), geometry.warps_per_lane, geometry.strip)).to(device)
+        for op in OPS
+    }
     for op, layer, lane, pairs in places(geometry):
         numbers = matrices(op, layer, first_lane + lane).to(device).view(torch.int16).flatten()[orders[op]]
         for there, here in pairs:
