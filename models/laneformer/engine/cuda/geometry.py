@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...config import Join, LaneformerConfig
@@ -106,7 +106,7 @@ class Geometry:
 
     @property
     def mail_slots(self) -> int:
-        """Layers of partial outputs to keep: a lane waits for those of `delay` layers ago, from one that waits likewise."""
+        """Layers of partial outputs to keep: who waits for those of `delay` layers ago is itself waited for likewise."""
         return 2 * self.config.broadcast_delay + 2
 
     def matrix(self, op: str) -> Matrix:
@@ -210,7 +210,7 @@ class Geometry:
             "kKvSlots": [self.kv_slots(i) for i in layers],
         }
         starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
-        per_module = {
+        per_module: dict[str, Sequence[Sequence[object]]] = {
             "kJoins": [[JOIN_NAMES[c.join(i, m)] for i in layers] for m in MODULES],
             "kAddsDelayed": [[int(self.adds_delayed(i, m)) for i in layers] for m in MODULES],
             "kBroadcasts": [[int(c.broadcasts(i, m)) for i in layers] for m in MODULES],
