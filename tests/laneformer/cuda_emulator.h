@@ -11,6 +11,7 @@
 // ---- the language ----
 
 #define DEVICE inline
+#define SLOW [[gnu::noinline]] inline  // out of line: compiles sooner
 #define __global__
 #define __device__
 #define __host__
@@ -54,7 +55,7 @@ DEVICE void sync_warp() { emulator::machine->arrive(emulator::kWarpSync); }
 DEVICE uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
 DEVICE float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 // Two sets of values: a fast lane comes to the next shuffle before a slow one has taken its value of this one.
-DEVICE uint32_t emulated_shuffle(uint32_t value, int mask) {
+SLOW uint32_t emulated_shuffle(uint32_t value, int mask) {
   if (mask < 0 || mask > 31) emulator::fail("shuffle_xor with mask " + std::to_string(mask) + "; allowed: 0 to 31");
   emulator::Warp* warp = &emulator::my_warp();
   const int set = warp->time & 1, lane = emulator::me->lane;
@@ -77,7 +78,7 @@ struct WordPair {
 };
 DEVICE void store_word(Word* at, float value, uint32_t epoch) { emulator::store(at, value, epoch); }
 DEVICE Word word_of(uint64_t bits) { return {float_of(uint32_t(bits)), uint32_t(bits >> 32)}; }
-DEVICE Word load_word(const Word* at) {
+SLOW Word load_word(const Word* at) {
   emulator::maybe_pause();
   uint64_t bits = *reinterpret_cast<const volatile uint64_t*>(at);
   if (emulator::fruitless(at, bits)) {
@@ -96,7 +97,7 @@ DEVICE WordPair load_words(const Word* at) {
 }
 DEVICE void accept(const Word* at, uint32_t epoch) { emulator::accept(at, epoch); }
 
-DEVICE int load_flag(const int* at) {
+SLOW int load_flag(const int* at) {
   emulator::maybe_pause();
   const volatile int* flag = at;
   if (emulator::fruitless(at, uint32_t(*flag)))
@@ -116,12 +117,12 @@ DEVICE bool set_first(int* at) {
 
 // ---- chunks of weights ----
 
-DEVICE void init_full(uint64_t* full) {
+SLOW void init_full(uint64_t* full) {
   emulator::machine->barriers.push_back({.block = emulator::my_warp().block});
   *full = emulator::kBarrierMagic | (emulator::machine->barriers.size() - 1);
 }
 DEVICE void fence_full() {}
-DEVICE emulator::Barrier& barrier_at(const uint64_t* full) {
+SLOW emulator::Barrier& barrier_at(const uint64_t* full) {
   auto& barriers = emulator::machine->barriers;
   if (*full >> 32 != emulator::kBarrierMagic >> 32 || uint32_t(*full) >= barriers.size() ||
       barriers[uint32_t(*full)].block != emulator::my_warp().block)
@@ -129,7 +130,7 @@ DEVICE emulator::Barrier& barrier_at(const uint64_t* full) {
   return barriers[uint32_t(*full)];
 }
 // The slot is spoilt when the first lane comes; the bytes are there some time after lane 0, or all lanes, have come.
-DEVICE void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* full) {
+SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* full) {
   using namespace emulator;
   maybe_pause();
   Barrier& b = barrier_at(full);
@@ -162,16 +163,12 @@ DEVICE void let_next_start() {}
 
 // ---- 16-bit numbers: two in a 32-bit word, the first one low; rounded to nearest even ----
 
-#if WEIGHTS_BF16
-DEVICE uint32_t half_of(float value) {
+DEVICE uint32_t bf16_of(float value) {
   const uint32_t bits = bits_of(value);
   return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-DEVICE float low_half(uint32_t pair) { return float_of(pair << 16); }
-DEVICE float high_half(uint32_t pair) { return float_of(pair & 0xffff0000u); }
-#else
 // Scaling by powers of two moves the exponent, and lets the FPU round what is subnormal in 16 bits.
-DEVICE uint32_t half_of(float value) {
+DEVICE uint32_t fp16_of(float value) {
   const uint32_t sign = bits_of(value) >> 16 & 0x8000;
   const float size = fabsf(value);
   if (value != value) return 0x7fff;
@@ -180,14 +177,20 @@ DEVICE uint32_t half_of(float value) {
   const uint32_t bits = bits_of(size) - (112u << 23);
   return sign | (bits + 0xfff + (bits >> 13 & 1)) >> 13;
 }
-DEVICE float low_half(uint32_t pair) {
-  const uint32_t sign = (pair & 0x8000) << 16, size = (pair & 0x7fff) << 13;
+DEVICE float float_of_fp16(uint32_t half) {
+  const uint32_t sign = (half & 0x8000) << 16, size = (half & 0x7fff) << 13;
   if (size >= 0x7c00u << 13) return float_of(sign | 0x7f800000 | size);  // infinite, or no number
   return float_of(sign | bits_of(float_of(size) * 0x1p112f));
 }
-DEVICE float high_half(uint32_t pair) { return low_half(pair >> 16); }
+#if WEIGHTS_BF16
+DEVICE float low_half(uint32_t pair) { return float_of(pair << 16); }
+DEVICE float high_half(uint32_t pair) { return float_of(pair & 0xffff0000u); }
+DEVICE uint32_t pack_halves(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
+#else
+DEVICE float low_half(uint32_t pair) { return float_of_fp16(pair); }
+DEVICE float high_half(uint32_t pair) { return float_of_fp16(pair >> 16); }
+DEVICE uint32_t pack_halves(float low, float high) { return fp16_of(high) << 16 | fp16_of(low); }
 #endif
-DEVICE uint32_t pack_halves(float low, float high) { return half_of(high) << 16 | half_of(low); }
 
 // ---- for Python ----
 

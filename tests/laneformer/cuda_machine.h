@@ -174,14 +174,14 @@ class Machine {
   void check_end();
 };
 
-inline std::string place(int warp, int lane = -1) {
+[[gnu::noinline]] inline std::string place(int warp, int lane = -1) {
   const Warp& w = machine->warps[warp];
   const Block& b = machine->blocks[w.block];
   std::string text = "grid " + std::to_string(b.grid) + " block " + std::to_string(b.index) + " warp " +
                      std::to_string(w.index);
   return lane < 0 ? text : text + " lane " + std::to_string(lane);
 }
-inline std::string format(const char* pattern, ...) {
+[[gnu::noinline]] inline std::string format(const char* pattern, ...) {
   char text[1024];
   va_list values;
   va_start(values, pattern);
@@ -190,7 +190,7 @@ inline std::string format(const char* pattern, ...) {
   return text;
 }
 // ends the launch: from a fiber it does not return
-inline void fail(const std::string& what) {
+[[gnu::noinline]] inline void fail(const std::string& what) {
   if (machine->error.empty()) machine->error = me ? place(me->warp, me->lane) + ": " + what : what;
   if (me) machine->leave();
 }
@@ -206,7 +206,7 @@ inline std::string name(int sync) {
 
 // ---- what fibers call ----
 
-inline void Machine::arrive(int sync) {
+[[gnu::noinline]] inline void Machine::arrive(int sync) {
   Warp& w = my_warp();
   if (w.exited) fail(format("diverged: comes to %s, lanes %08x have ended", name(sync).c_str(), w.exited));
   if (w.arrived && w.sync != sync)
@@ -232,7 +232,7 @@ inline void Machine::exit_fiber() {
   if (w.exited == ~0u && my_block().arrived) fail("ends, warps of its block wait at sync_block");
   leave();
 }
-inline void Machine::wait(Wait kind, const void* at, uint64_t bits) {
+[[gnu::noinline]] inline void Machine::wait(Wait kind, const void* at, uint64_t bits) {
   Warp& w = my_warp();
   me->wait = kind, me->waits_for = {at, bits}, me->looked = 0;
   w.ready &= ~(1u << me->lane), w.waiting |= 1u << me->lane, w.checked = ~0ull;

@@ -47,13 +47,13 @@ inline bool happens_before_me(const Event& e) {
   const Stamp& known = (*me->known)[e.warp];
   return known.time > e.time || (known.time == e.time && known.releases[e.lane] > e.releases);
 }
-inline void learn(const Event& writer, const Clock& writer_knew) {
+[[gnu::noinline]] inline void learn(const Event& writer, const Clock& writer_knew) {
   if (me->known.use_count() > 1) me->known = std::make_shared<Clock>(*me->known);
   join(*me->known, writer_knew);
   (*me->known)[writer.warp].raise(writer.time, writer.lane, writer.releases + 1);
 }
 
-inline void accept(const Word* at, uint32_t epoch) {
+[[gnu::noinline]] inline void accept(const Word* at, uint32_t epoch) {
   if (at->epoch != epoch)
     fail(format("overwritten early: %s, epoch %u by %u, before it was accepted", name(at).c_str(), epoch, at->epoch));
   WordRecord& word = words[at];
@@ -62,7 +62,7 @@ inline void accept(const Word* at, uint32_t epoch) {
   ++report.accepted, ++machine->progress;
 }
 // why a store of this epoch is not in order; empty: it is
-inline std::string disorder(const Word* at, const WordRecord& word, uint32_t epoch) {
+[[gnu::noinline]] inline std::string disorder(const Word* at, const WordRecord& word, uint32_t epoch) {
   if (int32_t(epoch - at->epoch) <= 0) return "the epoch does not grow: ";
   if (word.writer.warp >= 0 && !happens_before_me(word.writer))
     return "two stores without an order, the first one of " + place(word.writer.warp, word.writer.lane) + ": ";
@@ -71,7 +71,7 @@ inline std::string disorder(const Word* at, const WordRecord& word, uint32_t epo
       return "overwritten early, nothing makes this store wait for the read of " + place(read.warp, read.lane) + ": ";
   return "";
 }
-inline void store(Word* at, float value, uint32_t epoch) {
+[[gnu::noinline]] inline void store(Word* at, float value, uint32_t epoch) {
   maybe_pause();
   if (reinterpret_cast<uintptr_t>(at) % 8) fail(format("%p is no place for a word: not 8-aligned", at));
   WordRecord& word = words[at];

@@ -131,6 +131,10 @@ extern "C" __global__ void halves(const Params p) {
   auto* pairs = reinterpret_cast<uint32_t*>(p.out);
   for (int i = thread_index(); i < p.rounds; i += 32) pairs[i] = pack_halves(p.in[2 * i], p.in[2 * i + 1]);
 }
+extern "C" __global__ void bf16_halves(const Params p) {
+  auto* pairs = reinterpret_cast<uint32_t*>(p.out);
+  for (int i = thread_index(); i < p.rounds; i += 32) pairs[i] = bf16_of(p.in[2 * i + 1]) << 16 | bf16_of(p.in[2 * i]);
+}
 extern "C" __global__ void floats(const Params p) {
   auto* pairs = reinterpret_cast<const uint32_t*>(p.in);
   for (int i = thread_index(); i < p.rounds; i += 32)
@@ -154,4 +158,5 @@ EMULATE(diverges, Params)
 EMULATE(leaves_early, Params)
 EMULATE(writes_outside, Params)
 EMULATE(halves, Params)
+EMULATE(bf16_halves, Params)
 EMULATE(floats, Params)

@@ -31,15 +31,15 @@ class Params(ctypes.Structure):
 class Toys:
     """The toy kernels of one library over arrays that every launch finds fresh."""
 
-    def __init__(self, folder: Path, **defines: int) -> None:
-        self.library = emulator.build(TOYS, [], {"WEIGHTS_BF16": 0, **defines}, folder)
+    def __init__(self, folder: Path) -> None:
+        self.library = emulator.build(TOYS, [], {"WEIGHTS_BF16": 0}, folder)
 
     def __call__(
         self, kernel: str, given: np.ndarray | None = None, *, blocks: int = 1, threads: int = 32, rounds: int = 1,
         depth: int = 1, sides: int = 1, shared_bytes: int = 0, seed: int = 0, watchdog: bool = False,
     ) -> Report:  # fmt: skip
         self.words = np.zeros((2 * depth * 32, 2), np.uint32)
-        self.out = np.full(max(1024, 2 * rounds), np.nan, np.float32)
+        self.out = np.full(max(8 * 128, 2 * rounds), np.nan, np.float32)
         self.flag = np.zeros(1, np.int32)
         self.given = np.zeros(16, np.float32) if given is None else np.ascontiguousarray(given)
         arrays = [array.ctypes.data for array in (self.words, self.given, self.out, self.flag)]
@@ -167,17 +167,21 @@ def test_what_is_undefined_is_an_error(toys: Toys, kernel: str, message: str) ->
             toys(kernel, given, shared_bytes=64 if kernel == "writes_outside" else 384, seed=seed)
 
 
-@pytest.mark.parametrize(("bf16", "dtype"), [(0, torch.float16), (1, torch.bfloat16)])
-def test_16_bit_numbers(tmp_path: Path, bf16: int, dtype: torch.dtype) -> None:
-    toys = Toys(tmp_path, WEIGHTS_BF16=bf16)
+@pytest.mark.parametrize(("kernel", "dtype"), [("halves", torch.float16), ("bf16_halves", torch.bfloat16)])
+def test_16_bit_numbers(toys: Toys, kernel: str, dtype: torch.dtype) -> None:
+    """Every number of 16 bits, every tie between two, and their neighbours in fp32."""
     codes = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     values = codes.view(dtype).float()
-    toys("floats", codes.numpy().view(np.float32), rounds=32768)
-    np.testing.assert_array_equal(toys.out, values.numpy())
+    if kernel == "halves":
+        toys("floats", codes.numpy().view(np.float32), rounds=32768)
+        np.testing.assert_array_equal(toys.out, values.numpy())
     numbers = values[~values.isnan()].sort().values
-    between = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2))  # ties as well
-    given = torch.cat((between, between * (1 + 2**-20), between * (1 - 2**-20)))[: 6 * (len(numbers) // 2)]
-    toys("halves", given.numpy(), rounds=len(given) // 2)
+    near = torch.cat((numbers, numbers[1:] / 2 + numbers[:-1] / 2))
+    near = torch.cat(
+        (near, near.nextafter(torch.tensor(torch.inf)), near.nextafter(torch.tensor(-torch.inf)), near[:1] * torch.nan)
+    )
+    given = near[: len(near) // 2 * 2]
+    toys(kernel, given.numpy(), rounds=len(given) // 2)
     made = torch.from_numpy(toys.out[: len(given) // 2].copy()).view(dtype)
     np.testing.assert_array_equal(made.float().numpy(), given.to(dtype).float().numpy())
 
