@@ -67,7 +67,7 @@ DEVICE float shuffle_xor(float value, int mask) { return float_of(emulated_shuff
 DEVICE int shuffle_xor(int value, int mask) { return int(emulated_shuffle(uint32_t(value), mask)); }
 DEVICE char* dynamic_shared() { return emulator::my_block().shared; }
 DEVICE uint64_t now_ns() {
-  if (++emulator::me->looked > 16) emulator::machine->wait(emulator::Wait::change, nullptr, emulator::machine->changes);
+  emulator::look();
   return emulator::machine->clock_ns;
 }
 
@@ -80,10 +80,13 @@ DEVICE void store_word(Word* at, float value, uint32_t epoch) { emulator::store(
 DEVICE Word word_of(uint64_t bits) { return {float_of(uint32_t(bits)), uint32_t(bits >> 32)}; }
 SLOW Word load_word(const Word* at) {
   emulator::maybe_pause();
-  uint64_t bits = *reinterpret_cast<const volatile uint64_t*>(at);
+  emulator::look();
+  const auto* word = reinterpret_cast<const volatile uint64_t*>(at);
+  uint64_t bits = *word;
   if (emulator::fruitless(at, bits)) {
+    emulator::me->polled = at;
     emulator::machine->wait(emulator::Wait::word, at, bits);
-    bits = *reinterpret_cast<const volatile uint64_t*>(at);
+    bits = *word;
     emulator::fruitless(at, bits);
   }
   return word_of(bits);
@@ -100,18 +103,21 @@ DEVICE void accept(const Word* at, uint32_t epoch) { emulator::accept(at, epoch)
 SLOW int load_flag(const int* at) {
   emulator::maybe_pause();
   const volatile int* flag = at;
-  if (emulator::fruitless(at, uint32_t(*flag)))
-    emulator::machine->wait(emulator::Wait::change, nullptr, emulator::machine->changes);
+  if (emulator::fruitless(at, uint32_t(*flag))) emulator::wait_for_change();
   return *flag;
 }
-DEVICE void publish_flag(int* at, int value) {
-  emulator::maybe_pause();
+DEVICE void emulated_flag(int* at, int value) {
   *at = value;
   ++emulator::machine->changes, ++emulator::machine->progress;
 }
+DEVICE void publish_flag(int* at, int value) {
+  emulator::maybe_pause();
+  emulated_flag(at, value);
+}
 DEVICE bool set_first(int* at) {
+  emulator::maybe_pause();
   if (*at) return false;
-  publish_flag(at, 1);
+  emulated_flag(at, 1);
   return true;
 }
 
@@ -126,7 +132,7 @@ SLOW emulator::Barrier& barrier_at(const uint64_t* full) {
   auto& barriers = emulator::machine->barriers;
   if (*full >> 32 != emulator::kBarrierMagic >> 32 || uint32_t(*full) >= barriers.size() ||
       barriers[uint32_t(*full)].block != emulator::my_warp().block)
-    emulator::fail(emulator::format("%p is not a barrier of this block: it holds %llx", full, (unsigned long long)*full));
+    emulator::fail(emulator::format("%p is not a barrier of this block", full));
   return barriers[uint32_t(*full)];
 }
 // The slot is spoilt when the first lane comes; the bytes are there some time after lane 0, or all lanes, have come.
@@ -138,7 +144,7 @@ SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* f
   char* to = static_cast<char*>(slot);
   if ((reinterpret_cast<uintptr_t>(slot) | reinterpret_cast<uintptr_t>(source) | bytes) % 16 || !bytes)
     fail(format("copy_chunk of %u bytes from %p to %p: all must be multiples of 16", bytes, source, slot));
-  if (to < shared || to + bytes > shared + machine->shared_bytes) fail("copy_chunk to outside the block's shared memory");
+  if (to < shared || to + bytes > shared + machine->shared_bytes) fail("copy_chunk to outside shared memory");
   if (b.lanes >> me->lane & 1) fail(format("copy_chunk again, only lanes %08x came to the copy before", b.lanes));
   if (b.lanes == 0) {
     if (b.in_flight) fail("copy_chunk while a copy to the same barrier is in flight");
@@ -201,8 +207,8 @@ extern "C" void emulator_report(uint64_t* stores_accepted_overwritten_unread_ste
   memcpy(stores_accepted_overwritten_unread_steps, &emulator::report, sizeof emulator::report);
 }
 namespace emulator {
-inline int launch(void (*start)(), int grids, int blocks, int threads, int shared, uint64_t seed, int flags, char* error,
-                  int error_size) {
+inline int launch(void (*start)(), int grids, int blocks, int threads, int shared, uint64_t seed, int flags,
+                  char* error, int error_size) {
   Machine emulated(grids, blocks, threads, shared, seed, flags);
   machine = &emulated;
   report = {}, words.clear();

@@ -55,6 +55,7 @@ def build(source: str, include_dirs: Sequence[Path], defines: Mapping[str, objec
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
     library = cache_dir / f"emulated-{key}.so"
     if not library.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
         unit, unfinished = library.with_suffix(f".{os.getpid()}.cpp"), library.with_suffix(f".{os.getpid()}.so")
         unit.write_text(source)
         done = subprocess.run([*command, str(unit), "-o", str(unfinished)], capture_output=True, text=True)

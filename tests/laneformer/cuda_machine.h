@@ -13,7 +13,6 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <bit>
 #include <cstdarg>
 #include <cstdint>
@@ -23,6 +22,8 @@
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "cuda_clocks.h"
 
 extern "C" void emulator_switch(void** save, void* load);
 asm(R"(
@@ -39,39 +40,12 @@ emulator_switch:
 
 namespace emulator {
 
-constexpr int kLanes = 32, kDeadSweeps = 64, kWatchdogSweeps = 100'000;
+constexpr int kDeadSweeps = 64, kWatchdogSweeps = 100'000;  // of no use: the launch stands still
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 512;
 constexpr uint64_t kStepNs = 10, kBarrierMagic = 0xba221e50'00000000;
 enum Sync : int { kNone, kBlockSync, kWarpSync, kShuffle };  // kShuffle + mask
 enum class Wait { word, change, barrier };
 enum Flags { kWatchdog = 1 };
-
-// What is known of one warp: all its lanes up to sync `time`, and of what follows the first releases of each lane.
-struct Stamp {
-  uint32_t time = 0;
-  uint16_t releases[kLanes] = {};
-  void raise(uint32_t to) {
-    if (to > time) *this = {.time = to};
-  }
-  void raise(uint32_t at, int lane, uint16_t count) {
-    raise(at);
-    if (at == time) releases[lane] = std::max(releases[lane], count);
-  }
-  void join(const Stamp& other) {
-    if (other.time > time) *this = other;
-    if (other.time == time)
-      for (int i = 0; i < kLanes; ++i) releases[i] = std::max(releases[i], other.releases[i]);
-  }
-};
-using Clock = std::vector<Stamp>;
-struct Event {  // a read or a write: which lane of which warp, after its warp's sync `time` and so many releases
-  int warp = -1, lane = 0;
-  uint32_t time = 0;
-  uint16_t releases = 0;
-};
-inline void join(Clock& clock, const Clock& other) {
-  for (size_t i = 0; i < clock.size(); ++i) clock[i].join(other[i]);
-}
 
 struct Look {
   const void* at = nullptr;
@@ -84,7 +58,8 @@ struct Fiber {
   Look looks[4];
   int looked = 0;  // since the last sync
   Wait wait = Wait::change;
-  Look waits_for;  // Wait::word: these bits change; barrier: parity in bits; change: bits = the count of changes
+  const void* polled = nullptr;  // the word that it last looked at in vain
+  Look waits_for;  // word: these bits change; barrier: parity in bits; change: bits is the count of changes
 };
 struct Warp {
   int block, index;
@@ -105,12 +80,11 @@ struct Barrier {
   char* slot = nullptr;
   const char* source = nullptr;
   uint32_t bytes = 0, lanes = 0, phase = 0;  // lanes that came to the running copy; phases completed
-  bool in_flight = false, sent = false;
+  bool in_flight = false;
   uint64_t due = 0;
 };
 
-class Machine;
-inline Machine* machine;
+inline class Machine* machine;
 inline Fiber* me;  // null in the scheduler
 
 class Machine {
@@ -129,8 +103,7 @@ class Machine {
   Machine(int grids, int grid_blocks, int threads, int shared, uint64_t seed, int launch_flags)
       : warps_per_block(threads / kLanes), shared_bytes(shared), flags(launch_flags), random_state_(seed * 2 + 1) {
     for (int i = 0; i < 8; ++i) random();
-    copies_by_lane_0 = random() & 1;
-    copy_delay_ = 1ull << random() % 12;
+    copies_by_lane_0 = random() & 1, copy_delay_ = 1ull << random() % 12;
     for (int i = 0; i < grids * grid_blocks; ++i) add_block(i / grid_blocks, i % grid_blocks);
     auto nothing = std::make_shared<Clock>(warps.size());
     fibers.resize(warps.size() * kLanes);
@@ -155,8 +128,7 @@ class Machine {
   uint64_t random_state_, copy_delay_, draw_at_ = 0, sweep_progress_ = ~0ull;
   int sweeps_ = 0;
   void* scheduler_ = nullptr;
-  std::vector<int> drawn_;     // the warps that run in this stretch
-  std::vector<int> in_flight_;  // barriers
+  std::vector<int> drawn_, in_flight_;  // the warps that run in this stretch; barriers
   size_t alive_ = 0;
 
   void add_block(int grid, int index);
@@ -213,7 +185,7 @@ inline std::string name(int sync) {
     fail(format("diverged: comes to %s, lanes %08x wait at %s", name(sync).c_str(), w.arrived, name(w.sync).c_str()));
   if (sync == kBlockSync && my_block().exited) fail("comes to sync_block, warps of its block have ended");
   w.sync = sync, w.arrived |= 1u << me->lane, w.ready &= ~(1u << me->lane);
-  me->looked = 0;
+  me->looked = 0, me->polled = nullptr;
   if (w.arrived == ~0u) {
     ++progress;
     if (sync != kBlockSync)
@@ -239,19 +211,24 @@ inline void Machine::exit_fiber() {
   leave();
 }
 inline void Machine::send(Barrier& barrier) {
-  barrier.sent = true, barrier.due = steps + random() % copy_delay_;
+  barrier.due = steps + random() % copy_delay_;
   in_flight_.push_back(int(&barrier - barriers.data()));
 }
 // now and then, so that others come between any two accesses of memory
 inline void maybe_pause() {
   if (machine->random() % 64 == 0) machine->leave();
 }
-// Whether a look at memory showed what this fiber saw there before (or is one of many): then others should run.
+inline void wait_for_change() { machine->wait(Wait::change, nullptr, machine->changes); }
+// one of many looks without a sync: a loop over more than `looks` holds, or over the clock
+inline void look() {
+  if (++me->looked > 16) wait_for_change();
+}
+// whether a look at memory showed what this fiber saw there before: then others should run
 inline bool fruitless(const void* at, uint64_t bits) {
   Look& last = me->looks[reinterpret_cast<uintptr_t>(at) / 8 % 4];
   const bool same = last.at == at && last.bits == bits;
   last = {at, bits};
-  return same || ++me->looked > 16;
+  return same;
 }
 
 // ---- syncs ----
@@ -286,23 +263,21 @@ inline void Machine::release_block(Block& block) {
 
 inline void Machine::add_block(int grid, int index) {
   Block b{.grid = grid, .index = index};
-  const size_t bytes = shared_bytes + 2 * kGuardBytes + 128;
-  b.memory = std::make_unique<char[]>(bytes);
-  memset(b.memory.get(), 0xff, bytes);
+  b.memory = std::make_unique<char[]>(shared_bytes + 2 * kGuardBytes + 128);
+  memset(b.memory.get(), 0xff, shared_bytes + 2 * kGuardBytes + 128);
   b.shared = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(b.memory.get()) + kGuardBytes + 127) & ~127ull);
   for (int i = 0; i < warps_per_block; ++i) warps.push_back({.block = int(blocks.size()), .index = i});
   blocks.push_back(std::move(b));
 }
-// One mapping for all launches, touched only as far as stacks grow; below each stack lies a page that traps. The tops
-// are spread over cache sets.
+// One mapping for all launches; below each stack lies a page that traps. The tops are spread over cache sets.
 inline void Machine::prepare_stacks(void (*start)()) {
   static char* stacks = nullptr;
   static size_t held = 0;
   if (held < fibers.size()) {
     if (stacks) munmap(stacks, held * kStackBytes);
     held = fibers.size();
-    void* at = mmap(nullptr, held * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                    -1, 0);
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* at = mmap(nullptr, held * kStackBytes, PROT_READ | PROT_WRITE, kind, -1, 0);
     if (at == MAP_FAILED) abort();
     stacks = static_cast<char*>(at);
     for (size_t i = 0; i < held; ++i) mprotect(stacks + i * kStackBytes, 4096, PROT_NONE);
@@ -354,7 +329,7 @@ inline Warp* Machine::next_warp() {
   }
   return nullptr;
 }
-// each ready lane (or each of some) up to where it gives up its turn, in random order
+// each ready lane (now and then: some) up to where it gives up its turn, in random order
 inline void Machine::take_turn(Warp& w) {
   const uint64_t draw = random();
   uint32_t lanes = w.ready;
@@ -372,7 +347,7 @@ inline void Machine::take_turn(Warp& w) {
 inline void Machine::deliver(size_t i) {
   Barrier& b = barriers[in_flight_[i]];
   memcpy(b.slot, b.source, b.bytes);
-  b.in_flight = b.sent = false, ++b.phase;
+  b.in_flight = false, ++b.phase;
   ++changes, ++progress;
   in_flight_[i] = in_flight_.back(), in_flight_.pop_back();
 }
@@ -401,8 +376,7 @@ inline bool Machine::sweep() {
 inline void Machine::check_end() {
   if (!in_flight_.empty() && !(flags & kWatchdog)) fail("the blocks have ended with a copy in flight");
   for (size_t b = 0; b < blocks.size(); ++b) {
-    const char* guards[] = {blocks[b].shared - kGuardBytes, blocks[b].shared + shared_bytes};
-    for (const char* guard : guards)
+    for (const char* guard : {blocks[b].shared - kGuardBytes, blocks[b].shared + shared_bytes})
       for (size_t i = 0; i < kGuardBytes; ++i)
         if (guard[i] != char(0xff))
           return fail(place(int(b) * warps_per_block) + ": wrote outside its shared memory, at byte " +

@@ -1,8 +1,8 @@
 // The proof that words are not overwritten early: what a store may assume must follow from the program, not from luck.
 //
-// Which store a read sees is fixed by the epochs, so one run shows for every schedule of this launch what happens
-// before what: a thread that accepts a word then knows all that its writer knew, and a sync joins what its threads know.
-// A store is in order if every accepted read of the word's last value, and the store of that value, happen before it.
+// The epochs fix which store a read sees, so one run shows what happens before what in every schedule of this launch:
+// a thread that accepts a word then knows all that its writer knew; a sync joins what its threads know. A store is in
+// order if every accepted read of the word's last value, and the store of that value, happen before it.
 #pragma once
 #include <unordered_map>
 
@@ -59,6 +59,7 @@ inline bool happens_before_me(const Event& e) {
   WordRecord& word = words[at];
   if (word.writer.warp >= 0 && !happens_before_me(word.writer)) learn(word.writer, *word.writer_knew);
   word.reads.push_back(my_event());
+  me->polled = nullptr;
   ++report.accepted, ++machine->progress;
 }
 // why a store of this epoch is not in order; empty: it is
@@ -87,19 +88,18 @@ inline bool happens_before_me(const Event& e) {
 
 // ---- what stands still ----
 
-// a lane waits for a word that was stored in this launch, and its warp has not taken the value: another epoch is gone
+// a lane polls a word that was stored in this launch, and its warp has not taken the value: another epoch is gone
 inline bool missed(const Fiber& f) {
-  const auto found = words.find(static_cast<const Word*>(f.waits_for.at));
-  if (f.wait != Wait::word || found == words.end() || found->second.writer.warp < 0) return false;
+  const auto found = words.find(static_cast<const Word*>(f.polled));
+  if (f.wait == Wait::barrier || found == words.end() || found->second.writer.warp < 0) return false;
   for (const Event& read : found->second.reads)
     if (read.warp == f.warp) return false;
   return true;
 }
 inline std::string waits_for(const Fiber& f) {
-  if (f.wait == Wait::change) return "for a change of memory";
-  if (f.wait == Wait::word)
-    return "for " + name(f.waits_for.at) +
-           format(", which holds epoch %u", static_cast<const Word*>(f.waits_for.at)->epoch);
+  if (f.wait != Wait::barrier && f.polled)
+    return "for " + name(f.polled) + format(", which holds epoch %u", static_cast<const Word*>(f.polled)->epoch);
+  if (f.wait != Wait::barrier) return "for a change of memory";
   const Barrier& b = machine->barriers[index_of(f.waits_for.at)];
   return format("for the copy that completes parity %d of a barrier; %u completed, lanes %08x came to the next",
                 int(f.waits_for.bits), b.phase, b.lanes);

@@ -9,12 +9,16 @@ struct Params {
   int rounds, depth, side;
 };
 
-DEVICE float take(const Word* at, uint32_t epoch) {
+DEVICE float take(const Params& p, const Word* at, uint32_t epoch) {
+  const uint64_t start = now_ns();
   for (;;) {
     const Word word = load_word(at);
-    if (word.epoch != epoch) continue;
-    accept(at, epoch);
-    return word.value;
+    if (word.epoch == epoch) {
+      accept(at, epoch);
+      return word.value;
+    }
+    if (load_flag(p.flag)) return 0;
+    if (now_ns() - start > 2'000'000'000 && set_first(p.flag)) p.out[thread_index()] = 1;
   }
 }
 DEVICE float warp_sum(float x) {
@@ -47,7 +51,7 @@ DEVICE void exchange(const Params& p, int side) {
   for (int round = 1; round <= p.rounds; ++round) {
     const int slot = round % p.depth * 32 + lane;
     store_word(p.words + side * p.depth * 32 + slot, value, round);
-    value += 0.5f * take(p.words + (1 - side) * p.depth * 32 + slot, round);
+    value += 0.5f * take(p, p.words + (1 - side) * p.depth * 32 + slot, round);
   }
   p.out[side * 32 + lane] = value;
 }
@@ -60,9 +64,9 @@ DEVICE void acknowledge(const Params& p, bool with_sync) {
   for (int round = 1; round <= p.rounds; ++round) {
     if (block_index() == 0 && lane == 0) {
       store_word(p.words, round, round);
-      take(p.words + 1, round);
+      take(p, p.words + 1, round);
     } else if (block_index() == 1) {
-      if (lane == 0) take(p.words, round);
+      if (lane == 0) take(p, p.words, round);
       if (with_sync) sync_warp();
       if (lane == 1) store_word(p.words + 1, 0, round);
     }
@@ -75,15 +79,8 @@ extern "C" __global__ void two_writers(const Params p) {
   if (thread_index() == 0) store_word(p.words, 1, 1 + block_index());
 }
 extern "C" __global__ void waits_forever(const Params p) {
-  if (thread_index() < 32) take(p.words + 7, 1);
+  if (thread_index() < 32) take(p, p.words + 7, 1);
   sync_block();
-}
-extern "C" __global__ void gives_up(const Params p) {
-  const uint64_t start = now_ns();
-  while (load_word(p.words).epoch != 1) {
-    if (load_flag(p.flag)) return;
-    if (now_ns() - start > 2'000'000'000 && set_first(p.flag)) p.out[0] = block_index();
-  }
 }
 
 // A ring of `depth` slots of 512 bytes over `rounds` chunks; wrong: 0 nothing, 1 no wait, 2 refills with no sync
@@ -149,7 +146,6 @@ EMULATE(acknowledged, Params)
 EMULATE(acknowledged_by_another, Params)
 EMULATE(two_writers, Params)
 EMULATE(waits_forever, Params)
-EMULATE(gives_up, Params)
 EMULATE(ring, Params)
 EMULATE(ring_without_wait, Params)
 EMULATE(ring_without_sync, Params)
