@@ -106,7 +106,7 @@ class Geometry:
 
     @property
     def mail_slots(self) -> int:
-        """Layers of partial outputs to keep: who waits for those of `delay` layers ago is itself waited for likewise."""
+        """Layers of partial outputs to keep: who waits for those of `delay` layers ago is waited for likewise."""
         return 2 * self.config.broadcast_delay + 2
 
     def matrix(self, op: str) -> Matrix:
