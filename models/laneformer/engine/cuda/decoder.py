@@ -44,16 +44,18 @@ class CudaDecoder:
         self.devices = [torch.device(device) for device in devices]
         if version == "graph" and len(devices) > 1:
             raise ValueError("the graph version runs on one GPU; use version = 'persistent' for several")
-        connect(self.devices)
         machine = describe(self.devices[0])
         if version == "graph":  # two blocks a multiprocessor, so that kernels overlap; 1 KB is the system's
             machine = type(machine)(machine.multiprocessors, machine.shared_bytes // 2 - 1024, machine.architecture)
         self.geometry: Geometry = plan(config, dtype, machine, devices=len(devices), **shape)
+        connect(self.devices)
         self.memories = [DeviceMemory(self.geometry, tensors, i, device) for i, device in enumerate(self.devices)]
         self.kernels = [Kernels(version, self.geometry, device) for device in self.devices]
         self.cached: list[int] = []  # ids whose keys and values are there
         self._model: torch.nn.Module | None = None
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
+        for kernels in self.kernels:
+            kernels.load(*({step[0] for step in graph_kernels(self.geometry)} if version == "graph" else ["decode"]))
 
     @property
     def model(self) -> Any:

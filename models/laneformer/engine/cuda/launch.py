@@ -14,11 +14,6 @@ import torch
 from .compile import compile_cubin
 from .geometry import Geometry, Machine
 
-NAMES = {
-    "persistent": ("decode",),
-    "graph": ("qkv", "attention", "output", "gate_up", "down", "join_now", "head", "choose"),
-}
-
 
 def describe(device: torch.device) -> Machine:
     """What of this GPU decides the geometry; ValueError for one that is too old."""
@@ -38,11 +33,10 @@ class Kernels:
         self.geometry, self.device, self.version = geometry, device, version
         self.architecture = describe(device).architecture
         name = f"sm_{self.architecture}" + ("a" if self.architecture >= 90 else "")
-        cubin = compile_cubin(version, geometry, name)
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # whatever was current is so again afterwards
             Device(device.index or 0).set_current()
-            self._code = ObjectCode.from_cubin(cubin)
-            self._kernels = {kernel: self._load(kernel) for kernel in NAMES[version]}
+            self._code = ObjectCode.from_cubin(compile_cubin(version, geometry, name))
+        self._kernels: dict[str, Any] = {}
 
     def launch(self, name: str, argument: ctypes.Structure, blocks: int | None = None) -> None:
         """Start a kernel on torch's current stream; the persistent one is cooperative, the graph's overlap."""
@@ -62,19 +56,27 @@ class Kernels:
             attribute.value.programmaticStreamSerializationAllowed = int(self.architecture >= 90)
         config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        check(driver.cuLaunchKernelEx(config, self._kernels[name], ctypes.addressof(pointers), 0))
+        check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
 
-    def _load(self, name: str) -> Any:
-        """A kernel on this GPU now and not at its first launch, which may be in a capture or beside a spinning one."""
+    def load(self, *names: str) -> None:
+        """Bring kernels to the GPU before their first launch, which may be in a capture or beside a spinning kernel."""
         from cuda.bindings import driver
 
-        kernel = driver.CUkernel(int(self._code.get_kernel(name).handle))
-        shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(driver.cuKernelSetAttribute(shared, self.geometry.shared_bytes, kernel, self.device.index or 0))
-        function = driver.cuKernelGetFunction(kernel)
-        check(function)
-        check(driver.cuFuncLoad(function[1]))
-        return kernel
+        with torch.cuda.device(self.device):
+            for name in names:
+                function = driver.cuKernelGetFunction(self._kernel(name))
+                check(function)
+                check(driver.cuFuncLoad(function[1]))
+
+    def _kernel(self, name: str) -> Any:
+        if name not in self._kernels:
+            from cuda.bindings import driver
+
+            kernel = driver.CUkernel(int(self._code.get_kernel(name).handle))
+            shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuKernelSetAttribute(shared, self.geometry.shared_bytes, kernel, self.device.index or 0))
+            self._kernels[name] = kernel
+        return self._kernels[name]
 
 
 def check(result: tuple[Any, ...]) -> None:
