@@ -42,7 +42,7 @@ class Running:
             self.error = error
 
     def query(self) -> bool:
-        return self.thread is None or not self.thread.is_alive() and self._ended()
+        return self.thread is None or (not self.thread.is_alive() and self._ended())
 
     def synchronize(self) -> None:
         if self.thread:
@@ -145,6 +145,8 @@ class LoopDecoder:
     @torch.inference_mode()
     def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
         self.reused = 0
+        if not ids:
+            return
         positions = torch.arange(len(ids))
         rope, masks = rope_table(self.config, positions), self.model.masks(positions, positions)
         embedding = self.model.tok_embeddings(torch.tensor([ids]))
