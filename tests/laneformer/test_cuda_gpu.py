@@ -174,7 +174,7 @@ def test_filters_leave_likely_tokens_only(tiny, filters):
 
 def test_draws_follow_the_softmax(tiny):
     """Pearson's test on the first token: the eight likeliest ids and the rest, 2000 seeds."""
-    draws = 100
+    draws = 2000
     p = torch.from_numpy(score(tiny.gpu, PROMPT)[-1]).double().softmax(-1)
     top = p.topk(8)
     counts = np.zeros(9)
