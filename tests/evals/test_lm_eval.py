@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,10 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
-from evals.lm_eval import Endpoint, evaluate, expand_tasks, first_documents, lengths_of, main, open_endpoint
+from evals.lm_eval import Endpoint, evaluate, expand_tasks, first_documents, lengths_of, open_endpoint
 from evals.lm_eval_figures import figures_of, prompt_figures
 from evals.lm_eval_models import CheckedCompletions, EngineLM
 from evals.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
-from evals.records import About
 
 from .lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 
@@ -267,24 +265,6 @@ def test_a_server_without_all_scores_is_refused(hf_dir: Path, missing: int) -> N
         endpoint = open_endpoint(hf_dir, Endpoint(url, "tiny"), add_bos=True, max_length=None)
         with pytest.raises(ValueError, match=r"the server gave \d+ log-probabilities for a prompt of"):
             endpoint.loglikelihood(instances("loglikelihood", PAIRS[:1]))
-
-
-def test_ruler_prompts_are_not_cut_and_both_lengths_are_scored(
-    hf_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "evals.jsonl"
-    main(hf_dir, "niah_single_1", lengths="1024,2048", limit=2, data=data, about=About(out, 7, phase="phase1"))
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record == json.loads(out.read_text())
-    assert (record["kind"], record["haystack"], record["add_bos"]) == ("lm_eval", "offline", True)
-    assert record["protocol"].endswith("with BOS")
-    prompts = record["prompts"]["niah_single_1"]
-    assert prompts["documents"] == 4, "two of each length"
-    assert prompts["cut"] == record["cut_prompts"] == 0
-    assert 1600 < prompts["longest_tokens"] <= CONTEXT == record["max_length"]
-    assert set(record["ruler"]) == {"1024", "2048"}
-    assert all(0 <= scores["niah_single_1"] <= 1 for scores in record["ruler"].values())
-    assert len(record["data_sha256"]) == len(record["tokenizer_sha256"]) == 64
 
 
 def test_cuts_of_recorded_prompts_are_counted(model: EngineLM) -> None:
