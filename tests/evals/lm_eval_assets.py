@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -40,8 +40,8 @@ def export_tiny(folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SI
     return folder / "hf"
 
 
-def write_data(folder: Path) -> Path:
-    """ARC's two sets of five rows and two short essays, where lm-eval looks for them."""
+def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = QUESTIONS) -> Path:
+    """ARC's two sets of a few rows and two short essays, where lm-eval looks for them."""
     arc = folder / "allenai" / "ai2_arc"
     arc.mkdir(parents=True)
     header = ["---", "configs:"]
@@ -50,7 +50,7 @@ def write_data(folder: Path) -> Path:
         for split in ("train", "validation", "test"):
             header += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
             lines = []
-            for i, (question, texts, gold) in enumerate(QUESTIONS):
+            for i, (question, texts, gold) in enumerate(questions):
                 labels = list("ABCD"[: len(texts)])
                 choices = {"text": texts, "label": labels}
                 row = {"id": str(i), "question": prefix + question, "choices": choices, "answerKey": labels[gold]}

@@ -117,9 +117,7 @@ def short_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_lm_eval_would_try_for_ever_is_refused(hf_dir: Path, short_pieces: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"ruler_vt cannot be made: .* 500 tokens for its worked .* it takes 5"
-    ):
+    with pytest.raises(ValueError, match=r"ruler_vt cannot be made: .* 500 tokens for its worked .* it takes 5"):
         load_tasks(["ruler_vt"], [2048, 4096], short_pieces)
     with pytest.raises(ValueError, match=r"ruler_cwe cannot be made at a length of 4096: .* take 4\d\d\d tokens"):
         load_tasks(["ruler_cwe"], [2048, 4096], short_pieces)
