@@ -208,10 +208,8 @@ def lm_eval_card(run: Run) -> str:
                    if not name.endswith("_stderr") and number(metrics[name]) is not None]  # fmt: skip
         metric, value = LM_EVAL.get(task, ("", None))
         published = f"{metric} {percent(value)}" if value is not None else "not given"
-        how = [f"{point['num_fewshot']}-shot"] if point.get("num_fewshot") is not None else []
-        how += [f"limit {point['limit']}"] if point.get("limit") is not None else []
-        rows.append([escape(task), "<br>".join(figures), published, escape(", ".join(how)),
-                     escape(where_evaluated(point))])  # fmt: skip
+        how = escape(how_asked(point).removeprefix(", "))
+        rows.append([escape(task), "<br>".join(figures), published, how, escape(where_evaluated(point))])
     head = ("task", "result", f"{MODEL}, 0-shot", "how", "checkpoint")
     return card("lm-eval", table(head, rows)) if rows else ""
 
@@ -222,14 +220,8 @@ def with_error(metrics: dict[str, Any], name: str) -> str:
 
 
 def ruler_card(run: Run) -> str:
-    """RULER: eleven tasks by length, the newest score of each; a length's mean only when all tasks are there."""
-    scores: dict[str, dict[str, float]] = {}
-    haystacks: dict[str, None] = {}
-    for point in points_of(run, "lm_eval"):
-        for length, tasks in (point.get("ruler") or {}).items():
-            known = {task: v for task, value in tasks.items() if (v := number(value)) is not None and v >= 0}
-            scores.setdefault(str(length), {}).update(known)
-            haystacks[str(point.get("haystack"))] = None
+    """RULER: eleven tasks by length; a length's mean only when all tasks are there."""
+    scores, sources = ruler_scores(points_of(run, "lm_eval"))
     if not scores:
         return ""
     lengths = sorted({*scores, *RULER_LENGTHS}, key=lambda text: (len(text), text))
@@ -247,9 +239,36 @@ def ruler_card(run: Run) -> str:
         means.append(f"<b>{percent(sum(there) / len(there))}</b>" if complete else '<b class="missing">N/A</b>')
     rows.append(["<b>mean of 11</b>", *means])
     rows.append([f"{MODEL}", *["not given"] * len(lengths)])
-    caption = f"Haystack: {escape(' and '.join(haystacks))}. The published model was run on RULER-style tasks at both "
-    caption += "lengths; its scores are not given."
+    caption = "; ".join(f"{escape(length)} tokens: {source}" for length, source in sources.items())
+    caption += ". The published model was run on RULER-style tasks at both lengths; its scores are not given."
     return card("RULER", table(("task", *(f"{length} tokens" for length in lengths)), rows), caption)
+
+
+def ruler_scores(points: Sequence[Point]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Scores by length and task, and by length what they are of: the newest checkpoint, asked in the newest way.
+
+    Scores of different checkpoints, haystacks or tokenizers (which cut the documents) are never in one column.
+    """
+    scores: dict[str, dict[str, float]] = {}
+    sources: dict[str, str] = {}
+    for point in points:
+        source = f"{escape(where_evaluated(point))}, {escape(str(point.get('haystack')))} haystack, "
+        source += f"tokenizer {code(point.get('tokenizer_sha256'))}{escape(how_asked(point))}"
+        for length, tasks in (point.get("ruler") or {}).items():
+            known = {task: v for task, value in tasks.items() if (v := number(value)) is not None and v >= 0}
+            same = scores.get(length, {}) if sources.get(length) == source else {}
+            scores[length], sources[length] = same | known, source
+    return scores, sources
+
+
+def how_asked(point: Point) -> str:
+    """What a record says of the way it asked, each part after a comma."""
+    how = [f"{point['num_fewshot']}-shot"] if point.get("num_fewshot") is not None else []
+    how += [f"limit {point['limit']}"] if point.get("limit") is not None else []
+    how += ["chat template"] if point.get("chat_template") else []
+    how += ["without BOS"] if point.get("add_bos") is False else []
+    how += [f"{cut} prompts cut"] if (cut := point.get("cut_prompts")) else []
+    return "".join(f", {part}" for part in how)
 
 
 def contamination_card(run: Run) -> str:

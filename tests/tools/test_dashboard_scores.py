@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tools.dashboard_core import core_curves, core_figure, heat_figure, points_o
 from tools.dashboard_csv import csv_text
 from tools.dashboard_published import CORE_REFERENCES
 from tools.dashboard_run import read_run
-from tools.dashboard_scores import score_cards
+from tools.dashboard_scores import ruler_card, score_cards
 
 NOW = 1.79e9 + 3600
 
@@ -110,6 +111,26 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
     assert ruler.count('<b class="missing">N/A</b>') == 1, "and so no mean of 4,096"
     assert "<td>12</td><td>7.32 %</td><td>431</td>" in text
     assert "4096 tokens" in ruler
+    assert "offline haystack" in ruler
+    assert "limit 50" in ruler
+    assert "ruler_vt" not in text[text.index("<h2>lm-eval") : text.index("<h2>RULER")]
+
+
+def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    old = next(r for r in records(whole, "lm_eval") if r["ruler"])
+    later = {**old, "step": old["step"] + 1, "ruler": {"2048": {"ruler_vt": 0.123}}}
+    append(tmp_path / "run", later, {**later, "ruler": {"2048": {"ruler_cwe": 0.234}}})
+    text = ruler_card(read_run(tmp_path / "run"))
+    shown = re.findall(r"<td>(\d\d\.\d) %</td>", text)
+    assert {"12.3", "23.4"} < set(shown)
+    assert len(shown) == 2 + 10, "two of the newest checkpoint, ten at 4,096 of the one before"
+    assert text.count('<b class="missing">N/A</b>') == 2
+    assert f"step {later['step']:,}" in text
+    assert f"step {old['step']:,}" in text
+    other = {**later, "haystack": "upstream", "ruler": {"2048": {"ruler_fwe": 0.345}}}
+    append(tmp_path / "run", other)
+    assert "12.3 %" not in ruler_card(read_run(tmp_path / "run")), "other documents"
 
 
 def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(whole: Path, tmp_path: Path) -> None:
