@@ -80,7 +80,7 @@ struct Barrier {
   char* slot = nullptr;
   const char* source = nullptr;
   uint32_t bytes = 0, lanes = 0, phase = 0;  // lanes that came to the running copy; phases completed
-  bool in_flight = false;
+  bool in_flight = false, unawaited = false;  // begun, not there; begun, and nobody came back from a wait for it
   uint64_t due = 0;
 };
 
@@ -347,8 +347,7 @@ inline void Machine::take_turn(Warp& w) {
 inline void Machine::deliver(size_t i) {
   Barrier& b = barriers[in_flight_[i]];
   memcpy(b.slot, b.source, b.bytes);
-  b.in_flight = false, ++b.phase;
-  ++changes, ++progress;
+  b.in_flight = false, ++b.phase, ++changes, ++progress;
   in_flight_[i] = in_flight_.back(), in_flight_.pop_back();
 }
 inline void Machine::deliver_due() {
@@ -374,7 +373,8 @@ inline bool Machine::sweep() {
   return true;
 }
 inline void Machine::check_end() {
-  if (!in_flight_.empty() && !(flags & kWatchdog)) fail("the blocks have ended with a copy in flight");
+  for (const Barrier& b : barriers)
+    if (b.unawaited && !(flags & kWatchdog)) return fail("a block has ended and nobody has waited for its last copy");
   for (size_t b = 0; b < blocks.size(); ++b) {
     for (const char* guard : {blocks[b].shared - kGuardBytes, blocks[b].shared + shared_bytes})
       for (size_t i = 0; i < kGuardBytes; ++i)
