@@ -165,7 +165,7 @@ SLOW void wait_full(uint64_t* full, uint32_t parity) {
   emulator::Barrier& b = barrier_at(full);
   if (!b.in_flight) b.unawaited = false;
 }
-DEVICE void prefetch_l2(const void*, uint32_t) {}
+DEVICE void prefetch_l2(const void* at, uint32_t bytes) {}
 DEVICE void wait_for_previous() {}
 DEVICE void let_next_start() {}
 

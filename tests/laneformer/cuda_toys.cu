@@ -59,7 +59,7 @@ extern "C" __global__ void ping_pong(const Params p) { exchange(p, block_index()
 extern "C" __global__ void ping_pong_of_grids(const Params p) { exchange(p, p.side); }
 
 // Another thread tells that thread 0 has read: true only behind a sync of the two.
-enum Behind { nothing, warp_sync, block_sync };
+enum Behind { the_reader_itself, nothing, warp_sync, block_sync };
 DEVICE void acknowledge(const Params& p, Behind behind, int teller) {
   const int thread = thread_index();
   for (int round = 1; round <= p.rounds; ++round) {
@@ -67,16 +67,18 @@ DEVICE void acknowledge(const Params& p, Behind behind, int teller) {
       store_word(p.words, round, round);
       take(p, p.words + 1, round);
     } else if (block_index() == 1) {
+      if (behind == the_reader_itself && thread == 0) store_word(p.words + 1, 0, round);  // and reads only then
       if (thread == 0) take(p, p.words, round);
       if (behind == warp_sync) sync_warp();
       if (behind == block_sync) sync_block();
-      if (thread == teller) store_word(p.words + 1, 0, round);
+      if (behind != the_reader_itself && thread == teller) store_word(p.words + 1, 0, round);
     }
   }
 }
 extern "C" __global__ void acknowledged(const Params p) { acknowledge(p, warp_sync, 1); }
 extern "C" __global__ void acknowledged_by_a_warp(const Params p) { acknowledge(p, block_sync, 32); }
 extern "C" __global__ void acknowledged_early(const Params p) { acknowledge(p, nothing, 1); }
+extern "C" __global__ void acknowledged_before_reading(const Params p) { acknowledge(p, the_reader_itself, 0); }
 extern "C" __global__ void acknowledged_early_by_a_warp(const Params p) { acknowledge(p, warp_sync, 32); }
 
 // so late that the reader has long been there, in nearly all orders; but nothing makes it sure
@@ -162,6 +164,7 @@ EMULATE(ping_pong_of_grids, Params)
 EMULATE(acknowledged, Params)
 EMULATE(acknowledged_by_a_warp, Params)
 EMULATE(acknowledged_early, Params)
+EMULATE(acknowledged_before_reading, Params)
 EMULATE(acknowledged_early_by_a_warp, Params)
 EMULATE(overwrites_late, Params)
 EMULATE(two_writers, Params)

@@ -7,6 +7,7 @@ some seed of a few.
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from . import cuda_emulator as emulator
 from .cuda_emulator import EmulationError, Report
 
 pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+PRIMITIVES = Path(__file__).resolve().parents[2] / "models/laneformer/engine/cuda/primitives.cuh"
 TOYS = (Path(__file__).parent / "cuda_toys.cu").read_text()
 SEEDS = range(40)
 
@@ -117,6 +119,12 @@ def test_a_thread_speaks_for_another_only_behind_a_sync(toys: Toys, by: str) -> 
             toys("acknowledged_early" + by, blocks=2, threads=64, rounds=10, seed=seed)
 
 
+def test_a_thread_that_speaks_before_it_reads_is_found(toys: Toys) -> None:
+    for seed in SEEDS:
+        with pytest.raises(EmulationError, match="overwritten early"):
+            toys("acknowledged_before_reading", blocks=2, threads=64, rounds=2, seed=seed)
+
+
 @pytest.mark.parametrize(("kernel", "blocks"), [("two_writers", 2), ("two_lanes_write", 1)])
 def test_writers_need_an_order(toys: Toys, kernel: str, blocks: int) -> None:
     for seed in SEEDS:
@@ -202,6 +210,18 @@ def test_16_bit_numbers(toys: Toys, kernel: str, dtype: torch.dtype) -> None:
     toys(kernel, given.numpy(), rounds=len(given) // 2)
     made = torch.from_numpy(toys.out[: len(given) // 2].copy()).view(dtype)
     np.testing.assert_array_equal(made.float().numpy(), given.to(dtype).float().numpy())
+
+
+def test_every_primitive_is_offered_as_it_is() -> None:
+    def offered(path: Path) -> set[tuple[str, str]]:
+        """(name and result, types of the parameters) of each function."""
+        found = re.findall(r"^(?:DEVICE|SLOW) ([\w: ]+?[*&]? ?\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE)
+        return {(name, re.sub(r" ?\b\w+(?=,|$)", "", types) if types else "") for name, types in found}
+
+    primitives = offered(PRIMITIVES)
+    missing = primitives - offered(PRIMITIVES.parents[4] / "tests/laneformer/cuda_emulator.h")
+    assert missing == {("uint32_t shared_address", "const void*")}  # for PTX alone
+    assert len(primitives) > 25
 
 
 def test_a_compile_error_says_what(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ DEVICE WordPair load_words(const Word* at) {
   return {word_of(a), word_of(b)};
 }
 // This thread has taken this word's value of this epoch. For the emulator, which proves that no store comes too early.
-DEVICE void accept(const Word*, uint32_t) {}
+DEVICE void accept(const Word* at, uint32_t epoch) {}
 
 DEVICE int load_flag(const int* at) {
   int value;
