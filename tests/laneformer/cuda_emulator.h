@@ -81,10 +81,10 @@ DEVICE Word word_of(uint64_t bits) { return {float_of(uint32_t(bits)), uint32_t(
 SLOW Word load_word(const Word* at) {
   emulator::maybe_pause();
   emulator::look();
+  emulator::me->polled = at;
   const auto* word = reinterpret_cast<const volatile uint64_t*>(at);
   uint64_t bits = *word;
   if (emulator::fruitless(at, bits)) {
-    emulator::me->polled = at;
     emulator::machine->wait(emulator::Wait::word, at, bits);
     bits = *word;
     emulator::fruitless(at, bits);
