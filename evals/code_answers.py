@@ -21,8 +21,9 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import tyro
 from rich.console import Console
 from rich.progress import track
 
@@ -46,10 +47,15 @@ class Sampling:
     """How answers are drawn: temperature 0 is greedy, one answer a problem; else `n` answers a problem."""
 
     n: int = 1
+    """answers a problem"""
     temperature: float = 0.0
+    """0 is greedy"""
     top_p: float = 1.0
+    """only the fewest likely tokens that reach this probability"""
     seed: int = 0
+    """of the sampling"""
     max_new_tokens: int = 768
+    """of an answer"""
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
@@ -61,6 +67,10 @@ class Sampling:
         """A seed of its own for every answer, whatever the order in which they are made; 31 bits."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}:{sample}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
+
+
+GREEDY = Sampling()
+SamplingFlags = Annotated[Sampling, tyro.conf.OmitArgPrefixes]  # --n, --temperature, ... as flags of the command itself
 
 
 class Model(Protocol):
