@@ -132,9 +132,9 @@ class EngineModel:
 
 def chat_template(folder: Path) -> Any:
     """A function from a user's message to the text that asks for the answer, by the folder's own template."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
         raise ValueError(f"{folder} has no chat template; ask it for completions: --prompt completion")
 
