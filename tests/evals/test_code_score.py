@@ -18,6 +18,8 @@ from evals.records import About
 from evals.sandbox import KINDS, find_sandbox, run_sandboxed, why_not
 from tests.evals.code_assets import ANSWER, HOSTILE, PROBLEMS, connects, deletes, problem, reads, write_dataset, writes
 from tests.evals.test_code_answers import Endpoint, endpoint  # noqa: F401
+from tools.dashboard_run import read_run
+from tools.dashboard_scores import code_card
 
 needs_evalplus = pytest.mark.skipif(
     not evalplus_environment().exists(), reason="no EvalPlus here: python -m evals.code --setup"
@@ -209,6 +211,14 @@ def test_the_command(
     assert (record["protocol"], record["n"], record["sandbox"]) == ("greedy", 1, find_sandbox())
     (outputs,) = (tmp_path / "cache/evalplus").iterdir()
     assert outputs.name == f"{open_dataset(path).md5}.pkl"
+    (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
+    shown = code_card(read_run(tmp_path))
+    for told in (
+        f"<td>humaneval+ {record['version']}</td><td>greedy, chat</td><td>3 × 1</td>",
+        "3 / 3",
+        find_sandbox(),
+    ):
+        assert told in shown, "the dashboard reads the record"
     samples = [json.loads(line) for line in (tmp_path / "r/samples.jsonl").read_text().splitlines()]
     assert all(s["selected"].startswith("def ") and s["sanitized"] for s in samples)
     assert (tmp_path / "r/samples_eval_results.json").exists()
