@@ -34,7 +34,7 @@ INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```python\n{prompt}\n```"
 )
-# where a completion leaves the function it was asked to write
+# where a completion leaves the function it was asked to write; those of the data set are the likelier ones
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(", "\nassert ")
 STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp": ('\n"""',)}
 FENCE = re.compile(r"\s*(`{3,})\s*([^`]*)$")
@@ -166,7 +166,9 @@ class EndpointModel:
         try:
             choice = self._post(body)["choices"][0]
             text = choice["message"]["content"] if self.chat else choice["text"]
-            return cut(text or "", stops), choice.get("finish_reason") or "stop"
+            whole = text or ""
+            answer = cut(whole, stops)
+            return answer, "stop" if len(answer) < len(whole) else choice.get("finish_reason") or "stop"
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{self.url} gave an answer without a choice or its text ({error!r})") from None
 
@@ -212,7 +214,7 @@ def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, fold
     known = {(row["task_id"], row["sample"]): row for row in read_rows(path)}
     wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(sampling.n)}
     missing = [key for key in wanted if key not in known]
-    stops = () if chat else STOPS + STOPS_OF[dataset.name]
+    stops = () if chat else STOPS_OF[dataset.name] + STOPS
 
     def ask(key: tuple[str, int]) -> dict[str, Any]:
         seed = sampling.seed_of(*key)

@@ -174,16 +174,16 @@ def code_card(run: Run) -> str:
     """HumanEval+ and MBPP+, the control of the same run, and the published value."""
     rows = []
     for point in newest(points_of(run, "code"), "dataset", "version", "protocol", "prompt"):
-        name = str(point.get("dataset"))
+        dataset = str(point.get("dataset")), str(point.get("version"))
         how = ", ".join(str(point[key]) for key in ("protocol", "prompt") if point.get(key) is not None)
         cut = number(point.get("answers_cut"))
         rows.append([
-            escape(f"{name} {point.get('version') or ''}"),
+            escape(" ".join(dataset)),
             escape(how) + (f" <small>{short(cut)} answers cut</small>" if cut else ""),
             f"{short(point.get('problems'))} × {short(point.get('n'))}",
             percent(point.get("pass@1_base")),
             f"<b>{percent(point.get('pass@1_plus'))}</b>",
-            percent(CODE[name]) if name in CODE else "not given",
+            percent(CODE[dataset]) if dataset in CODE else "not given",
             pass_at_k_text(point),
             control_text(point.get("control") or {}),
             escape(str(point.get("sandbox"))),
