@@ -127,7 +127,7 @@ def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
     table = Table(title=f"CORE, protocol {figures['protocol']}")
     for name in ("task", "type", "shots", "n", "accuracy", "± SE", "centered v1", "centered v2"):
-        table.add_column(name, justify="left" if name in ("task", "type") else "right")
+        table.add_column(name, justify="left" if name in ("task", "type") else "right", overflow="fold")
     for label, task in figures["tasks"].items():
         values = (f"{task[name]:.4f}" for name in ("accuracy", "standard_error", "centered_v1", "centered_v2"))
         table.add_row(label, task["type"], str(task["shots"]), str(task["n"]), *values)
