@@ -172,27 +172,42 @@ def percent(value: Any) -> str:
 
 def code_card(run: Run) -> str:
     """HumanEval+ and MBPP+, the control of the same run, and the published value."""
-    points = newest(points_of(run, "code"), "dataset", "protocol", "version")
     rows = []
-    for point in points:
-        name = str(point.get("dataset"))
-        more = [f"{k}: {percent(v)}" for k, v in (point.get("pass@k") or {}).items()]
-        control = point.get("control") or {}
-        right = f"{short(control.get('passed'))} / {short(control.get('total'))}"
-        failing = ", ".join(map(str, control.get("known_failures") or {}))
-        right += f" <small>known to fail: {escape(failing)}</small>" if failing else ""
-        published = percent(CODE[name]) if name in CODE else "not given"
-        cells = [escape(f"{name} {point.get('version') or ''}"), escape(str(point.get("protocol")))]
-        cells += [
-            short(point.get("n")),
+    for point in newest(points_of(run, "code"), "dataset", "version", "protocol", "prompt"):
+        dataset = str(point.get("dataset")), str(point.get("version"))
+        how = ", ".join(str(point[key]) for key in ("protocol", "prompt") if point.get(key) is not None)
+        cut = number(point.get("answers_cut"))
+        rows.append([
+            escape(" ".join(dataset)),
+            escape(how) + (f" <small>{short(cut)} answers cut</small>" if cut else ""),
+            f"{short(point.get('problems'))} × {short(point.get('n'))}",
             percent(point.get("pass@1_base")),
             f"<b>{percent(point.get('pass@1_plus'))}</b>",
-        ]
-        rows.append([*cells, published, escape(", ".join(more)) or "", right, escape(str(point.get("sandbox"))),
-                     escape(where_evaluated(point))])  # fmt: skip
-    head = ("set", "protocol", "n", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k", "control", "sandbox",
-            "checkpoint")  # fmt: skip
+            percent(CODE[dataset]) if dataset in CODE else "not given",
+            pass_at_k_text(point),
+            control_text(point.get("control") or {}),
+            escape(str(point.get("sandbox"))),
+            escape(where_evaluated(point)),
+        ])  # fmt: skip
+    head = ("set", "how", "problems × answers", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k base / plus",
+            "control", "sandbox", "checkpoint")  # fmt: skip
     return card("Code", table(head, rows)) if rows else ""
+
+
+def pass_at_k_text(point: Point) -> str:
+    """On the base tests, and on base and plus tests together, for every k above 1."""
+    known = {k: v for k, v in (point.get("pass@k") or {}).items() if k != "1" and isinstance(v, dict)}
+    return ", ".join(f"{escape(k)}: {percent(v.get('base'))} / {percent(v.get('plus'))}" for k, v in known.items())
+
+
+def control_text(control: dict[str, Any]) -> str:
+    """How many reference solutions passed; which are known to fail, and in red which failed without a known reason."""
+    said = f"{short(control.get('passed'))} / {short(control.get('total'))}"
+    if known := control.get("known_failures"):
+        said += f" <small>known to fail: {escape(', '.join(known))}</small>"
+    if unknown := control.get("unexpected_failures"):
+        said += f' <small class="missing">fail here: {escape(", ".join(unknown))}</small>'
+    return said
 
 
 def lm_eval_card(run: Run) -> str:

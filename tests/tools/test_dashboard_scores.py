@@ -100,7 +100,12 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
         for key in ("accuracy", "centered_v1", "centered_v2"):
             assert f"{found[key]:.4f}" in text, (task, key)
     assert text.count("<polyline") == 22
-    for told in ("43.9 %", "45.1 %", "50.7 %", "51.6 %", "163 / 164", "10: 68.8 %"):  # code, ours and published
+    for told in (
+        "43.9 %", "45.1 %", "50.7 %", "51.6 %",  # code, ours and published
+        "10: 75.1 % / 68.8 %", "164 × 1", "378 × 10", "greedy, chat <small>3 answers cut</small>",
+        "162 / 164 <small>known to fail: HumanEval/32</small>",
+        '<small class="missing">fail here: HumanEval/83</small>',
+    ):  # fmt: skip
         assert told in text, told
     for told in ("acc_norm 30.3 % ± 1.3", "acc_norm 31.1 %", "acc_norm 47.9 %", "0-shot"):  # ARC
         assert told in text, told
