@@ -1,7 +1,7 @@
 """Evaluations in wandb, TensorBoard and trackio: the figures of evals.jsonl, at the steps of their checkpoints.
 
-evals.jsonl is the truth; this copies from it what a tracker has not been given, and RUN/.evals-tracked.json says how many
-records each has. So it does not matter who wrote a record or when, and nothing is lost with a process that was killed.
+evals.jsonl is the truth; this copies from it what a tracker has not been given, and RUN/.evals-tracked.json says how
+many records each has. So it does not matter who wrote a record or when, and a process that was killed loses nothing.
 
 wandb        a run of its own in the training run's group, since two processes cannot write one run (a process that
              goes on with a run offline would replace it); `step` is its horizontal axis
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 
     step: int
     time: float | None  # seconds since the epoch
-    tokens: int | None
+    tokens: int  # 0 where it is not known
     scalars: dict[str, float]
 
 
@@ -75,7 +75,7 @@ def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:
     for record in records:
         step, tokens = number(record.get("step")), number(record.get("tokens_total"))
         figures = {} if step is None else scalars(record)
-        points.append(Point(int(step or 0), number(record.get("time")), tokens and int(tokens), figures))
+        points.append(Point(int(step or 0), number(record.get("time")), int(tokens or 0), figures))
     return points
 
 
@@ -97,26 +97,29 @@ def send_to_wandb(run: Path, folder: Path, points: Sequence[Point], given: int) 
     board.define_metric("*", step_metric="step")
     for count, point in enumerate(points):
         if point.scalars and (board.offline or count >= given):
-            place = {"step": point.step} | ({} if point.tokens is None else {"tokens_total": point.tokens})
-            board.log({**place, **point.scalars}, step=count)
+            board.log({"step": point.step, "tokens_total": point.tokens, **point.scalars}, step=count)
     board.finish()
 
 
 def send_to_tensorboard(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    with SummaryWriter(str(folder)) as writer:
-        for point in points[given:]:
-            for name, value in point.scalars.items():
-                writer.add_scalar(name, value, point.step, walltime=point.time)
+    writer = EventFileWriter(str(folder))
+    for point in points[given:]:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.scalars.items()]
+        writer.add_event(Event(step=point.step, wall_time=point.time, summary=Summary(value=values)))
+    writer.close()
 
 
 def send_to_trackio(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
-    board = open_trackio(run)
-    for point in points[given:]:
-        if point.scalars:
-            board.log(point.scalars, step=point.step)
-    board.finish()
+    with contextlib.redirect_stdout(None):  # it greets and takes leave of every checkpoint
+        board = open_trackio(run)
+        for point in points[given:]:
+            if point.scalars:
+                board.log(point.scalars, step=point.step)
+        board.finish()
 
 
 class Trackers:

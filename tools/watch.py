@@ -6,8 +6,8 @@
 Every complete checkpoint that `[evals]` asks for becomes a Hugging Face folder, which each command of `[evals]` is run
 on. A command writes its records to a file of its own; the watcher hands them over to RUN/evals.jsonl in one write, with
 the command's words and the checkpoint's time. That line is all the state there is: a watcher that was killed begins
-where evals.jsonl ends, and a step that a roll-back trained again is evaluated again. What `[metrics]` turns on of wandb,
-TensorBoard and trackio gets the same figures (tools.trackers).
+where evals.jsonl ends, and a step that a roll-back trained again is evaluated again. wandb, TensorBoard and trackio
+get the same figures where `[metrics]` turns them on (tools.trackers).
 
 It ends with 0 when the run is done and everything is evaluated, with 1 then if an evaluation failed (its log is in
 RUN/logs/evals/; a later start tries again), with 85 when it was asked to stop.
