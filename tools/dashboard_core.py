@@ -70,12 +70,13 @@ def flops_of(run: Run) -> int | None:
 
 def settings_of(record: Point) -> tuple[Any, ...]:
     """What two CORE records must share to be compared."""
-    return record.get("protocol"), record.get("max_per_task"), record.get("seed")
+    return tuple(record.get(key) for key in ("protocol", "max_per_task", "seed", "not_core"))
 
 
 def settings_text(record: Point) -> str:
     most = record.get("max_per_task")
-    return f"{record.get('protocol') or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
+    text = f"{record.get('protocol') or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
+    return f"{text}, {record['not_core']}" if record.get("not_core") else text
 
 
 def core_curves(runs: Sequence[Run]) -> list[Curve]:

@@ -47,7 +47,9 @@ def core_card(run: Run, index: int) -> str:
     if not curves:
         return ""
     drawn = [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
-    body = "".join(core_words(curve) for curve in curves)
+    notes = dict.fromkeys(str(c.last["not_core"]) for c in curves if c.last.get("not_core"))
+    body = f'<ul class="warnings">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
+    body += "".join(core_words(curve) for curve in curves)
     if drawn:
         body += core_chips(drawn) + to_div(core_figure(drawn), f"core-{index}", "middle")
     curve = curves[-1]

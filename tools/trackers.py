@@ -36,7 +36,7 @@ FIGURES = {
 }
 # records that differ in one of these are no points of one curve, so it is part of the name
 SETTINGS = {
-    "core": ("protocol", "max_per_task"),
+    "core": ("not_core", "protocol", "max_per_task"),
     "code": ("dataset", "protocol"),
     "lm_eval": ("num_fewshot", "limit"),
     "decode_speed": ("device", "dtype"),
@@ -66,7 +66,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def tag(name: str) -> str:
-    return re.sub(r"[^-./\w]", "_", name.replace("@", "_at_").replace("+", "_plus"))
+    return re.sub(r"[^-./\w]+", "_", name.replace("@", "_at_").replace("+", "_plus"))
 
 
 def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:

@@ -124,6 +124,16 @@ def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(
     assert curves[0].last["core_v1"] == 0.125
 
 
+def test_a_toy_bundle_says_that_it_is_not_core(whole: Path, tmp_path: Path) -> None:
+    folder = made_up_run.write_run(tmp_path / "toy", steps=60, every=1, missing=("squad",))
+    assert "not CORE" not in score_cards(read_run(folder), 0)
+    append(folder, {**records(folder, "core")[-1], "not_core": "not CORE: <i>a toy"})
+    text = score_cards(read_run(folder), 0)
+    assert '<ul class="warnings"><li>not CORE: &lt;i&gt;a toy</li></ul>' in text
+    assert "Accuracy of each task, nanochat, 500 items a task, not CORE" in text
+    assert [len(c.points) for c in core_curves([read_run(folder)])] == [6, 1], "never on the curve of CORE"
+
+
 def test_the_csv_holds_every_figure(gappy: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(read_run(gappy)))))
     last = records(gappy, "core")[-1]
