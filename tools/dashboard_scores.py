@@ -56,7 +56,7 @@ def core_card(run: Run, index: int) -> str:
     points, texts = curve.points, [checkpoint_text(p) for p in curve.points]
     body += f"<h3>Accuracy of each task, {escape(settings_text(points[-1]))}</h3>{small_charts(points)}"
     body += "<h3>Centered accuracy by checkpoint (tokens seen)</h3>"
-    body += to_div(heat_figure(points, texts), f"heat-{index}", "heat")
+    body += f'<div class="scroll">{to_div(heat_figure(points, texts), f"heat-{index}", "heat")}</div>'
     body += categories_part(points, index)
     body += task_table(points[-1]) + csv_link(run)
     caption = (
@@ -117,7 +117,7 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     missing = (points[-1].get("missing") or {}).get(task)
     if missing is not None or not curve:
         why = f'<small class="missing">missing: {escape(str(missing or "no figure"))}</small>'
-        name = f"<figcaption>{escape(task)}</figcaption>"
+        name = f"<figcaption>{breakable(task)}</figcaption>"
         return f'<figure class="missing" title="{escape(str(missing))}">{name}{why}</figure>'
     base = {v: (figure_of(known[-1][1], task, f"baseline_{v}") or 0.0) / 100 for v in VERSIONS}
     low = min([*base.values(), *(y - e for _, y, e in curve)])
@@ -139,13 +139,18 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     told = f"{y:.3f} ± {error:.3f}, baseline {' / '.join(f'{b:.3f}' for b in dict.fromkeys(base.values()))}"
     noisy = " noisy" if error > NOISY else ""
     return (
-        f"<figure><figcaption>{escape(task)}<b>{y:.3f}</b></figcaption>"
+        f"<figure><figcaption>{breakable(task)}<b>{y:.3f}</b></figcaption>"
         f'<svg viewBox="0 0 {BOX[0]:.0f} {BOX[1]:.0f}" role="img"><title>{escape(f"{task}: {told}")}</title>{rules}'
         f'<polygon points="{band}" fill="{colour(0)}" opacity=".18"/>'
         f'<polyline points="{" ".join(at(x, y) for x, y, _ in curve)}" fill="none" stroke="{colour(0)}"/>'
         f'<circle cx="{dot[0]}" cy="{dot[1]}" r="2.5" fill="{colour(0)}"/></svg>'
         f"<small>± {error:.3f}{noisy}</small></figure>"
     )
+
+
+def breakable(task: str) -> str:
+    """A name that may be broken after its underscores."""
+    return f"<span>{escape(task).replace('_', '_<wbr>')}</span>"
 
 
 def task_table(point: Point) -> str:
@@ -182,7 +187,7 @@ def code_card(run: Run) -> str:
         control = point.get("control") or {}
         right = f"{short(control.get('passed'))} / {short(control.get('total'))}"
         failing = ", ".join(map(str, control.get("known_failures") or {}))
-        right += f" <small>known to fail: {escape(failing)}</small>" if failing else ""
+        right += f"<br><small>known to fail: {escape(failing)}</small>" if failing else ""
         published = percent(CODE[name]) if name in CODE else "not given"
         cells = [escape(f"{name} {point.get('version') or ''}"), escape(str(point.get("protocol")))]
         cells += [
