@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import importlib.util
 import io
 import json
 import re
@@ -21,19 +20,9 @@ from tools.dashboard_published import CORE_REFERENCES
 from tools.dashboard_run import read_run
 from tools.dashboard_scores import score_cards
 
+from . import made_up_run
+
 NOW = 1.79e9 + 3600
-
-
-def load_made_up_run() -> Any:
-    spec = importlib.util.spec_from_file_location("made_up_run", Path(__file__).with_name("made_up_run.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made_up_run = load_made_up_run()
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +161,3 @@ def test_records_of_nobody_knows_what_do_not_break_the_page(tmp_path: Path) -> N
     text = score_cards(read_run(folder), 0)
     assert "<i>squad" not in text
     assert "<b>why" not in text
-
-
-def test_two_hundred_checkpoints_stay_small(tmp_path: Path) -> None:
-    folder = made_up_run.write_run(tmp_path / "long", steps=600, every=3, checkpoints=200)
-    text = score_cards(read_run(folder), 0)
-    assert len(core_curves([read_run(folder)])[0].points) == 200
-    assert len(text) < 2.5e6, "of which the CSV is two thirds"
