@@ -119,10 +119,11 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
 def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
     """Lines at the CORE of known models: those below the curves, and the next one above; values: the curves' own.
 
-    A name stands where no curve is: far below their ends on the right, else on the left.
+    A name stands where no curve is: far below their ends on the right, else on the left; that of a v2, the lower of
+    two, below its line.
     """
     ends, last = span(values) or [0.0, 0.3], values[-1] if values else 0.0
-    above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.5 * ends[1]][:1]
+    above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.4 * ends[1]][:1]
     ends = [min(ends[0], 0.0), max([ends[1], *(1.08 * value for value in above)])]
     for reference in CORE_REFERENCES:
         if not ends[0] <= reference.value <= ends[1]:
@@ -131,9 +132,9 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
         across = {"xref": "paper", "x0": 0, "x1": 1, "y0": reference.value, "y1": reference.value, "layer": "below"}
         figure.add_shape(type="line", line={"color": NEUTRAL, "width": 1, "dash": dash}, opacity=0.6, **across)
         text = f"{reference.name} {reference.value:.4f} ({reference.version})"
-        right = reference.version == "v2" or reference.value < 0.85 * last
-        side = {"x": 0.995, "xanchor": "right"} if right else {"x": 0.005, "xanchor": "left"}
-        place = {"xref": "paper", "y": reference.value, "yanchor": "bottom", **side}
+        side = {"x": 0.995, "xanchor": "right"} if reference.value < 0.85 * last else {"x": 0.005, "xanchor": "left"}
+        above_it = "bottom" if reference.version == "v1" else "top"
+        place = {"xref": "paper", "y": reference.value, "yanchor": above_it, **side}
         figure.add_annotation(text=text, showarrow=False, font={"size": 11}, **place)
     figure.update_yaxes(fixedrange=True, nticks=7, hoverformat=".4f", range=ends, zeroline=False)
 

@@ -14,7 +14,8 @@ import pytest
 
 from laneformer.config import LaneformerConfig, flops_per_token
 from tools.dashboard import write_page
-from tools.dashboard_core import core_curves, core_figure, heat_figure, points_of
+from tools.dashboard_charts import bare_figure
+from tools.dashboard_core import core_curves, core_figure, draw_references, heat_figure, points_of
 from tools.dashboard_csv import csv_text
 from tools.dashboard_published import CORE_REFERENCES
 from tools.dashboard_run import read_run
@@ -23,6 +24,7 @@ from tools.dashboard_scores import score_cards
 from . import made_up_run
 
 NOW = 1.79e9 + 3600
+PARTS = ("annotations", "shapes")  # of a figure
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +66,14 @@ def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) 
     figure = core_figure(core_curves([read_run(whole)]))
     texts = [note.text for note in figure.layout.annotations]
     assert "GPT-2 XL 0.2565 (v1)" in texts
-    assert not any("DCLM" in text for text in texts), "0.57 is far above a curve that ends at 0.27"
+    assert not any("DCLM" in text for text in texts), "0.41 is far above a curve that ends at 0.27"
     assert all(text.endswith(("(v1)", "(v2)")) for text in texts)
-    assert {r.version for r in CORE_REFERENCES if r.name == "DCLM-7B"} == {"v1", "v2"}
+    higher = bare_figure()
+    draw_references(higher, [0.3, 0.55])
+    drawn = {(note.text, note.yanchor): shape for note, shape in zip(*(higher.layout[k] for k in PARTS), strict=True)}
+    assert {text for text, _ in drawn} == {f"{r.name} {r.value:.4f} ({r.version})" for r in CORE_REFERENCES}
+    v1, v2 = drawn["DCLM-7B 0.5714 (v1)", "bottom"], drawn["DCLM-7B 0.5596 (v2)", "top"]
+    assert (v1.y0, v1.line.dash, v2.y0, v2.line.dash) == (0.57136, "solid", 0.55961, "dash")
 
 
 def test_a_missing_task_is_red_and_there_is_no_core(gappy: Path) -> None:
