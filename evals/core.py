@@ -112,7 +112,8 @@ def evaluate(
                 missing[task.label] = str(error)
             progress.remove_task(bar)
     settings = {"protocol": protocol, "seed": FEWSHOT_SEED, "max_per_task": most, "scorer": scorer.name}
-    return settings | aggregate(tasks) | {"tasks": tasks, "missing": missing, "differs": bundle.differs}
+    marks = {} if bundle.not_core is None else {"not_core": bundle.not_core}
+    return settings | aggregate(tasks) | {"tasks": tasks, "missing": missing, "differs": bundle.differs} | marks
 
 
 def folder_sha256(folder: Path) -> str:
@@ -125,7 +126,7 @@ def folder_sha256(folder: Path) -> str:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
-    table = Table(title=f"CORE, protocol {figures['protocol']}")
+    table = Table(title=f"{figures.get('not_core', 'CORE')}, protocol {figures['protocol']}")
     for name in ("task", "type", "shots", "n", "accuracy", "± SE", "centered v1", "centered v2"):
         table.add_column(name, justify="left" if name in ("task", "type") else "right", overflow="fold")
     for label, task in figures["tasks"].items():

@@ -47,14 +47,16 @@ def core_card(run: Run, index: int) -> str:
     if not curves:
         return ""
     drawn = [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
-    body = "".join(core_words(curve) for curve in curves)
+    notes = dict.fromkeys(str(c.last["not_core"]) for c in curves if c.last.get("not_core"))
+    body = f'<ul class="warnings">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
+    body += "".join(core_words(curve) for curve in curves)
     if drawn:
         body += core_chips(drawn) + to_div(core_figure(drawn), f"core-{index}", "middle")
     curve = curves[-1]
     points, texts = curve.points, [checkpoint_text(p) for p in curve.points]
     body += f"<h3>Accuracy of each task, {escape(settings_text(points[-1]))}</h3>{small_charts(points)}"
     body += "<h3>Centered accuracy by checkpoint (tokens seen)</h3>"
-    body += to_div(heat_figure(points, texts), f"heat-{index}", "heat")
+    body += f'<div class="scroll">{to_div(heat_figure(points, texts), f"heat-{index}", "heat")}</div>'
     body += categories_part(points, index)
     body += task_table(points[-1]) + csv_link(run)
     caption = (
@@ -115,7 +117,7 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     missing = (points[-1].get("missing") or {}).get(task)
     if missing is not None or not curve:
         why = f'<small class="missing">missing: {escape(str(missing or "no figure"))}</small>'
-        name = f"<figcaption>{escape(task)}</figcaption>"
+        name = f"<figcaption>{breakable(task)}</figcaption>"
         return f'<figure class="missing" title="{escape(str(missing))}">{name}{why}</figure>'
     base = {v: (figure_of(known[-1][1], task, f"baseline_{v}") or 0.0) / 100 for v in VERSIONS}
     low = min([*base.values(), *(y - e for _, y, e in curve)])
@@ -137,13 +139,18 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     told = f"{y:.3f} ± {error:.3f}, baseline {' / '.join(f'{b:.3f}' for b in dict.fromkeys(base.values()))}"
     noisy = " noisy" if error > NOISY else ""
     return (
-        f"<figure><figcaption>{escape(task)}<b>{y:.3f}</b></figcaption>"
+        f"<figure><figcaption>{breakable(task)}<b>{y:.3f}</b></figcaption>"
         f'<svg viewBox="0 0 {BOX[0]:.0f} {BOX[1]:.0f}" role="img"><title>{escape(f"{task}: {told}")}</title>{rules}'
         f'<polygon points="{band}" fill="{colour(0)}" opacity=".18"/>'
         f'<polyline points="{" ".join(at(x, y) for x, y, _ in curve)}" fill="none" stroke="{colour(0)}"/>'
         f'<circle cx="{dot[0]}" cy="{dot[1]}" r="2.5" fill="{colour(0)}"/></svg>'
         f"<small>± {error:.3f}{noisy}</small></figure>"
     )
+
+
+def breakable(task: str) -> str:
+    """A name that may be broken after its underscores."""
+    return f"<span>{escape(task).replace('_', '_<wbr>')}</span>"
 
 
 def task_table(point: Point) -> str:
