@@ -1,0 +1,327 @@
+// A block of a lane at work: what it takes from words, computes, and publishes, step by step.
+//
+// persistent.cu runs these steps in one kernel, where the words' epochs say when they are there; graph.cu runs each in
+// a kernel of its own, where the order of kernels does. A warp owns rows of the stream (those that it computes of the
+// output and down matrices): it adds its lane's and the other lanes' partial outputs to them.
+#pragma once
+#include "rows.cuh"
+#include "exchange.cuh"
+#include "decode.cuh"
+#include "sampling.cuh"
+
+struct Graph {  // what the persistent kernel has in registers and shared memory
+  int token, position, step;
+  float rows[kDeviceLanes * kHidden];  // the lanes' streams
+};
+
+struct Decode {
+  Weights weights;
+  Word* lane_words;        // [lane of this device][kLaneWords]
+  Word* inbox[DEVICES];    // [kInboxWords] of every device
+  int* aborted;            // device memory
+  Report* report;          // host memory
+  const int* cancel;       // host memory: stop after the token under way
+  const int* prompt;       // device memory: tokens to read before the first new one is chosen
+  int* tokens;             // host memory: new tokens, [max_tokens]
+  int* published;          // host memory: how many of them are there
+  float* logits;           // (prompt_count + max_tokens - 1, V) of this device's lanes, or null
+  Sampling sampling;
+  uint64_t limit_ns;
+  Graph* graph;            // of the graph version: device memory
+  uint32_t epoch;          // tokens that these words have seen before
+  int device, first_lane, position, prompt_count, max_tokens, stop_count;
+  int layer, module;       // of a kernel of the graph
+  int stops[kMostStops];
+};
+
+struct Block {
+  const Decode& p;
+  int lane, local_lane, group, warp, thread, lane_warp;  // `group` is the block's place in its lane
+  float *wide, *narrow;   // inputs of a matrix: kWide and kNarrow numbers
+  float *query, *out, *rows, *per_warp;  // `out`: results of this warp; `rows`: its rows of the stream
+  Candidate* candidates;
+  Word* words;
+  Tape tape;
+  Watch watch;
+  uint32_t token_epoch;
+  uint32_t exchanges;  // of the ablation
+  int position;
+
+  DEVICE uint32_t epoch_of(int layer) const { return token_epoch * kLayers + layer + 1; }
+  DEVICE Word* inbox(int device) const { return p.inbox[device]; }
+  DEVICE Word* own_inbox() const { return p.inbox[p.device]; }
+
+  DEVICE explicit Block(const Decode& decode) : p(decode) {
+    warp = thread_index() / 32, thread = thread_index() % 32;
+    local_lane = block_index() / kBlocksPerLane, group = block_index() % kBlocksPerLane;
+    lane = p.first_lane + local_lane, lane_warp = group * kWarps + warp;
+    words = p.lane_words + static_cast<int64_t>(local_lane) * kLaneWords;
+    exchanges = p.epoch * (5 * kLayers);
+    watch = {p.aborted, p.report, p.limit_ns, lane, 0};
+    char* at = dynamic_shared();
+    tape.ring = at + warp * kChunks * kChunkBytes, at += kWarps * kChunks * kChunkBytes;
+    tape.full = reinterpret_cast<uint64_t*>(at) + warp * kChunks, at += kWarps * kChunks * 8;
+    candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
+    float* numbers = reinterpret_cast<float*>(at);
+    wide = numbers, narrow = wide + kWide, query = narrow + kNarrow, per_warp = query + kGroup * kHeadDim;
+    out = per_warp + kWarps + warp * kMostRows, rows = per_warp + kWarps + kWarps * kMostRows + warp * kMostStreamRows;
+#if GRAPH
+    rows = p.graph->rows + local_lane * kHidden + Matrix<kOutput>::first_row(lane_warp);
+#endif
+  }
+
+  DEVICE const char* own_tape(uint64_t& bytes) const {
+    const uint64_t* at = p.weights.tape_at + local_lane * kWarpsPerLane + lane_warp;
+    bytes = at[1] - at[0];
+    return p.weights.tapes + at[0];
+  }
+
+  // The ablation: no block goes on before every block of the device has come here.
+  DEVICE void widen(Exchange exchange) {
+#if WIDE_EXCHANGES && !GRAPH
+    const uint32_t epoch = ++exchanges;
+    Word* all = p.lane_words + kDeviceLanes * kLaneWords;
+    sync_block();
+    if (thread_index() == 0) store_word(all + block_index(), 0.0f, epoch);
+    for (int i = thread_index(); i < kDeviceLanes * kBlocksPerLane; i += kThreads) {
+      Patience patience;
+      while (static_cast<int>(load_word(all + i).epoch - epoch) < 0)
+        if (patience.ends(watch, exchange, epoch)) break;
+    }
+    sync_block();
+#endif
+  }
+
+  // wide = stream * scale; returns 1 / rms
+  DEVICE float take_stream(int module, int layer, int norm) {
+    widen(kStream);
+    const float2* scale = reinterpret_cast<const float2*>(norm_scale(p.weights, norm, lane));
+    float squares = 0.0f;
+    gather<kHidden>(
+        words + kStreamAt + module * kHidden, epoch_of(layer), kStream, watch, [&](int i) { return scale[i / 2]; },
+        [&](int i, float a, float b, float2 s) {
+          wide[i] = a * s.x, wide[i + 1] = b * s.y;
+          squares += a * a + b * b;
+        });
+    return inverse_rms(squares, per_warp);
+  }
+
+  DEVICE float take_embedding(int token) {
+    const float2* scale = reinterpret_cast<const float2*>(norm_scale(p.weights, 0, lane));
+    float squares = 0.0f;
+    for (int i = 2 * thread_index(); i < kHidden; i += 2 * kThreads) {
+      const float2 h = embedding_pair(p.weights, token, i), s = scale[i / 2];
+      wide[i] = h.x * s.x, wide[i + 1] = h.y * s.y;
+      squares += h.x * h.x + h.y * h.y;
+    }
+    const int first = Matrix<kOutput>::first_row(lane_warp);
+    for (int r = thread; r < Matrix<kOutput>::row_count(lane_warp) && first + r < kHidden; r += 32) {
+      const float2 pair = embedding_pair(p.weights, token, (first + r) / 2 * 2);
+      rows[r] = (first + r) % 2 ? pair.y : pair.x;
+    }
+    return inverse_rms(squares, per_warp);
+  }
+
+  DEVICE void project_qkv(int layer, float scale) {
+    multiply<kQkv>(tape, lane_warp, wide, out);
+    Word* qkv = words + kQkvAt + Matrix<kQkv>::first_row(lane_warp);
+    for (int r = thread; r < Matrix<kQkv>::row_count(lane_warp); r += 32) store_word(qkv + r, out[r] * scale, epoch_of(layer));
+  }
+
+  // keys and values of this layer that this block will read: on their way to the L2 before q is known
+  DEVICE void prefetch_keys(int layer) {
+    for (int unit = group; unit < kAttentionUnits; unit += kBlocksPerLane) {
+      const int split = unit % kSplits, owned = position < split ? 0 : (position - split) / kSplits;  // without the new one
+      const int held = owned < kKvSlots[layer] ? owned : kKvSlots[layer];
+      if (thread_index() == 0)
+        prefetch_l2(kv_slots(p.weights, local_lane, layer, unit / kSplits, split), held * 4 * kHeadDim);
+    }
+  }
+
+  DEVICE void attention(int layer) {
+    widen(kQkvWords);
+    for (int unit = group; unit < kAttentionUnits; unit += kBlocksPerLane) {
+      const int head = unit / kSplits, split = unit % kSplits;
+      uint16_t* slots = kv_slots(p.weights, local_lane, layer, head, split);
+      take_query(layer, head);
+      if (position % kSplits == split) take_key(layer, head, slots + position / kSplits % kKvSlots[layer] * 2 * kHeadDim);
+      sync_block();
+#pragma unroll 1
+      for (int g = 0; g < kGroup; ++g)
+        attend(slots, layer, position, split, query + g * kHeadDim, wide + (warp * kGroup + g) * kPartialWords);
+      sync_block();
+      publish_partial(layer, head, split);
+      if (kAttentionUnits > kBlocksPerLane) sync_block();  // before the next unit's query
+    }
+  }
+
+  DEVICE void take_query(int layer, int head) {
+    const float2* turn = p.weights.rope + position * (kHeadDim / 2);
+    const float scale = rsqrtf(static_cast<float>(kHeadDim));
+    gather<kGroup * kHeadDim>(
+        words + kQkvAt + head * kGroup * kHeadDim, epoch_of(layer), kQkvWords, watch,
+        [&](int i) { return turn[i % kHeadDim / 2]; },
+        [&](int i, float a, float b, float2 t) {
+          const float2 q = rotate({a, b}, t);
+          query[i] = q.x * scale, query[i + 1] = q.y * scale;
+        });
+  }
+
+  // this block owns the new position: it alone writes and later reads its key and value
+  DEVICE void take_key(int layer, int head, uint16_t* slot) {
+    const float2* turn = p.weights.rope + position * (kHeadDim / 2);
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(slot);
+    const Word* key = words + kQkvAt + (kHeads + head) * kHeadDim;
+    gather<kHeadDim>(
+        key, epoch_of(layer), kQkvWords, watch, [&](int i) { return turn[i / 2]; },
+        [&](int i, float a, float b, float2 t) {
+          const float2 k = rotate({a, b}, t);
+          pairs[i / 2] = pack_halves(k.x, k.y);
+        });
+    gather<kHeadDim>(key + kKvHeads * kHeadDim, epoch_of(layer), kQkvWords, watch,
+                     [&](int i, float a, float b) { pairs[(kHeadDim + i) / 2] = pack_halves(a, b); });
+  }
+
+  DEVICE void publish_partial(int layer, int head, int split) {
+    for (int i = thread_index(); i < kGroup * kPartialWords; i += kThreads) {
+      const int g = i / kPartialWords, e = i % kPartialWords;
+      const float value =
+          merged<kWarps>(e, [&](int w, int element) { return wide[(w * kGroup + g) * kPartialWords + element]; });
+      store_word(words + kPartialAt + ((head * kGroup + g) * kSplits + split) * kPartialWords + e, value, epoch_of(layer));
+    }
+  }
+
+  // narrow = softmax over all splits, (heads, d)
+  DEVICE void take_attention(int layer) {
+    widen(kPartial);
+    for (int i = 2 * thread_index(); i < kHeads * kHeadDim; i += 2 * kThreads) {
+      const Word* of_head = words + kPartialAt + i / kHeadDim * kSplits * kPartialWords;
+      const int e = i % kHeadDim;
+      WordPair sums[kSplits], tops[kSplits];
+#pragma unroll
+      for (int s = 0; s < kSplits; ++s) {
+        sums[s] = load_words(of_head + s * kPartialWords + e);
+        tops[s] = load_words(of_head + s * kPartialWords + kHeadDim);
+      }
+      float2 sum[kSplits], top[kSplits];
+#pragma unroll
+      for (int s = 0; s < kSplits; ++s) {
+        sum[s] = wait_pair(sums[s], of_head + s * kPartialWords + e, epoch_of(layer), kPartial, watch);
+        top[s] = wait_pair(tops[s], of_head + s * kPartialWords + kHeadDim, epoch_of(layer), kPartial, watch);
+      }
+      const auto read = [&](int s, int element) {
+        return element == kHeadDim ? top[s].x : element > kHeadDim ? top[s].y : element == e ? sum[s].x : sum[s].y;
+      };
+      const float weight = merged<kSplits>(kHeadDim + 1, read);
+      narrow[i] = merged<kSplits>(e, read) / weight, narrow[i + 1] = merged<kSplits>(e + 1, read) / weight;
+    }
+    sync_block();
+  }
+
+  DEVICE void project_gate_up(int layer, float scale) {
+    multiply<kGateUp>(tape, lane_warp, wide, out);
+    Word* activation = words + kActivationAt + Matrix<kGateUp>::first_row(lane_warp) / 2;
+    for (int r = thread; r < Matrix<kGateUp>::row_count(lane_warp) / 2; r += 32)
+      store_word(activation + r, silu(out[2 * r] * scale) * (out[2 * r + 1] * scale), epoch_of(layer));
+  }
+
+  DEVICE void take_activation(int layer) {
+    widen(kActivation);
+    gather<kIntermediate>(words + kActivationAt, epoch_of(layer), kActivation, watch,
+                          [&](int i, float a, float b) { narrow[i] = a, narrow[i + 1] = b; });
+    sync_block();
+  }
+
+  // The partial outputs of this warp's rows join the stream, which is published. The other lanes' words of `kDelay`
+  // layers ago are under way while the matrix is read.
+  template <int Op>
+  DEVICE void project_and_join(int layer) {
+    constexpr int module = Op == kDown;
+    const bool now = kJoins[module][layer] == kPresent, later = kAddsDelayed[module][layer];
+    const int first = Matrix<Op>::first_row(lane_warp), count = Matrix<Op>::row_count(lane_warp);
+    Word sent[kLanes] = {};
+    if (later && thread < count) look(sent, module, layer - kDelay, first + thread);
+    multiply<Op>(tape, lane_warp, narrow, out);
+#pragma unroll 1
+    for (int r = thread; r < count; r += 32) {
+      if (now || kBroadcasts[module][layer])
+        for (int d = 0; d < DEVICES; ++d)
+          store_word(inbox(d) + mail_at(module, layer, lane) + first + r, out[r], epoch_of(layer));
+      if (GRAPH && now) continue;  // a kernel of its own joins, when all lanes have sent
+      if (later && r >= 32) look(sent, module, layer - kDelay, first + r);
+      join_row(module, layer, first, r, out[r], sent);
+    }
+  }
+
+  // Adds to row r of this warp what the config says (config.py: Join), and publishes it.
+  DEVICE void join_row(int module, int layer, int first, int r, float own, Word (&sent)[kLanes]) {
+    const bool now = kJoins[module][layer] == kPresent;
+    const int from = now ? layer : layer - kDelay;
+    if (now) look(sent, module, from, first + r);
+    const float sum = now || kAddsDelayed[module][layer] ? received(sent, module, from, first + r, now ? own : 0.0f) : 0.0f;
+    rows[r] += now ? sum : kJoins[module][layer] == kNoReduce ? kSqrtLanes * own : own + sum;
+    store_word(words + kStreamAt + module * kHidden + first + r, rows[r], epoch_of(layer));
+  }
+
+  // what the lanes sent of a row, as far as it is there
+  DEVICE void look(Word (&sent)[kLanes], int module, int layer, int row) const {
+#pragma unroll
+    for (int l = 0; l < kLanes; ++l)
+      if (l != lane) sent[l] = load_word(own_inbox() + mail_at(module, layer, l) + row);
+  }
+
+  // the sum over lanes, in their order, of what they sent; `own` stands for this lane
+  DEVICE float received(const Word (&sent)[kLanes], int module, int layer, int row, float own) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int l = 0; l < kLanes; ++l) {
+      const Word* at = own_inbox() + mail_at(module, layer, l) + row;
+      sum += l == lane ? own : wait_word(sent[l], at, epoch_of(layer), kMail, watch);
+    }
+    return sum;
+  }
+
+  // the logits of this block's rows, and what the sampler makes of them
+  DEVICE Candidate score(int step, float scale) {
+    multiply<kHead>(tape, lane_warp, wide, out);
+    Candidate best = {-INFINITY, 0x3fffffff};
+    const int first = Matrix<kHead>::first_row(lane_warp);
+    for (int r = thread; r < Matrix<kHead>::row_count(lane_warp); r += 32) {
+      const int token = lane * kVocab + first + r;
+      const float logit = out[r] * scale;
+      if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
+      if (p.sampling.filters()) store_word(own_inbox() + kScoresAt + token, logit, token_epoch + 1);
+      best = better(best, {p.sampling.score(logit, position, token), token});
+    }
+    return best;
+  }
+
+  // best words are there twice: lanes that share nothing else could be a token apart
+  DEVICE int best_at() const { return kBestAt + token_epoch % 2 * 2 * kBlocks; }
+
+  DEVICE void publish_best(Candidate own, uint32_t cancel) {
+    own = best_of_block(own, candidates);
+    for (int d = thread_index(); d < DEVICES; d += kThreads) {
+      Word* at = inbox(d) + best_at() + 2 * (p.first_lane * kBlocksPerLane + block_index());
+      store_word(at, own.score, token_epoch + 1);
+      store_word(at + 1, float_of(static_cast<uint32_t>(own.token) | cancel), token_epoch + 1);
+    }
+  }
+
+  // the best of all blocks, the same in every thread of every block
+  DEVICE int take_best(bool& cancelled) {
+    const Word* words_of_all = own_inbox() + best_at();
+    Candidate best = {-INFINITY, 0x3fffffff};
+    gather<2 * kBlocks>(words_of_all, token_epoch + 1, kBest, watch, [&](int, float score, float bits) {
+      best = better(best, {score, static_cast<int>(bits_of(bits) & ~kCancelled)});
+    });
+    best = best_of_block(best, candidates);
+    const float first = wait_word(load_word(words_of_all + 1), words_of_all + 1, token_epoch + 1, kBest, watch);
+    cancelled = bits_of(first) & kCancelled;
+    return best.token;
+  }
+
+  DEVICE int draw_one() {
+    return draw(p.sampling, own_inbox() + kScoresAt, token_epoch + 1, position, per_warp, candidates, watch);
+  }
+};

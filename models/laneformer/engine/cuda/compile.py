@@ -1,0 +1,60 @@
+"""Kernels from source to machine code at run time: NVRTC through cuda-core, no toolkit and no GPU needed.
+
+The sources are compiled for one geometry and one architecture. Cubins are kept in the user's cache directory under a
+hash of everything that decides them: sources, constants, options, and the compiler's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from .geometry import Geometry
+
+FOLDER = Path(__file__).parent
+VERSIONS = ("persistent", "graph")
+MISSING = "the CUDA engine compiles its kernels with cuda-core: pip install 'laneformer[cuda]'"
+
+
+def source_of(version: str, geometry: Geometry) -> str:
+    """One translation unit: the geometry's constants, then the kernels of `version` ("persistent" or "graph")."""
+    if version not in VERSIONS:
+        raise ValueError(f"version = {version!r} is unknown; choose from {VERSIONS}")
+    return f'#define GRAPH {int(version == "graph")}\n{geometry.constants()}#include "{version}.cu"\n'
+
+
+def compile_cubin(version: str, geometry: Geometry, architecture: str, cache: Path | None = None) -> bytes:
+    """Machine code for an architecture such as "sm_90a"; RuntimeError with the compiler's message.
+
+    `cache` is the folder of kept cubins; by default $XDG_CACHE_HOME/laneformer/cubins.
+    """
+    try:
+        from cuda.bindings import nvrtc
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise RuntimeError(f"{MISSING} ({error})") from None
+    source, options = source_of(version, geometry), {"arch": architecture, "std": "c++17"}
+    included = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.cu*")))
+    decides = repr((source, options, nvrtc.nvrtcVersion()[1:])).encode() + included
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer" / "cubins"
+    kept = folder / f"{version}-{architecture}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
+    if kept.is_file():
+        return kept.read_bytes()
+    try:
+        compiled = Program(source, "c++", ProgramOptions(**options, include_path=[str(FOLDER)])).compile("cubin").code
+    except Exception as error:  # cuda-core's own types, with the whole log as their message
+        raise RuntimeError(f"the {version} kernels do not compile for {architecture}: {error}") from None
+    keep(kept, bytes(compiled))
+    return bytes(compiled)
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write the file whole or not at all; a folder that cannot be written costs the next start its time, no more."""
+    unfinished = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,307 @@
+"""Which multiprocessors are which lane, how much shared memory goes where: every shape of the kernels, in one place.
+
+A lane is a group of `blocks_per_lane` blocks, one block a multiprocessor, `warps` warps a block. `constants` writes all
+of it as the C++ text that the kernels are compiled with; tape.py cuts the weights by the same numbers.
+
+    B bytes   D hidden   L lanes   d head dimension
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...config import Join, LaneformerConfig
+
+OPS = ("qkv", "output", "gate_up", "down", "head")
+MODULES = ("attention", "mlp")
+JOIN_NAMES = {Join.PRESENT: "kPresent", Join.NO_REDUCE: "kNoReduce", Join.PAST: "kPast"}
+SEGMENT_BYTES = 512
+MOST_CHUNKS = 16  # deeper rings hide nothing more
+MOST_STOPS = 16
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of a GPU decides the geometry. `shared_bytes`: what one block may use of a multiprocessor's memory."""
+
+    multiprocessors: int
+    shared_bytes: int
+    architecture: int  # 90 for sm_90
+
+
+H200 = Machine(132, 227 * 1024, 90)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of a lane, (rows, columns), cut for warps: a unit of rows stays in one warp."""
+
+    rows: int
+    columns: int
+    unit_rows: int
+
+    @property
+    def row_threads(self) -> int:
+        """Threads of a warp that share one row."""
+        return math.gcd(self.columns // 8, 32)
+
+    @property
+    def segment_rows(self) -> int:
+        return 32 // self.row_threads
+
+    @property
+    def steps(self) -> int:
+        return self.columns // (8 * self.row_threads)
+
+    @property
+    def units(self) -> int:
+        return self.rows // self.unit_rows
+
+    def first_row(self, warp: int, warps: int) -> int:
+        """The first row of warp `warp` of the `warps` of a lane."""
+        return self.units * warp // warps * self.unit_rows
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One model on one kind of GPU. Sizes in 16-bit numbers unless they say otherwise."""
+
+    config: LaneformerConfig
+    dtype: str  # "bf16" or "fp16"
+    blocks_per_lane: int
+    warps: int
+    chunk_bytes: int
+    chunks: int
+    devices: int = 1
+    wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
+
+    @property
+    def lanes_per_device(self) -> int:
+        return self.config.num_lanes // self.devices
+
+    @property
+    def heads(self) -> int:
+        return self.config.num_attention_heads // self.config.num_lanes
+
+    @property
+    def group(self) -> int:
+        return self.config.num_attention_heads // self.config.num_key_value_heads
+
+    @property
+    def splits(self) -> int:
+        """Blocks that share the keys of one KV head."""
+        return max(1, self.blocks_per_lane // self.config.kv_heads_per_lane)
+
+    @property
+    def warps_per_lane(self) -> int:
+        return self.blocks_per_lane * self.warps
+
+    @property
+    def strip(self) -> int:
+        """Rows of segments that share their columns; they must fit in a chunk."""
+        return min(4, self.chunk_bytes // SEGMENT_BYTES)
+
+    @property
+    def mail_slots(self) -> int:
+        """Layers of partial outputs to keep: who waits for those of `delay` layers ago is waited for likewise."""
+        return 2 * self.config.broadcast_delay + 2
+
+    def matrix(self, op: str) -> Matrix:
+        """The matrix of one lane; output and down are cut alike, because a warp owns the same rows of the stream."""
+        c, lanes = self.config, self.config.num_lanes
+        kv = c.kv_heads_per_lane * c.head_dim
+        rows, columns = {
+            "qkv": (self.heads * c.head_dim + 2 * kv, c.hidden_size),
+            "output": (c.hidden_size, c.hidden_size // lanes),
+            "gate_up": (2 * c.intermediate_size // lanes, c.hidden_size),
+            "down": (c.hidden_size, c.intermediate_size // lanes),
+            "head": (c.vocab_size // lanes, c.hidden_size),
+        }[op]
+        segment = 32 // math.gcd(columns // 8, 32)
+        if op in ("output", "down"):
+            segment = max(32 // math.gcd(n // lanes // 8, 32) for n in (c.hidden_size, c.intermediate_size))
+        return Matrix(rows, columns, max(segment, 2 if op == "gate_up" else 1))
+
+    def kv_slots(self, layer: int) -> int:
+        """Positions that one split keeps: the window's, or all."""
+        seen = min(
+            self.config.window(layer) or self.config.max_position_embeddings, self.config.max_position_embeddings
+        )
+        return -(-seen // self.splits)
+
+    def kv_layer(self, layer: int) -> int:
+        """Numbers of keys and values that one lane keeps of a layer."""
+        return 2 * self.config.kv_heads_per_lane * self.splits * self.kv_slots(layer) * self.config.head_dim
+
+    @property
+    def kv_lane(self) -> int:
+        return sum(self.kv_layer(i) for i in range(self.config.num_hidden_layers))
+
+    def most_rows(self, *ops: str) -> int:
+        """Rows of a matrix that the busiest warp computes."""
+        return max(-(-m.units // self.warps_per_lane) * m.unit_rows for m in map(self.matrix, ops))
+
+    @property
+    def wide(self) -> int:
+        """float32 numbers of the wide input buffer, which also holds each warp's partial attention."""
+        return max(self.config.hidden_size, self.warps * self.group * (self.config.head_dim + 2))
+
+    @property
+    def narrow(self) -> int:
+        return max(self.config.hidden_size, self.config.intermediate_size) // self.config.num_lanes
+
+    @property
+    def fixed_shared_bytes(self) -> int:
+        """Shared memory beside the ring and its barriers."""
+        per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
+        return (
+            4 * (self.wide + self.narrow + self.group * self.config.head_dim + self.warps * per_warp) + 8 * self.warps
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.fixed_shared_bytes + self.warps * self.chunks * (self.chunk_bytes + 8)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one device's launch."""
+        return self.lanes_per_device * self.blocks_per_lane
+
+    @property
+    def lane_words(self) -> int:
+        """8-byte words that the blocks of one lane exchange (exchange.cuh: kLaneWords)."""
+        c = self.config
+        partial = self.heads * self.splits * (c.head_dim + 2)
+        return 2 * c.hidden_size + self.matrix("qkv").rows + partial + c.intermediate_size // c.num_lanes
+
+    @property
+    def device_words(self) -> int:
+        """Words of all lanes of a device, and one for each block (the ablation's)."""
+        return self.lanes_per_device * self.lane_words + self.blocks
+
+    @property
+    def inbox_words(self) -> int:
+        """Words that all lanes write to every device (exchange.cuh: kInboxWords)."""
+        c = self.config
+        mail = 2 * self.mail_slots * c.num_lanes * c.hidden_size
+        return mail + 4 * c.num_lanes * self.blocks_per_lane + c.vocab_size + 2
+
+    def constants(self) -> str:
+        """The C++ text in front of the kernels."""
+        c, layers = self.config, range(self.config.num_hidden_layers)
+        matrices = [self.matrix(op) for op in OPS]
+        numbers = {
+            "kLanes": c.num_lanes, "kDeviceLanes": self.lanes_per_device, "kHidden": c.hidden_size,
+            "kIntermediate": c.intermediate_size // c.num_lanes, "kHeads": self.heads,
+            "kKvHeads": c.kv_heads_per_lane, "kHeadDim": c.head_dim, "kVocab": c.vocab_size // c.num_lanes,
+            "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay,
+            "kLaneNorms": int(not c.replicated_rmsn_scale),
+            "kBlocksPerLane": self.blocks_per_lane, "kWarps": self.warps, "kChunkBytes": self.chunk_bytes,
+            "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits,
+            "kMailSlots": self.mail_slots, "kWide": self.wide,
+            "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
+            "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
+        }  # fmt: skip
+        per_layer = {
+            "kWindows": [c.window(i) or 0 for i in layers],
+            "kKvSlots": [self.kv_slots(i) for i in layers],
+        }
+        starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
+        per_module: dict[str, Sequence[Sequence[object]]] = {
+            "kJoins": [[JOIN_NAMES[c.join(i, m)] for i in layers] for m in MODULES],
+            "kAddsDelayed": [[int(self.adds_delayed(i, m)) for i in layers] for m in MODULES],
+            "kBroadcasts": [[int(c.broadcasts(i, m)) for i in layers] for m in MODULES],
+        }
+        lines = [
+            f"#define DEVICES {self.devices}",
+            f"#define WEIGHTS_BF16 {int(self.dtype == 'bf16')}",
+            f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
+            "#ifndef TABLE\n#define TABLE __device__ constexpr  // read with an index of run time\n#endif",
+            "enum Join { kPresent, kNoReduce, kPast };",
+            *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+            f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
+            f"constexpr long long kKvLane = {self.kv_lane};",
+            f"TABLE long long kKvAt[] = {braces(starts)};",
+            f"TABLE int kColumns[] = {braces([m.columns for m in matrices])};",
+            f"TABLE int kUnits[] = {braces([m.units for m in matrices])};",
+            f"TABLE int kUnitRows[] = {braces([m.unit_rows for m in matrices])};",
+            *(f"TABLE int {name}[] = {braces(values)};" for name, values in per_layer.items()),
+            *(f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};" for name, rows in per_module.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def adds_delayed(self, layer: int, module: str) -> bool:
+        """Whether the other lanes' outputs of `delay` layers ago join here."""
+        c = self.config
+        return c.join(layer, module) == Join.PAST and c.broadcasts(layer - c.broadcast_delay, module)
+
+
+def braces(values: Iterable[object]) -> str:
+    return "{" + ", ".join(map(str, values)) + "}"
+
+
+def plan(
+    config: LaneformerConfig,
+    dtype: str,
+    machine: Machine,
+    *,
+    devices: int = 1,
+    warps: int = 16,
+    chunk_bytes: int = 2048,
+    blocks_per_lane: int | None = None,
+    wide_exchanges: bool = False,
+) -> Geometry:
+    """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
+
+    ValueError where the model does not fit the kernels or the GPU; the message says what would.
+    """
+    check_model(config, dtype, devices)
+    lanes = config.num_lanes // devices
+    most = machine.multiprocessors // lanes
+    if most < 1:
+        raise ValueError(
+            f"{lanes} lanes need {lanes} multiprocessors, this GPU has {machine.multiprocessors}; use more GPUs"
+        )
+    blocks = blocks_per_lane or most
+    if not 1 <= blocks <= most:
+        raise ValueError(
+            f"blocks_per_lane = {blocks} is outside 1 to {most} ({machine.multiprocessors} multiprocessors)"
+        )
+    if chunk_bytes % SEGMENT_BYTES:
+        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a multiple of {SEGMENT_BYTES}")
+    bare = Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges)
+    for op in OPS:
+        check_matrix(op, bare.matrix(op), bare.warps_per_lane)
+    chunks = min(MOST_CHUNKS, (machine.shared_bytes - bare.shared_bytes) // (warps * (chunk_bytes + 8)))
+    if chunks < 2:
+        raise ValueError(
+            f"{machine.shared_bytes} bytes of shared memory a block are too few for a ring of two chunks: "
+            f"{bare.fixed_shared_bytes} go to activations; use fewer warps ({warps}) or smaller chunks ({chunk_bytes})"
+        )
+    return dataclasses.replace(bare, chunks=chunks)
+
+
+def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
+    if dtype not in ("bf16", "fp16"):
+        raise ValueError(f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use 'bf16' or 'fp16'")
+    if config.lm_head_type != "vocab_parallel":
+        raise ValueError(
+            f"lm_head_type = {config.lm_head_type!r}: the CUDA engine has the vocab_parallel head only; use the CPU"
+        )
+    if config.num_lanes % devices:
+        raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly")
+    if config.head_dim % 8:
+        raise ValueError(f"head dimension {config.head_dim} is not a multiple of 8, which the CUDA engine needs")
+
+
+def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
+    if matrix.columns % 8 or matrix.rows % matrix.unit_rows:
+        raise ValueError(
+            f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
+            f"multiple of 8 and rows of {matrix.unit_rows}; use the CPU engine"
+        )
+    if matrix.units * warps >= 2**31:
+        raise ValueError(f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits")

@@ -1,0 +1,160 @@
+"""What one GPU holds: tapes, tables, keys and values, and the words that its blocks exchange.
+
+Everything is a torch tensor on one device, so the tests hold the same memory on the CPU. What the host reads or writes
+while a kernel runs (new tokens, the wish to stop, the report of a hang) is pinned host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ...config import LaneformerConfig
+from ..checkpoint import Tensor
+from ..packing import rope_tables
+from .geometry import MOST_STOPS, Geometry
+from .params import Report, Sampling, Weights, decode_structure
+from .tape import LaneMatrix, pack, tape_starts
+
+TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeviceMemory:
+    """The memory of device number `index` of `geometry.devices`; its lanes follow those of the devices before it."""
+
+    def __init__(self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str):
+        """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits."""
+        config, self.geometry, self.index, self.device = geometry.config, geometry, index, torch.device(device)
+        self.first_lane = index * geometry.lanes_per_device
+        self.tapes = pack(geometry, lane_matrices(config, tensors, geometry.dtype), self.first_lane, device)
+        self.tape_at = self._put(torch.from_numpy(tape_starts(geometry).view(np.int64)))
+        self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.dtype))
+        self.norms = self._put(norm_scales(config, tensors))
+        self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
+        self.kv = self._zeros(geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+        self.lane_words = self._zeros(geometry.device_words, torch.int64)
+        self.inbox = self._zeros(geometry.inbox_words, torch.int64)
+        self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
+        self.prompt = self._zeros(config.max_position_embeddings, torch.int32)
+        self.aborted = self._zeros(1, torch.int32)
+        self.tokens = self._pinned(config.max_position_embeddings)
+        self.cancel, self.published, self.report = self._pinned(1), self._pinned(1), self._pinned(8)
+        self.epoch = 0  # tokens that the words have seen
+
+    def reset_words(self) -> None:
+        """After a hang, or before epochs run out: no word is of any epoch."""
+        for words in (self.lane_words, self.inbox, self.aborted, self.report):
+            words.zero_()
+        self.epoch = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a token reads; the filling of the tapes' last chunks is among them."""
+        return 2 * self.tapes.numel()
+
+    def arguments(
+        self,
+        inboxes: list[torch.Tensor],
+        prompt: list[int],
+        position: int,
+        max_tokens: int,
+        *,
+        stops: list[int] | None = None,
+        sampling: Sampling | None = None,
+        limit_s: float = 10.0,
+        logits: torch.Tensor | None = None,
+    ) -> ctypes.Structure:
+        """The argument of a launch that reads `prompt` (its first token at `position`) and makes up to `max_tokens`."""
+        ids = stops or []
+        if len(ids) > MOST_STOPS:
+            raise ValueError(f"{len(ids)} stop ids; the CUDA engine takes at most {MOST_STOPS}")
+        self.prompt[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+        self.published.zero_()
+        self.cancel.zero_()
+        p = decode_structure(self.geometry)()
+        tables = (self.tapes, self.tape_at, self.embedding, self.norms, self.rope, self.kv)
+        p.weights = Weights(*(t.data_ptr() for t in tables))
+        for name in ("lane_words", "aborted", "report", "cancel", "prompt", "tokens", "published", "graph"):
+            setattr(p, name, getattr(self, name).data_ptr())
+        p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
+        p.logits = None if logits is None else logits.data_ptr()
+        p.sampling = sampling or Sampling(0, 0.0, 1.0, 0.0, 0)
+        p.limit_ns, p.epoch, p.device, p.first_lane = int(limit_s * 1e9), self.epoch, self.index, self.first_lane
+        p.position, p.prompt_count, p.max_tokens, p.stop_count = position, len(prompt), max_tokens, len(ids)
+        p.stops[: len(ids)] = ids
+        return p
+
+    def hang(self) -> Report | None:
+        """What the watchdog wrote, if it has given up a wait."""
+        report = Report.from_buffer_copy(self.report.numpy().tobytes()[: ctypes.sizeof(Report)])
+        return report if report.set else None
+
+    def kv_layer(self, layer: int) -> torch.Tensor:
+        """Keys and values of a layer: int16 (lanes, KV heads, splits, slots, 2, d), a view."""
+        g = self.geometry
+        start = sum(g.kv_layer(i) for i in range(layer))
+        lanes = self.kv.view(g.lanes_per_device, g.kv_lane)[:, start : start + g.kv_layer(layer)]
+        return lanes.view(-1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim)
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().to(self.device)
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=self.device)
+
+    def _pinned(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+
+def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> LaneMatrix:
+    """The matrices as the kernels have them, of one lane at a time: q, k, v in one; gate and up row by row in turn."""
+    names = {
+        "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
+        "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
+    }  # fmt: skip
+    last: dict[tuple[str, int], list[torch.Tensor]] = {}  # tensors can be costly to read: all lanes are asked in a row
+
+    def matrix(op: str, layer: int, lane: int) -> torch.Tensor:
+        if (op, layer) not in last:
+            last.clear()
+            full = ["lm_head.weight"] if op == "head" else [f"layers.{layer}.{name}.weight" for name in names[op]]
+            last[op, layer] = [sixteen_bits(tensors, name, dtype) for name in full]
+        parts = [part[lane] for part in last[op, layer]]
+        if op == "gate_up":
+            return torch.stack(parts, 1).flatten(0, 1)
+        return torch.cat(parts)
+
+    return matrix
+
+
+def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.Tensor:
+    """A tensor in this 16-bit type, as int16; ValueError where a value is not finite."""
+    tensor = tensors[name]
+    values = torch.from_numpy(
+        np.ascontiguousarray(tensor.values).view(np.float32 if tensor.dtype == "fp32" else np.int16)
+    )
+    if tensor.dtype != "fp32":
+        values = values.view(TORCH_TYPES[tensor.dtype])
+    values = values.to(TORCH_TYPES[dtype])
+    if not values.isfinite().all():
+        raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
+    return values.view(torch.int16)
+
+
+def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
+    """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use."""
+    layers = range(config.num_hidden_layers)
+    names = [f"layers.{i}.{norm}.weight" for i in layers for norm in ("attention_norm", "ffn_norm")]
+    scales = []
+    for name in [*names, "norm.weight"]:
+        tensor = tensors[name]
+        values = torch.from_numpy(np.ascontiguousarray(tensor.values))
+        if tensor.dtype != "fp32":
+            values = values.view(torch.int16).view(TORCH_TYPES[tensor.dtype]).float()
+        if not values.isfinite().all():
+            raise ValueError(f"tensor {name} holds values that are not finite")
+        scales.append(values)
+    return torch.stack(scales)

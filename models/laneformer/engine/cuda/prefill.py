@@ -1,0 +1,99 @@
+"""Prompts through tensor cores: PyTorch runs the plain model over many positions, keys and values go to the kernels.
+
+A second copy of the weights in PyTorch's layout buys matrix products at the hardware's speed for prompts and scores,
+without a line of our own for them. The arithmetic is that of the Hugging Face model in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from ...config import LaneformerConfig
+from ...model import Laneformer, rope_table, run_layers
+from ..checkpoint import Tensor
+from .memory import TORCH_TYPES, DeviceMemory, sixteen_bits
+
+CHUNK_TOKENS = 1024  # positions at a time: enough to be bound by arithmetic, few enough for their streams to be small
+
+
+def plain_model(
+    config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, device: torch.device
+) -> Laneformer:
+    """The PyTorch model in 16 bits on the device."""
+    with torch.device("meta"):
+        model = Laneformer(config)
+    state = {
+        name: sixteen_bits(tensors, name, dtype).view(TORCH_TYPES[dtype]).to(device) for name in model.state_dict()
+    }
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+class DeviceCache:
+    """Keys and values of one sequence in the kernels' own memory, as model.py's attention asks for them.
+
+    The kernels deal positions to splits, and keep of window layers a ring; positions that have left the ring read as
+    zeros, which the masks hide. Each of several devices holds the heads of its lanes.
+    """
+
+    def __init__(self, memories: Sequence[DeviceMemory], length: int = 0):
+        self.memories, self.length = memories, length
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
+        new = torch.stack((key[0], value[0]))  # (2, K, S, d)
+        everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
+        first = 0
+        for memory in self.memories:
+            heads = memory.geometry.lanes_per_device * memory.geometry.config.kv_heads_per_lane
+            self._write(memory, layer_idx, new[:, first : first + heads])
+            first += heads
+        return everything[:1], everything[1:]
+
+    def read(self, layer: int) -> torch.Tensor:
+        """What is there of the positions below `length`: (2, K, length, d)."""
+        return torch.cat([self._read(memory, layer).to(self.memories[0].device) for memory in self.memories], 1)
+
+    def _places(self, memory: DeviceMemory, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Split and slot of those positions in start .. end that the layer keeps, and the first of them."""
+        geometry = memory.geometry
+        slots = geometry.kv_slots(layer)
+        start = max(start, end - geometry.splits * slots)
+        positions = torch.arange(start, end, device=memory.device)
+        return positions % geometry.splits, positions // geometry.splits % slots, start
+
+    def _write(self, memory: DeviceMemory, layer: int, new: torch.Tensor) -> None:
+        end = self.length + new.shape[2]
+        split, slot, start = self._places(memory, layer, self.length, end)
+        kept = new[:, :, start - self.length :].to(memory.device).view(torch.int16)
+        kv = memory.kv_layer(layer)  # (lanes, heads, splits, slots, 2, d)
+        kv[:, :, split, slot] = kept.unflatten(1, kv.shape[:2]).permute(1, 2, 3, 0, 4)
+
+    def _read(self, memory: DeviceMemory, layer: int) -> torch.Tensor:
+        split, slot, start = self._places(memory, layer, 0, self.length)
+        kv = memory.kv_layer(layer)
+        there = kv[:, :, split, slot].permute(3, 0, 1, 2, 4).flatten(1, 2)  # (2, K, positions, d)
+        padded = torch.nn.functional.pad(there, (0, 0, start, 0))
+        return padded.view(TORCH_TYPES[memory.geometry.dtype])
+
+
+@torch.inference_mode()
+def streams(model: Laneformer, ids: Sequence[int], cache: DeviceCache) -> Iterator[torch.Tensor]:
+    """Reads tokens that follow the cache's; yields the lanes' streams after the last layer, (1, S, L, D) a chunk."""
+    device = model.tok_embeddings.weight.device
+    for first in range(0, len(ids), CHUNK_TOKENS):
+        new = torch.tensor([ids[first : first + CHUNK_TOKENS]], device=device)
+        keys = torch.arange(cache.length + new.shape[1], device=device)
+        queries = keys[cache.length :]
+        embedding, rope = model.tok_embeddings(new), rope_table(model.config, queries)
+        h = run_layers(model.layers, model.config, embedding, rope, model.masks(queries, keys), cache)
+        cache.length += new.shape[1]
+        yield h
+
+
+def prefill(model: Laneformer, ids: Sequence[int], cache: DeviceCache) -> None:
+    """Fill the cache with the keys and values of `ids`."""
+    for _ in streams(model, ids, cache):
+        pass

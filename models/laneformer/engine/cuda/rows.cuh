@@ -1,0 +1,165 @@
+// Rows, warps and tapes: which rows of a matrix a warp computes, and how it streams them.
+//
+// A lane's matrix is cut into units of rows, and the units evenly over all warps of the lane. Each warp has a tape: its
+// rows of all matrices of all layers, one after another in the order of execution. A tape is made of segments of 512
+// bytes, 16 for each thread; a segment holds 8 columns for each of `row_threads` threads, of 32 / row_threads rows.
+// Up to kStrip segments share their columns (a strip), so that the inputs are read once for them:
+//
+//     strip [step][row of segments][thread][8 numbers],  columns of thread t in a step: 4t .. 4t+3, then the same
+//                                                        again `4 row_threads` further on
+//
+// The second half of a thread's columns lies that far so that both reads of x by a warp touch each bank once.
+// geometry.py makes the tables, tape.py the tapes; the same rules stand there in numpy.
+#pragma once
+
+constexpr int kThreads = 32 * kWarps;
+constexpr int kSegmentBytes = 512;
+constexpr int kWarpsPerLane = kBlocksPerLane * kWarps;
+
+enum Op { kQkv, kOutput, kGateUp, kDown, kHead };
+
+DEVICE constexpr int row_threads_of(int columns) {
+  int threads = 32;
+  while (columns / 8 % threads) threads /= 2;
+  return threads;
+}
+
+template <int Op>
+struct Matrix {
+  static constexpr int kRowThreads = row_threads_of(kColumns[Op]);
+  static constexpr int kSegmentRows = 32 / kRowThreads;
+  static constexpr int kSteps = kColumns[Op] / (8 * kRowThreads);
+  static_assert(kColumns[Op] % 8 == 0 && kUnitRows[Op] % kSegmentRows == 0);
+
+  // the first unit of a warp; int is enough: units and warps are below 2^15
+  DEVICE static int first_unit(int lane_warp) { return kUnits[Op] * lane_warp / kWarpsPerLane; }
+  DEVICE static int first_row(int lane_warp) { return first_unit(lane_warp) * kUnitRows[Op]; }
+  DEVICE static int row_count(int lane_warp) { return first_row(lane_warp + 1) - first_row(lane_warp); }
+  // whether some warp has so many rows of segments left after its whole strips
+  DEVICE static constexpr bool remains(int rows) {
+    for (int units = kUnits[Op] / kWarpsPerLane; units <= (kUnits[Op] + kWarpsPerLane - 1) / kWarpsPerLane; ++units)
+      if (units * kUnitRows[Op] / kSegmentRows % kStrip == rows) return true;
+    return false;
+  }
+  DEVICE static int segments(int lane_warp) { return row_count(lane_warp) / kSegmentRows * kSteps; }
+};
+
+// The segments of one warp, streamed through a ring of chunks in shared memory. The ring is filled ahead of use as far
+// as it is deep, whatever the warp is doing: across matrices, layers and, with `endless`, tokens.
+struct Tape {
+  const char* source;  // global memory
+  uint32_t bytes;      // from `source` to its end, where an endless tape begins again
+  bool endless;
+  char* ring;      // shared, kChunks * kChunkBytes
+  uint64_t* full;  // shared, a barrier for each chunk of the ring
+  uint32_t ahead;  // byte of the next copy
+  uint32_t slot, parity, at;  // the next segment is `at` bytes into this slot of the ring
+
+  DEVICE void copy_to(uint32_t target) {
+    if (ahead == bytes) {
+      if (!endless) return;
+      ahead = 0;
+    }
+    const uint32_t size = bytes - ahead < kChunkBytes ? bytes - ahead : kChunkBytes;
+    copy_chunk(ring + target * kChunkBytes, source + ahead, size, full + target);
+    ahead += size;
+  }
+
+  DEVICE void start() {
+    ahead = slot = parity = at = 0;
+    if (thread_index() % 32 == 0) {
+      for (int i = 0; i < kChunks; ++i) init_full(full + i);
+      fence_full();
+    }
+    sync_warp();
+    if (bytes)
+      for (int i = 0; i < kChunks; ++i) copy_to(i);
+  }
+
+  // waits until the next Count segments are there: they reach into one more chunk at most
+  template <int Count>
+  DEVICE void need() {
+    static_assert(Count * kSegmentBytes <= kChunkBytes);
+    if (at == 0) wait_full(full + slot, parity);
+    if (at + Count * kSegmentBytes <= kChunkBytes) return;
+    const bool last = slot + 1 == kChunks;
+    wait_full(full + (last ? 0 : slot + 1), parity ^ last);
+  }
+
+  // 8 numbers of this thread from a segment that is there
+  DEVICE uint4 peek(int segment) const {
+    uint32_t byte = slot * kChunkBytes + at + segment * kSegmentBytes;
+    if (byte >= kChunks * kChunkBytes) byte -= kChunks * kChunkBytes;
+    return *reinterpret_cast<const uint4*>(ring + byte + thread_index() % 32 * 16);
+  }
+
+  // the first segments have been read; a chunk that is used up is filled with what comes next
+  DEVICE void drop(int count) {
+    at += count * kSegmentBytes;
+    if (at < kChunkBytes) return;
+    at -= kChunkBytes;
+    sync_warp();  // all have read it
+    copy_to(slot);
+    if (++slot == kChunks) slot = 0, parity ^= 1;
+  }
+
+  // an endless tape is filled up to a whole chunk
+  DEVICE void skip_filling() {
+    if (at) drop((kChunkBytes - at) / kSegmentBytes);
+  }
+
+  // no copy may be under way when the block ends; only for an endless tape of whole chunks
+  DEVICE void finish() {
+    for (int i = 0; i < kChunks && bytes; ++i) {
+      wait_full(full + slot, parity);
+      if (++slot == kChunks) slot = 0, parity ^= 1;
+    }
+  }
+};
+
+DEVICE float dot8(uint4 w, float4 a, float4 b, float sum) {
+  sum += low_half(w.x) * a.x;
+  sum += high_half(w.x) * a.y;
+  sum += low_half(w.y) * a.z;
+  sum += high_half(w.y) * a.w;
+  sum += low_half(w.z) * b.x;
+  sum += high_half(w.z) * b.y;
+  sum += low_half(w.w) * b.z;
+  return sum + high_half(w.w) * b.w;
+}
+
+// out[r] = W[r, :] x for the next Strip rows of segments; x in shared memory
+template <int Op, int Strip>
+DEVICE void multiply_strip(Tape& tape, const float* x, float* out) {
+  using M = Matrix<Op>;
+  const int thread = thread_index() % 32;
+  const float4* columns = reinterpret_cast<const float4*>(x) + thread % M::kRowThreads;
+  float sum[Strip] = {};
+#pragma unroll 1
+  for (int step = 0; step < M::kSteps; ++step, columns += 2 * M::kRowThreads) {
+    const float4 a = columns[0], b = columns[M::kRowThreads];
+    tape.need<Strip>();
+#pragma unroll
+    for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r), a, b, sum[r]);
+    tape.drop(Strip);
+  }
+#pragma unroll
+  for (int r = 0; r < Strip; ++r) {
+    for (int mask = M::kRowThreads / 2; mask; mask /= 2) sum[r] += shuffle_xor(sum[r], mask);
+    if (thread % M::kRowThreads == 0) out[r * M::kSegmentRows + thread / M::kRowThreads] = sum[r];
+  }
+}
+
+// out[r] = W[r, :] x for all rows of this warp; a sum depends on the row alone, not on the GPU or the cut
+template <int Op>
+DEVICE void multiply(Tape& tape, int lane_warp, const float* x, float* out) {
+  using M = Matrix<Op>;
+  sync_warp();  // the results before these have been read
+  int left = M::row_count(lane_warp) / M::kSegmentRows;
+#pragma unroll 1
+  for (; left >= kStrip; left -= kStrip, out += kStrip * M::kSegmentRows) multiply_strip<Op, kStrip>(tape, x, out);
+  if (M::remains(3) && left == 3) multiply_strip<Op, 3>(tape, x, out);
+  if (M::remains(2) && left == 2) multiply_strip<Op, 2>(tape, x, out);
+  if (M::remains(1) && left == 1) multiply_strip<Op, 1>(tape, x, out);
+  sync_warp();
+}

@@ -1,0 +1,102 @@
+"""Kernels of the CUDA engine on the CPU: build a translation unit over cuda_emulator.h, launch what it emulates.
+
+A launch runs every thread of its grids as a fiber, in an order drawn from a seed, and checks what a GPU would leave
+undefined (cuda_machine.h) and that no word is overwritten before it was read, in any order (cuda_order.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-w", "-DEMULATED")
+MISSING = (
+    "the CUDA emulator needs g++" if shutil.which("g++") is None
+    else "the CUDA emulator needs an x86-64 CPU" if platform.machine() not in ("x86_64", "AMD64")
+    else ""
+)  # fmt: skip
+WATCHDOG = 1
+
+
+class EmulationError(AssertionError):
+    """A launch did what a GPU leaves undefined, or did not end."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did: stores of words, accepted reads, words overwritten that nobody had read, steps."""
+
+    stores: int
+    accepted: int
+    overwritten_unread: int
+    steps: int
+
+
+def build(source: str, include_dirs: Sequence[Path], defines: Mapping[str, object], cache_dir: Path) -> ctypes.CDLL:
+    """The library of one translation unit, from `cache_dir` if the same was built before.
+
+    The unit includes cuda_emulator.h and ends with EMULATE(kernel, Params) for each kernel. RuntimeError: with the
+    compiler's message.
+    """
+    if MISSING:
+        raise RuntimeError(MISSING)
+    folders = [FOLDER, *include_dirs]
+    command = ["g++", *FLAGS, *(f"-I{f}" for f in folders), *(f"-D{name}={value}" for name, value in defines.items())]
+    included = [p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cuh", ".cu")]
+    parts = [repr(command).encode(), source.encode(), *(p.read_bytes() for p in included)]
+    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    library = cache_dir / f"emulated-{key}.so"
+    if not library.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        unit, unfinished = library.with_suffix(f".{os.getpid()}.cpp"), library.with_suffix(f".{os.getpid()}.so")
+        unit.write_text(source)
+        done = subprocess.run([*command, str(unit), "-o", str(unfinished)], capture_output=True, text=True)
+        unit.unlink()
+        if done.returncode:
+            raise RuntimeError(f"the emulated kernels do not compile:\n{done.stderr}")
+        unfinished.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+def launch(
+    library: ctypes.CDLL,
+    kernel: str,
+    params: ctypes.Structure | Sequence[ctypes.Structure],
+    *,
+    blocks: int,
+    threads: int,
+    shared_bytes: int = 0,
+    seed: int = 0,
+    watchdog: bool = False,
+    names: Mapping[str, tuple[int, int]] | None = None,
+) -> Report:
+    """Run one grid, or one for each of `params` side by side, to the end.
+
+    params: laid out as the kernel's Params. threads: of a block, a multiple of 32. seed: of the order in which threads
+    run and of the delay of copies. names: {name: (address, bytes)} of word buffers, for messages. watchdog: a
+    launch in which nothing can go on is left to the kernel's own time-out: the clock runs on, faster and faster.
+    EmulationError: what went wrong, with the place and the seed.
+    """
+    grids = [params] if isinstance(params, ctypes.Structure) else list(params)
+    if threads % 32 or threads < 32:
+        raise ValueError(f"threads: {threads}; give a multiple of 32")
+    for name, (address, size) in (names or {}).items():
+        library.emulator_name(name.encode(), ctypes.c_void_p(address), ctypes.c_uint64(size))
+    message = ctypes.create_string_buffer(16384)
+    failed = getattr(library, f"emulate_{kernel}")(
+        (type(grids[0]) * len(grids))(*grids), len(grids), blocks, threads, shared_bytes, ctypes.c_uint64(seed),
+        WATCHDOG if watchdog else 0, message, len(message),
+    )  # fmt: skip
+    if failed:
+        raise EmulationError(f"{kernel}, seed {seed}: {message.value.decode()}")
+    figures = (ctypes.c_uint64 * 4)()
+    library.emulator_report(figures)
+    return Report(*figures)

@@ -1,0 +1,399 @@
+// A GPU's machine on the CPU: every CUDA thread is a fiber, and one OS thread runs them all in a random, seeded order.
+//
+// A fiber gives up its turn at syncs, at fruitless looks at memory, and now and then. Stretches in which only some blocks
+// run make the skew that a real GPU shows rarely. What would be undefined there is an error here: lanes of a warp that
+// diverge at a sync, a copy to a barrier that is busy, a launch in which nothing can go on.
+//
+// The machine also keeps what every thread knows of the others (vector clocks), so that a check can tell what is
+// ordered by the program from what merely happened in this order (cuda_order.h).
+#pragma once
+#if !defined(__x86_64__)
+#error "the CUDA emulator switches stacks with x86-64 assembly"
+#endif
+
+#include <sys/mman.h>
+
+#include <bit>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_clocks.h"
+
+extern "C" void emulator_switch(void** save, void* load);
+asm(R"(
+.text
+.local emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+)");
+
+namespace emulator {
+
+constexpr int kDeadSweeps = 64, kWatchdogSweeps = 100'000;  // of no use: the launch stands still
+constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 512;
+constexpr uint64_t kStepNs = 10, kBarrierMagic = 0xba221e50'00000000;
+enum Sync : int { kNone, kBlockSync, kWarpSync, kShuffle };  // kShuffle + mask
+enum class Wait { word, change, barrier };
+enum Flags { kWatchdog = 1 };
+
+struct Look {
+  const void* at = nullptr;
+  uint64_t bits = 0;
+};
+struct Fiber {
+  void* stack_pointer;
+  int warp, lane;
+  std::shared_ptr<Clock> known;  // shared with whoever knows the same; copied before it changes
+  Look looks[4];
+  int next_look = 0, looked = 0;  // which to replace; how many since the last sync
+  Wait wait = Wait::change;
+  const void* polled = nullptr;  // the word that it last looked at and has not accepted
+  Look waits_for;  // word: these bits change; barrier: parity in bits; change: bits is the count of changes
+};
+struct Warp {
+  int block, index;
+  uint32_t ready = ~0u, waiting = 0, arrived = 0, exited = 0;  // lanes
+  int sync = kNone;
+  uint32_t time = 0;  // syncs so far
+  uint32_t exchanged[2][kLanes];
+  uint16_t releases[kLanes] = {};
+  uint64_t checked = ~0ull;  // the count of changes at which no waiting lane could go on
+};
+struct Block {
+  int grid, index, arrived = 0, exited = 0;  // warps
+  std::unique_ptr<char[]> memory;
+  char* shared;
+};
+struct Barrier {
+  int block;
+  char* slot = nullptr;
+  const char* source = nullptr;
+  uint32_t bytes = 0, lanes = 0, phase = 0;  // lanes that came to the running copy; phases completed
+  bool in_flight = false, unawaited = false;  // begun, not there; begun, and nobody came back from a wait for it
+  uint64_t due = 0;
+};
+
+inline class Machine* machine;
+inline Fiber* me;  // null in the scheduler
+
+class Machine {
+ public:
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<Block> blocks;
+  std::vector<Barrier> barriers;
+  int warps_per_block, shared_bytes, flags;
+  bool copies_by_lane_0;  // who starts a copy: lane 0 (cp.async.bulk) or all lanes together (cp.async)
+  uint64_t steps = 0, clock_ns = 1'000'000'000;
+  uint64_t changes = 0;   // of words, flags and barriers
+  uint64_t progress = 0;  // and of everything else that shows that the launch goes on
+  std::string error;
+
+  Machine(int grids, int grid_blocks, int threads, int shared, uint64_t seed, int launch_flags)
+      : warps_per_block(threads / kLanes), shared_bytes(shared), flags(launch_flags), random_state_(seed * 2 + 1) {
+    for (int i = 0; i < 8; ++i) random();
+    copies_by_lane_0 = random() & 1, copy_delay_ = 1ull << random() % 12;
+    for (int i = 0; i < grids * grid_blocks; ++i) add_block(i / grid_blocks, i % grid_blocks);
+    auto nothing = std::make_shared<Clock>(warps.size());
+    fibers.resize(warps.size() * kLanes);
+    for (int i = 0; i < int(fibers.size()); ++i)
+      fibers[i].warp = i / kLanes, fibers[i].lane = i % kLanes, fibers[i].known = nothing;
+  }
+
+  uint64_t random() {
+    random_state_ ^= random_state_ >> 12, random_state_ ^= random_state_ << 25, random_state_ ^= random_state_ >> 27;
+    return random_state_ * 0x2545f4914f6cdd1d >> 16;
+  }
+  void run(void (*start)());  // all fibers to their end, or to an error
+  void leave() { emulator_switch(&me->stack_pointer, scheduler_); }
+  void arrive(int sync);
+  void exit_fiber();
+  void wait(Wait kind, const void* at, uint64_t bits);
+  void send(Barrier& barrier);
+
+ private:
+  uint64_t random_state_, copy_delay_, draw_at_ = 0, sweep_progress_ = ~0ull;
+  int sweeps_ = 0;
+  void* scheduler_ = nullptr;
+  std::vector<int> drawn_, in_flight_;  // the warps that run in this stretch; barriers
+  size_t alive_ = 0;
+
+  void add_block(int grid, int index);
+  void prepare_stacks(void (*start)());
+  void release(Warp& warp);
+  void release_block(Block& block);
+  bool can_go(const Fiber& fiber) const;
+  bool runnable(Warp& warp);
+  void draw_warps(bool all);
+  Warp* next_warp();
+  void take_turn(Warp& warp);
+  void deliver(size_t i);
+  void deliver_due();
+  bool sweep();
+  void check_end();
+};
+
+[[gnu::noinline]] inline std::string place(int warp, int lane = -1) {
+  const Warp& w = machine->warps[warp];
+  const Block& b = machine->blocks[w.block];
+  std::string text = "grid " + std::to_string(b.grid) + " block " + std::to_string(b.index) + " warp " +
+                     std::to_string(w.index);
+  return lane < 0 ? text : text + " lane " + std::to_string(lane);
+}
+[[gnu::noinline]] inline std::string format(const char* pattern, ...) {
+  char text[1024];
+  va_list values;
+  va_start(values, pattern);
+  vsnprintf(text, sizeof text, pattern, values);
+  va_end(values);
+  return text;
+}
+// ends the launch: from a fiber it does not return
+[[gnu::noinline]] inline void fail(const std::string& what) {
+  if (machine->error.empty()) machine->error = me ? place(me->warp, me->lane) + ": " + what : what;
+  if (me) machine->leave();
+}
+std::string deadlock_report();  // cuda_order.h: it names the words
+
+inline uint32_t index_of(const void* full) { return uint32_t(*static_cast<const uint64_t*>(full)); }
+inline Warp& my_warp() { return machine->warps[me->warp]; }
+inline Block& my_block() { return machine->blocks[my_warp().block]; }
+inline std::string name(int sync) {
+  if (sync == kBlockSync) return "sync_block";
+  return sync == kWarpSync ? "sync_warp" : "shuffle_xor with mask " + std::to_string(sync - kShuffle);
+}
+
+// ---- what fibers call ----
+
+[[gnu::noinline]] inline void Machine::arrive(int sync) {
+  Warp& w = my_warp();
+  if (w.exited) fail(format("diverged: comes to %s, lanes %08x have ended", name(sync).c_str(), w.exited));
+  if (w.arrived && w.sync != sync)
+    fail(format("diverged: comes to %s, lanes %08x wait at %s", name(sync).c_str(), w.arrived, name(w.sync).c_str()));
+  if (sync == kBlockSync && my_block().exited) fail("comes to sync_block, warps of its block have ended");
+  w.sync = sync, w.arrived |= 1u << me->lane, w.ready &= ~(1u << me->lane);
+  me->looked = 0, me->polled = nullptr;
+  if (w.arrived == ~0u) {
+    ++progress;
+    if (sync != kBlockSync)
+      release(w);
+    else if (++my_block().arrived == warps_per_block)
+      release_block(my_block());
+  }
+  leave();
+}
+inline void Machine::exit_fiber() {
+  Warp& w = my_warp();
+  if (w.arrived) fail(format("diverged: ends, lanes %08x wait at %s", w.arrived, name(w.sync).c_str()));
+  w.ready &= ~(1u << me->lane), w.exited |= 1u << me->lane;
+  ++progress, --alive_;
+  if (w.exited == ~0u) ++my_block().exited;
+  if (w.exited == ~0u && my_block().arrived) fail("ends, warps of its block wait at sync_block");
+  leave();
+}
+[[gnu::noinline]] inline void Machine::wait(Wait kind, const void* at, uint64_t bits) {
+  Warp& w = my_warp();
+  me->wait = kind, me->waits_for = {at, bits}, me->looked = 0;
+  w.ready &= ~(1u << me->lane), w.waiting |= 1u << me->lane, w.checked = ~0ull;
+  leave();
+}
+inline void Machine::send(Barrier& barrier) {
+  barrier.due = steps + random() % copy_delay_;
+  in_flight_.push_back(int(&barrier - barriers.data()));
+}
+// now and then, so that others come between any two accesses of memory
+inline void maybe_pause() {
+  if (machine->random() % 16 == 0) machine->leave();
+}
+inline void wait_for_change() { machine->wait(Wait::change, nullptr, machine->changes); }
+// one of many looks without a sync: a loop over more than `looks` holds, or over the clock
+inline void look() {
+  if (++me->looked > 16) wait_for_change();
+}
+// whether a look at memory showed what this fiber saw there before: then others should run
+inline bool fruitless(const void* at, uint64_t bits) {
+  Look* last = std::find_if(me->looks, me->looks + 4, [&](const Look& look) { return look.at == at; });
+  if (last == me->looks + 4) last = &me->looks[me->next_look++ % 4];
+  const bool same = last->at == at && last->bits == bits;
+  *last = {at, bits};
+  return same;
+}
+
+// ---- syncs ----
+
+inline void Machine::release(Warp& w) {
+  Fiber* lanes = &fibers[(&w - warps.data()) * kLanes];
+  const auto first = lanes[0].known;
+  auto joined = first;
+  for (int i = 1; i < kLanes; ++i) {
+    if (lanes[i].known == first) continue;
+    if (joined == first) joined = std::make_shared<Clock>(*first);
+    join(*joined, *lanes[i].known);
+  }
+  if (joined != first)
+    for (int i = 0; i < kLanes; ++i) lanes[i].known = joined;
+  std::fill_n(w.releases, kLanes, 0);
+  ++w.time, w.arrived = 0, w.ready = ~0u;
+}
+inline void Machine::release_block(Block& block) {
+  const int first = int(&block - blocks.data()) * warps_per_block;
+  auto joined = std::make_shared<Clock>(warps.size());
+  for (int i = first; i < first + warps_per_block; ++i) {
+    release(warps[i]);
+    join(*joined, *fibers[i * kLanes].known);
+    (*joined)[i].raise(warps[i].time);
+  }
+  for (int i = first * kLanes; i < (first + warps_per_block) * kLanes; ++i) fibers[i].known = joined;
+  block.arrived = 0;
+}
+
+// ---- the scheduler ----
+
+inline void Machine::add_block(int grid, int index) {
+  Block b{.grid = grid, .index = index};
+  b.memory = std::make_unique<char[]>(shared_bytes + 2 * kGuardBytes + 128);
+  memset(b.memory.get(), 0xff, shared_bytes + 2 * kGuardBytes + 128);
+  b.shared = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(b.memory.get()) + kGuardBytes + 127) & ~127ull);
+  for (int i = 0; i < warps_per_block; ++i) warps.push_back({.block = int(blocks.size()), .index = i});
+  blocks.push_back(std::move(b));
+}
+// One mapping for all launches; below each stack lies a page that traps. The tops are spread over cache sets.
+inline void Machine::prepare_stacks(void (*start)()) {
+  static char* stacks = nullptr;
+  static size_t held = 0;
+  if (held < fibers.size()) {
+    if (stacks) munmap(stacks, held * kStackBytes);
+    held = fibers.size();
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* at = mmap(nullptr, held * kStackBytes, PROT_READ | PROT_WRITE, kind, -1, 0);
+    if (at == MAP_FAILED) abort();
+    stacks = static_cast<char*>(at);
+    for (size_t i = 0; i < held; ++i) mprotect(stacks + i * kStackBytes, 4096, PROT_NONE);
+  }
+  for (size_t i = 0; i < fibers.size(); ++i) {
+    void** top = reinterpret_cast<void**>(stacks + (i + 1) * kStackBytes - i % 64 * 192);
+    std::fill_n(top - 8, 8, nullptr);  // six registers, the start, and where it would return to
+    top[-2] = reinterpret_cast<void*>(start);
+    fibers[i].stack_pointer = top - 8;
+  }
+}
+inline bool Machine::can_go(const Fiber& f) const {
+  if (f.wait == Wait::change) return f.waits_for.bits != changes;
+  if (f.wait == Wait::barrier)
+    return (barriers[index_of(f.waits_for.at)].phase & 1) != f.waits_for.bits;
+  uint64_t bits;
+  memcpy(&bits, f.waits_for.at, 8);
+  return bits != f.waits_for.bits;
+}
+inline bool Machine::runnable(Warp& w) {
+  if (w.waiting && w.checked != changes) {
+    const Fiber* lanes = &fibers[(&w - warps.data()) * kLanes];
+    for (uint32_t left = w.waiting; left; left &= left - 1) {
+      const uint32_t bit = left & -left;
+      if (can_go(lanes[std::countr_zero(left)])) w.ready |= bit, w.waiting &= ~bit;
+    }
+    w.checked = changes;
+  }
+  return w.ready;
+}
+// The warps of the next stretch: all, or those of a random part of the blocks, for one step or for thousands.
+inline void Machine::draw_warps(bool all) {
+  drawn_.clear();
+  const int kind = all ? 0 : random() % 4, one = random() % blocks.size();
+  for (size_t b = 0; b < blocks.size(); ++b)
+    if (kind == 0 || (kind == 1 && random() & 1) || (kind == 2 && int(b) != one) || (kind == 3 && int(b) == one))
+      for (int i = 0; i < warps_per_block; ++i) drawn_.push_back(int(b) * warps_per_block + i);
+  draw_at_ = steps + (1ull << random() % 12);
+}
+inline Warp* Machine::next_warp() {
+  if (steps >= draw_at_) draw_warps(false);
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    const size_t count = drawn_.size(), from = count ? random() % count : 0;
+    for (size_t i = 0; i < count; ++i) {
+      Warp& w = warps[drawn_[from + i < count ? from + i : from + i - count]];
+      if (runnable(w)) return &w;
+    }
+    draw_warps(true);
+  }
+  return nullptr;
+}
+// each ready lane (now and then: some) up to where it gives up its turn, in random order
+inline void Machine::take_turn(Warp& w) {
+  const uint64_t draw = random();
+  uint32_t lanes = w.ready;
+  if (draw % 4 == 0 && lanes & uint32_t(draw >> 4)) lanes &= uint32_t(draw >> 4);
+  const int from = draw >> 36 & 31, stride = (draw >> 41 & 31) | 1;
+  Fiber* of_warp = &fibers[(&w - warps.data()) * kLanes];
+  for (int i = 0; i < kLanes && error.empty(); ++i) {
+    const int lane = (from + i * stride) & 31;
+    if (!(lanes >> lane & 1)) continue;
+    me = &of_warp[lane];
+    emulator_switch(&scheduler_, me->stack_pointer);
+    me = nullptr;
+  }
+}
+inline void Machine::deliver(size_t i) {
+  Barrier& b = barriers[in_flight_[i]];
+  memcpy(b.slot, b.source, b.bytes);
+  b.in_flight = false, ++b.phase, ++changes, ++progress;
+  in_flight_[i] = in_flight_.back(), in_flight_.pop_back();
+}
+inline void Machine::deliver_due() {
+  for (size_t i = in_flight_.size(); i-- > 0;)
+    if (barriers[in_flight_[i]].due <= steps) deliver(i);
+}
+// Nobody can run: deliver a copy, or let all who wait for memory look again. False: that has been of no use for long.
+inline bool Machine::sweep() {
+  if (!in_flight_.empty()) {
+    deliver(random() % in_flight_.size());
+    return true;
+  }
+  if (sweep_progress_ != progress) sweeps_ = 0, sweep_progress_ = progress;
+  if (flags & kWatchdog) clock_ns += 1000ull << std::min(sweeps_, 20);
+  if (++sweeps_ > (flags & kWatchdog ? kWatchdogSweeps : kDeadSweeps)) return false;
+  for (Warp& w : warps) {
+    for (uint32_t left = w.waiting; left; left &= left - 1) {
+      const int lane = std::countr_zero(left);
+      if (fibers[(&w - warps.data()) * kLanes + lane].wait != Wait::barrier)
+        w.ready |= 1u << lane, w.waiting &= ~(1u << lane);
+    }
+  }
+  return true;
+}
+inline void Machine::check_end() {
+  for (const Barrier& b : barriers)
+    if (b.unawaited && !(flags & kWatchdog)) return fail("a block has ended and nobody has waited for its last copy");
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    for (const char* guard : {blocks[b].shared - kGuardBytes, blocks[b].shared + shared_bytes})
+      for (size_t i = 0; i < kGuardBytes; ++i)
+        if (guard[i] != char(0xff))
+          return fail(place(int(b) * warps_per_block) + ": wrote outside its shared memory, at byte " +
+                      std::to_string(guard + i - blocks[b].shared) + " of " + std::to_string(shared_bytes));
+  }
+}
+inline void Machine::run(void (*start)()) {
+  prepare_stacks(start);
+  alive_ = fibers.size();
+  while (alive_ && error.empty()) {
+    ++steps, clock_ns += kStepNs;
+    if (!in_flight_.empty()) deliver_due();
+    if (Warp* w = next_warp())
+      take_turn(*w);
+    else if (!sweep())
+      fail(deadlock_report());
+  }
+  if (error.empty()) check_end();
+}
+
+}  // namespace emulator
