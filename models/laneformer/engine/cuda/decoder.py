@@ -39,12 +39,16 @@ class CudaDecoder:
         limit_s: float = 10.0,
         **shape: Any,
     ):
-        """`shape` goes to geometry.plan: warps, chunk_bytes, blocks_per_lane, wide_exchanges."""
+        """`shape` goes to geometry.plan: warps, chunk_bytes, blocks_per_lane, wide_exchanges.
+
+        A GPU that is named more than once is shared out.
+        """
         self.config, self.tensors, self.version, self.limit_s = config, tensors, version, limit_s
         self.devices = [torch.device(device) for device in devices]
         if version == "graph" and len(devices) > 1:
             raise ValueError("the graph version runs on one GPU; use version = 'persistent' for several")
-        machine = describe(self.devices[0])
+        machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
+        machine = type(machine)(machine.multiprocessors // sharing, machine.shared_bytes, machine.architecture)
         if version == "graph":  # two blocks a multiprocessor, so that kernels overlap; 1 KB is the system's
             machine = type(machine)(machine.multiprocessors, machine.shared_bytes // 2 - 1024, machine.architecture)
         self.geometry: Geometry = plan(config, dtype, machine, devices=len(devices), **shape)

@@ -25,7 +25,7 @@ def describe(device: torch.device) -> Machine:
 
 
 class Kernels:
-    """The kernels of one version ("persistent" or "graph") on one GPU."""
+    """The kernels of one version ("persistent", "graph" or "probe") on one GPU."""
 
     def __init__(self, version: str, geometry: Geometry, device: torch.device):
         from cuda.core import Device, ObjectCode
@@ -37,9 +37,10 @@ class Kernels:
             Device(device.index or 0).set_current()
             self._code = ObjectCode.from_cubin(compile_cubin(version, geometry, name))
         self._kernels: dict[str, Any] = {}
+        self.cooperative = version != "graph"  # the driver then promises that all blocks are resident at once
 
     def launch(self, name: str, argument: ctypes.Structure, blocks: int | None = None) -> None:
-        """Start a kernel on torch's current stream; the persistent one is cooperative, the graph's overlap."""
+        """Start a kernel on torch's current stream; the graph's overlap, the others are cooperative."""
         from cuda.bindings import driver
 
         config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
@@ -48,13 +49,14 @@ class Kernels:
         config.sharedMemBytes = self.geometry.shared_bytes
         config.hStream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
         ids = driver.CUlaunchAttributeID
-        if self.version == "persistent":
+        if self.cooperative:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
-        else:
+        elif self.version == "graph":
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = int(self.architecture >= 90)
-        config.attrs, config.numAttrs = [attribute], 1
+        if self.cooperative or self.version == "graph":
+            config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
 
