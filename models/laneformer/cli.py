@@ -76,7 +76,7 @@ class Bench:
     depth: tuple[int, ...] = (0,)
     """Cached positions before the measured tokens; of several, the JSON holds the others under "depths"."""
     barriers: bool = False
-    """Also decode with a barrier after every module, in turn with the normal stretches."""
+    """Also decode with a barrier after every module, in turn with the normal stretches. CPU only."""
     threads: int | None = None
     pin: bool = False
     cache: bool = True
@@ -130,10 +130,11 @@ def bench(command: Bench) -> None:
     figures |= {"depths": deeper} if deeper else {}
     figures["model"] = command.random_weights or str(command.hf_dir)
     if not command.json:
+        reader = f"{figures['threads']} threads" if "threads" in figures else figures["device"]
         console.print(
             f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = "
             f"[bold]{figures['percent_of_probe']:.0f}%[/] of the {figures['probe_bytes_per_s'] / 1e9:.1f} GB/s that "
-            f"{figures['threads']} threads read just then; "
+            f"{reader} read just then; "
             f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
         )
     print(json.dumps(figures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 import threading
@@ -332,6 +333,24 @@ def test_the_command_line(tmp_path, capsys):
         assert (stop.value.code, message in capsys.readouterr().err) == (2, True)
 
 
+def test_bench_measures_the_decoder(capsys, monkeypatch):
+    asked = []
+    figures = {"tokens_per_s": 9.0, "percent_of_probe": 80.0, "probe_bytes_per_s": 4e12, "prefill_tokens_per_s": 7.0,
+               "ttft_s": 0.1, "dtype": "bf16", "device": "H200"}  # fmt: skip
+    monkeypatch.setattr(
+        "laneformer.engine.cuda.bench.benchmark",
+        lambda gpu, depth, say: asked.append((type(gpu), depth)) or {**figures},
+    )
+    main(["bench", "--random-weights", "tiny", "--device", "cuda", "--depth", "0", "30"])
+    printed = capsys.readouterr()
+    assert asked == [(LoopDecoder, 0), (LoopDecoder, 30)]
+    assert json.loads(printed.out) == {**figures, "depths": [figures], "model": "tiny"}
+    assert "4000.0 GB/s that H200 read" in " ".join(printed.err.split())
+    with pytest.raises(SystemExit):
+        main(["bench", "--random-weights", "tiny", "--device", "cuda", "--barriers"])
+    assert "tools.bench_cuda" in capsys.readouterr().err
+
+
 # ---- the kernels, emulated ----
 
 
@@ -418,4 +437,14 @@ def test_a_request_given_up_before_its_first_token_leaves_nothing_behind(emulate
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
 def test_a_caller_that_went_away_disturbs_nobody(emulated, cpu_tokens):
     emulated.gpu.start(LONG_PROMPT[:2], 30)  # never polled, as after Ctrl-C between launch and wait
+    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_a_wait_in_vain_is_reported_and_over(emulated, cpu_tokens):
+    gpu = emulated.gpu
+    gpu.missing_blocks, gpu.limit_s = 1, 0.05
+    with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d, layer \d, exchange '"):
+        emulated.generate(LONG_PROMPT[:3], max_new_tokens=10)
+    gpu.missing_blocks, gpu.limit_s = 0, 10.0
     assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
