@@ -16,9 +16,11 @@ import torch
 
 from laneformer.cli import main
 from laneformer.engine import Engine, TextStream, device
+from laneformer.engine.cuda import decoder
 from laneformer.engine.cuda import engine as cuda_engine
 from laneformer.engine.cuda.engine import CudaEngine, sampling_of
 from laneformer.engine.cuda.params import Sampling
+from laneformer.engine.cuda.prefill import prefill as decoder_prefill
 from laneformer.model import rope_table, run_layers
 
 from . import cuda_emulator
@@ -47,10 +49,10 @@ def engine(a_gpu: None) -> Iterator[CudaEngine]:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    decoder = LoopDecoder(CONFIG, TENSORS, "bf16")
-    decoder.start(prompt, count)
+    loop = LoopDecoder(CONFIG, TENSORS, "bf16")
+    loop.start(prompt, count)
     while True:
-        tokens, finished = decoder.poll()
+        tokens, finished = loop.poll()
         if finished:
             return tokens
 
@@ -437,7 +439,7 @@ def test_a_request_given_up_before_its_first_token_leaves_nothing_behind(emulate
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
 def test_a_caller_that_went_away_disturbs_nobody(emulated, cpu_tokens):
     emulated.gpu.start(LONG_PROMPT[:2], 30)  # never polled, as after Ctrl-C between launch and wait
-    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+    assert list(emulated.stream(LONG_PROMPT[:3], max_new_tokens=10)) == cpu_tokens[3]
 
 
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
@@ -447,4 +449,18 @@ def test_a_wait_in_vain_is_reported_and_over(emulated, cpu_tokens):
     with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d, layer \d, exchange '"):
         emulated.generate(LONG_PROMPT[:3], max_new_tokens=10)
     gpu.missing_blocks, gpu.limit_s = 0, 10.0
+    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_a_prompt_that_was_not_read_to_its_end_is_not_reused(emulated, cpu_tokens, monkeypatch):
+    def fails(model: Any, ids: list[int], cache: Any) -> None:
+        decoder_prefill(model, ids, cache)
+        raise RuntimeError("out of memory")
+
+    emulated.generate(LONG_PROMPT[:3], max_new_tokens=2, reuse_prefix=False)
+    monkeypatch.setattr(decoder, "prefill", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        emulated.generate(LONG_PROMPT[1:])
+    monkeypatch.setattr(decoder, "prefill", decoder_prefill)
     assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
