@@ -63,7 +63,7 @@ SHAPES = {
         {"broadcast_delay": 2, "rebroadcast_early": True, "replicated_rmsn_scale": False, "num_lanes": 4,
          "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4,
          "num_hidden_layers": 5, "swa_layers": (0, 2, 4)},
-        blocks=5, warps=3, chunk_bytes=1024,
+        blocks=2, warps=3, chunk_bytes=1024,
     ),
     # lanes that share nothing but the choice of a token; more KV heads than blocks
     "alone": Shape(
@@ -72,16 +72,17 @@ SHAPES = {
         "fp16", blocks=2, warps=4, chunk_bytes=512,
     ),
     "late": Shape(
-        {"use_early_comm": False, "use_attention_comm": False, "num_key_value_heads": 2, "sliding_window": 4,
+        {"use_early_comm": False, "use_mlp_comm": False, "num_hidden_layers": 5, "num_key_value_heads": 2,
+         "sliding_window": 4,
          "rope_scaling": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                           "original_max_position_embeddings": 16}},
         blocks=3, warps=2, chunk_bytes=1024, chunks=3,
     ),
     # head dimension 96; a window as long as the context
     "wide heads": Shape(
-        {"broadcast_delay": 2, "use_mlp_comm": False, "hidden_size": 192, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "sliding_window": 32},
-        blocks=4, warps=2,
+        {"broadcast_delay": 2, "use_early_comm": False, "use_attention_comm": False, "hidden_size": 192,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "sliding_window": 32},
+        blocks=5, warps=2,
     ),
     # every layer joins at once, on two GPUs
     "at once": Shape(
