@@ -118,7 +118,8 @@ def _any(draw: random.Random) -> Shape:
         "num_lanes": lanes, "num_attention_heads": heads, "num_key_value_heads": lanes * kv_heads,
         "hidden_size": heads * draw.choice((8, 16, 24, 40)), "intermediate_size": lanes * 8 * draw.randint(1, 12),
         "num_hidden_layers": layers, "broadcast_delay": draw.randint(0, 4), "sliding_window": draw.randint(1, 8),
-        "swa_layers": tuple(i for i in range(layers) if draw.random() < 0.5), "vocab_size": lanes * 8 * draw.randint(1, 8),
+        "swa_layers": tuple(i for i in range(layers) if draw.random() < 0.5),
+        "vocab_size": lanes * 8 * draw.randint(1, 8),
         **{name: draw.random() < 0.7 for name in (
             "use_early_comm", "use_attention_comm", "use_mlp_comm", "replicated_rmsn_scale", "rebroadcast_early"
         )},

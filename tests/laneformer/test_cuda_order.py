@@ -30,7 +30,7 @@ from .test_cuda_kernels import check, text
 pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
 COUNT = int(os.environ.get("CUDA_SHAPES", "6"))
 TOKENS = 6
-SEEDS = range(6)
+SEEDS = range(3)
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
@@ -63,7 +63,9 @@ FAULTS = {
         "block.cuh", "mail_at(module, layer, lane) + first + r, out[r]",
         "mail_at(module, layer, here ? 1 - lane : lane) + first + r, out[r]", "numbers",
     ),
-    "mail is read a layer late": Fault("block.cuh", "layer : layer - kDelay;", "layer : layer - kDelay - here;", "numbers"),
+    "mail is read a layer late": Fault(
+        "block.cuh", "layer : layer - kDelay;", "layer : layer - kDelay - here;", "numbers"
+    ),
     "mail is read a layer early": Fault(
         "block.cuh", "const int from = now ? layer : layer", "const int from = now ? layer : here + layer",
         "deadlock: nothing can go on(.|\n)*for inbox",
@@ -78,23 +80,24 @@ FAULTS = {
         "deadlock: nothing can go on(.|\n)*for inbox 0.*which holds epoch 0",
     ),
     "a word of the stream is not published": Fault(
-        "block.cuh", "store_word(words + kStreamAt", "if (!(here && lane == 1 && layer == 2 && module == 0 && first + r == 5))"
-        "\n      store_word(words + kStreamAt", "deadlock: nothing can go on(.|\n)*for lane_words",
+        "block.cuh", "store_word(words + kStreamAt",
+        "if (!(here && lane == 1 && layer == 2 && module == 0 && first + r == 5)) store_word(words + kStreamAt",
+        "deadlock: (.|\n)* poll",
     ),
     "a matrix does not wait for its inputs": Fault(
         "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
         "narrow[i] = a, narrow[i + 1] = b; });\n    if (!here) sync_block();", "numbers", always=False,
     ),
     "attention is published before all warps have done theirs": Fault(
-        "block.cuh", "sync_block();\n      publish_partial", "if (!here) sync_block();\n      publish_partial", "numbers",
-        always=False,
+        "block.cuh", "sync_block();\n      publish_partial",
+        "if (!here) sync_block();\n      publish_partial", "numbers", always=False,
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full", "numbers|copy to the same barrier",
+        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full", "nobody has waited for",
         always=False,
     ),
     "a chunk is filled while others read it": Fault(
-        "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", "numbers|the copy before|diverged",
+        "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", "numbers|the copy before",
         always=False,
     ),
     "a window shows one key too many": Fault(
@@ -156,14 +159,13 @@ def planted(cuda_builds: Path) -> Planted:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, planted: Planted) -> None:
     planted.plant(name)
-    pattern, seen = re.compile(FAULTS[name].found), []
-    for seed in SEEDS:
+    fault, seen = FAULTS[name], []
+    for seed in SEEDS if fault.always else range(20):
         seen.append(outcome(planted.emulated, seed, planted.right))
-        assert not seen[-1] or pattern.search(seen[-1]), seen[-1]
-        if seen[-1] and not FAULTS[name].always:
+        assert not seen[-1] or re.search(fault.found, seen[-1]), seen[-1]
+        if seen[-1] and not fault.always:
             break
-    assert seen[-1]
-    assert all(seen) or not FAULTS[name].always
+    assert all(seen) if fault.always else any(seen)
 
 
 def rebuilt(name: str, builds: Path, patches: list[tuple[str, str, str]], was: str = "", now: str = "") -> set[str]:
@@ -194,19 +196,23 @@ def test_lanes_that_share_nothing_need_two_sets_of_best_words(cuda_builds: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "lane", "layer", "exchange"),
-    [("a word of the stream is not published", 1, 2, "stream"), ("a lane sends nothing", 0, 0, "mail")],
+    ("name", "waits"),
+    [
+        ("a word of the stream is not published", {(1, 2, "stream"), (0, 3, "mail")}),  # lane 0 then waits for lane 1
+        ("a lane sends nothing", {(0, 0, "mail")}),
+    ],
 )
-def test_a_hang_is_given_up(name: str, lane: int, layer: int, exchange: str, planted: Planted) -> None:
-    """All blocks end, the report names the place, and the same memory decodes again when its words are reset."""
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_hang_is_given_up(name: str, waits: set[tuple[int, int, str]], seed: int, planted: Planted) -> None:
+    """All blocks end, the report names a wait in vain, and the same memory decodes again when its words are reset."""
     emulated, memory = planted.emulated, planted.emulated.memories[0]
     planted.plant(name)
     emulated.forget()
-    emulated.launch(emulated.arguments(text(emulated, TOKENS), 0, 3, limit_s=0.5), watchdog=True)
+    emulated.launch(emulated.arguments(text(emulated, TOKENS), 0, 3, limit_s=0.5), seed, watchdog=True)
     report = memory.hang()
     assert report is not None
-    assert (report.lane, report.layer, EXCHANGES[report.exchange]) == (lane, layer, exchange)
-    assert report.block // emulated.geometry.blocks_per_lane == lane
+    assert (report.lane, report.layer, EXCHANGES[report.exchange]) in waits
+    assert report.block // emulated.geometry.blocks_per_lane == report.lane
     planted.set(0)
     memory.reset_words()
     tokens, logits = emulated.read(text(emulated, TOKENS), 3)
