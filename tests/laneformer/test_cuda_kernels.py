@@ -108,6 +108,13 @@ def test_a_stop_id_ends_the_launch_in_all_blocks(cuda_builds: Path) -> None:
     assert two.read(ids[:1] * 2, 1, stops=ids[:1])[0] != [], "a stop id in the prompt ends nothing"
 
 
+def test_logits_that_are_no_numbers_choose_a_token(plain: Emulated) -> None:
+    plain.memories[0].norms.fill_(float("nan"))
+    tokens, logits = plain.read(text(plain, 2), 2)
+    assert logits.isnan().all()
+    assert tokens == [0, 0]
+
+
 @pytest.mark.parametrize("prompt", [1, 3])
 def test_a_wish_to_stop_ends_the_launch(plain: Emulated, prompt: int) -> None:
     """After the token under way: of a longer prompt that is none of the new ones."""
