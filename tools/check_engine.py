@@ -27,10 +27,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from laneformer import Engine, Laneformer, LaneformerConfig
+from laneformer import Engine, LaneformerConfig
 from laneformer.config import FLAVORS, MODULES, Join
-from laneformer.engine.checkpoint import Tensor
-from laneformer.hf.configuration_laneformer import FIELDS, LaneformerHFConfig
+from laneformer.hf.configuration_laneformer import FIELDS
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from laneformer.provenance import code_version
 from tools.check_modules import (
@@ -41,14 +40,24 @@ from tools.check_modules import (
     module_table,
     ring_slots,
 )
+from tools.check_reference import (
+    Weights,
+    hf_greedy,
+    hf_logits,
+    hf_model,
+    mean_kl,
+    plain_model,
+    random_weights,
+    relative_errors,
+    tensors_of,
+    without_message,
+)
 from tools.import_hf import read_weights
 
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 FAULT_POSITIONS = 48
 REPEATED_POSITIONS = 24
 BF16_POSITIONS = 256  # PyTorch's bf16 is very slow on a CPU without such instructions; this many give the mean
-Weights = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -98,19 +107,6 @@ def load(name: str) -> tuple[LaneformerConfig, Weights]:
     values = json.loads((folder / "config.json").read_text())
     config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
     return config, read_weights(folder, config)
-
-
-def random_weights(config: LaneformerConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Weights:
-    """Matrices that keep the size of what goes through them, norm scales around one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Laneformer(config).state_dict().items()}
-    weights = {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        gain = 1.0 if name.startswith("tok_embeddings") else shape[-1] ** -0.5
-        weights[name] = (1 + 0.2 * noise if name.endswith("norm.weight") else gain * noise).to(dtype)
-    return weights
 
 
 def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
@@ -179,37 +175,8 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
 # --- the sides of the comparison ---------------------------------------------------------------------------------
 
 
-def tensors_of(weights: Weights) -> dict[str, Tensor]:
-    return {
-        name: Tensor(DTYPE_NAMES[w.dtype], (w if w.dtype == torch.float32 else w.view(torch.uint16)).numpy())
-        for name, w in weights.items()
-    }
-
-
 def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
     return Engine(config, tensors_of(weights), threads=threads, math=options.math)
-
-
-def plain_model(config: LaneformerConfig, weights: Weights) -> Laneformer:
-    """model.py in float64."""
-    with torch.device("meta"):
-        model = Laneformer(config).eval()
-    model.load_state_dict({name: w.double() for name, w in weights.items()}, assign=True)
-    return model
-
-
-def hf_model(config: LaneformerConfig, weights: Weights, dtype: torch.dtype) -> LaneformerForCausalLM:
-    with torch.device("meta"):
-        model = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict())).eval()
-    named = {n if n == "lm_head.weight" else f"model.{n}": w.to(dtype) for n, w in weights.items()}
-    model.load_state_dict(named, assign=True)
-    return model
-
-
-@torch.no_grad()
-def hf_logits(model: LaneformerForCausalLM, ids: list[int]) -> np.ndarray:
-    """(S, V) in the model's dtype, handed out as float32."""
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
 
 
 # --- logits and probabilities ------------------------------------------------------------------------------------
@@ -220,18 +187,6 @@ def depths(config: LaneformerConfig, length: int) -> list[int]:
     edges = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
     wanted = {1, 2, 11, length} | {edge + step for edge in edges if edge for step in (-1, 0, 1, 17)}
     return sorted(d for d in wanted if 1 <= d <= length)
-
-
-def relative_errors(logits: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """For each position the distance of two logit vectors over the spread of the reference's, (S,)."""
-    spread = reference - reference.mean(-1, keepdims=True)
-    return np.linalg.norm(logits - reference, axis=-1) / np.linalg.norm(spread, axis=-1)
-
-
-def mean_kl(logits: np.ndarray, others: np.ndarray) -> float:
-    """KL(softmax(logits) || softmax(others)), mean over positions, in nats."""
-    p, q = (torch.log_softmax(torch.from_numpy(x).double(), -1) for x in (logits, others))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 # --- greedy tokens -----------------------------------------------------------------------------------------------
@@ -256,21 +211,6 @@ def compare_greedy(engine: Engine, model: LaneformerForCausalLM, options: Option
         "parted": parted, "tie": tie, "smallest_lead": min(leads, default=None),
         "unexplained": sum(p["lead"] > tie for p in parted),
     }  # fmt: skip
-
-
-@torch.no_grad()
-def hf_greedy(model: LaneformerForCausalLM, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens of Transformers with its cache, and how far each one's logit was ahead of the second."""
-    tokens: list[int] = []
-    leads: list[float] = []
-    ids, cache = torch.tensor([prompt]), None
-    for _ in range(new_tokens):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        best, cache = out.logits[0, -1].topk(2), out.past_key_values
-        leads.append(float(best.values[0] - best.values[1]))
-        tokens.append(int(best.indices[0]))
-        ids = best.indices[:1][None]
-    return tokens, leads
 
 
 # --- the same bits, always ---------------------------------------------------------------------------------------
@@ -316,16 +256,6 @@ def planted_faults(
     if any(config.join(*module) == Join.PAST for module in modules):
         later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
         yield "delay one more", first_affected(config, later), later, weights
-
-
-def without_message(config: LaneformerConfig, lost: tuple[int, str]) -> LaneformerConfig:
-    """The config, but the other lanes never get what (layer, module) sends them."""
-
-    def broadcasts(self: LaneformerConfig, layer: int, module: str) -> bool:
-        return (layer, module) != lost and LaneformerConfig.broadcasts(self, layer, module)
-
-    deaf: type[LaneformerConfig] = type("Deaf", (LaneformerConfig,), {"broadcasts": broadcasts})
-    return deaf.from_dict(config.to_dict())
 
 
 # --- the report --------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ FIGURES = {
 # records that differ in one of these are no points of one curve, so it is part of the name
 SETTINGS = {
     "core": ("not_core", "protocol", "max_per_task"),
-    "code": ("dataset", "protocol"),
+    "code": ("dataset", "protocol", "prompt", "problems"),
     "lm_eval": ("num_fewshot", "limit"),
     "decode_speed": ("device", "dtype"),
 }

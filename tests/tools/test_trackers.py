@@ -124,8 +124,8 @@ def test_names_tell_what_cannot_be_compared() -> None:
     names = {name for each in by_kind for name in each}
     assert {
         "bits_per_byte/bits_per_byte", "bits_per_byte/sources/web/bits_per_byte", "decode_speed/bf16/tokens_per_s",
-        "code/humaneval_plus/greedy/pass_at_1_plus", "code/mbpp_plus/greedy/pass_at_k/10",
-        "lm_eval/0/tasks/arc_easy/acc_norm_none", "lm_eval/50/ruler/2048/ruler_vt",
+        "code/humaneval_plus/greedy/chat/164/pass_at_1_plus", "code/mbpp_plus/sampled/chat/378/pass_at_k/10/plus",
+        "lm_eval/0/tasks/arc_easy/acc_norm", "lm_eval/50/ruler/2048/ruler_vt",
     } <= names  # fmt: skip
     assert scalars({"kind": "unheard of", "loss": 1.0}) == scalars({}) == {}
 

@@ -1,9 +1,19 @@
-"""The decode engine: C++ threads that own lanes and walk a packed tape of weights, without Python between tokens."""
+"""The decode engine: threads or groups of multiprocessors that own lanes and walk a packed tape of weights.
 
-from .engine import Engine
+No Python runs between tokens. `Engine` is imported on first use: what only a GPU needs (`engine.cuda`) works where the
+C++ core is not built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .options import GenerationOptions
 from .results import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .text import StopStrings, TextStream
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 __all__ = [
     "Engine",
@@ -15,3 +25,11 @@ __all__ = [
     "StopStrings",
     "TextStream",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from .engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'laneformer.engine' has no attribute {name!r}")

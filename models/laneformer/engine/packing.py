@@ -1,4 +1,4 @@
-"""From a config and named tensors to the decoder's packed tapes: plain numbers, RoPE tables, one tensor at a time."""
+"""From a config and named tensors to the decoder's packed tapes: plain numbers, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..config import Join, LaneformerConfig
 from . import _core
 from .checkpoint import MATRICES, Tensor, expected_shapes
 from .packed import LAYOUT_VERSION, PackedWeights
+from .rope import rope_tables
 
 JOIN_CODES = {Join.PRESENT: 0, Join.NO_REDUCE: 1, Join.PAST: 2}
 HEAD_CODES = {"vocab_parallel": 0, "replicate": 1, "lane": 2}
@@ -66,21 +67,6 @@ def load_tensors(
     send("lm_head.weight", decoder.set_matrix, "lm_head", 0)
     if packed is not None:
         packed.save(decoder, plan)
-
-
-def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (context, d/2) float32, with model.py's float32 steps (each rounded once, as PyTorch's are)."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequency = np.float32(1) / np.power(config.rope_theta, exponent.astype(np.float64)).astype(np.float32)
-    if config.rope_scaling is not None:
-        s = config.rope_scaling
-        turns = s["original_max_position_embeddings"] * frequency / np.float32(2 * np.pi)
-        blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-        blend = blend.clip(0, 1).astype(np.float32)
-        frequency = frequency * (blend + (1 - blend) / np.float32(s["factor"]))
-    positions = np.arange(config.max_position_embeddings, dtype=np.float32)
-    angle = (positions[:, None] * frequency).astype(np.float32).astype(np.float64)
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
 class RandomTensors(Mapping[str, Tensor]):

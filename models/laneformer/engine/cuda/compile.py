@@ -14,13 +14,14 @@ from .geometry import Geometry
 
 FOLDER = Path(__file__).parent
 VERSIONS = ("persistent", "graph")
+UNITS = (*VERSIONS, "probe")
 MISSING = "the CUDA engine compiles its kernels with cuda-core: pip install 'laneformer[cuda]'"
 
 
 def source_of(version: str, geometry: Geometry) -> str:
-    """One translation unit: the geometry's constants, then the kernels of `version` ("persistent" or "graph")."""
-    if version not in VERSIONS:
-        raise ValueError(f"version = {version!r} is unknown; choose from {VERSIONS}")
+    """One translation unit: the geometry's constants, then the kernels of `version` (one of UNITS)."""
+    if version not in UNITS:
+        raise ValueError(f"version = {version!r} is unknown; choose from {UNITS}")
     return f'#define GRAPH {int(version == "graph")}\n{geometry.constants()}#include "{version}.cu"\n'
 
 

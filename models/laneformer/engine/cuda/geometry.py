@@ -22,6 +22,7 @@ SEGMENT_BYTES = 512
 MOST_CHUNKS = 16  # deeper rings hide nothing more
 MOST_STOPS = 16
 MOST_WARPS = 32
+MOST_SPLITS = 16  # of the keys: each reader of the attention merges them all
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Geometry:
     @property
     def splits(self) -> int:
         """Blocks that share the keys of one KV head."""
-        return max(1, self.blocks_per_lane // self.config.kv_heads_per_lane)
+        return min(MOST_SPLITS, max(1, self.blocks_per_lane // self.config.kv_heads_per_lane))
 
     @property
     def warps_per_lane(self) -> int:
@@ -116,14 +117,15 @@ class Geometry:
         kv = c.kv_heads_per_lane * c.head_dim
         rows, columns = {
             "qkv": (self.heads * c.head_dim + 2 * kv, c.hidden_size),
-            "output": (c.hidden_size, c.hidden_size // lanes),
+            "output": (c.hidden_size, self.heads * c.head_dim),
             "gate_up": (2 * c.intermediate_size // lanes, c.hidden_size),
             "down": (c.hidden_size, c.intermediate_size // lanes),
             "head": (c.vocab_size // lanes, c.hidden_size),
         }[op]
         segment = 32 // math.gcd(columns // 8, 32)
         if op in ("output", "down"):
-            segment = max(32 // math.gcd(n // lanes // 8, 32) for n in (c.hidden_size, c.intermediate_size))
+            inputs = (self.heads * c.head_dim, c.intermediate_size // lanes)
+            segment = max(32 // math.gcd(n // 8, 32) for n in inputs)
         return Matrix(rows, columns, max(segment, 2 if op == "gate_up" else 1))
 
     def kv_slots(self, layer: int) -> int:

@@ -25,20 +25,22 @@ def describe(device: torch.device) -> Machine:
 
 
 class Kernels:
-    """The kernels of one version ("persistent" or "graph") on one GPU."""
+    """The kernels of one version ("persistent", "graph" or "probe") on one GPU."""
 
     def __init__(self, version: str, geometry: Geometry, device: torch.device):
         from cuda.core import Device, ObjectCode
 
         self.geometry, self.device, self.version = geometry, device, version
-        architecture = describe(device).architecture
-        name = f"sm_{architecture}" + ("a" if architecture >= 90 else "")
-        Device(device.index or 0).set_current()
-        self._code = ObjectCode.from_cubin(compile_cubin(version, geometry, name))
+        self.architecture = describe(device).architecture
+        name = f"sm_{self.architecture}" + ("a" if self.architecture >= 90 else "")
+        with torch.cuda.device(device):  # whatever was current is so again afterwards
+            Device(device.index or 0).set_current()
+            self._code = ObjectCode.from_cubin(compile_cubin(version, geometry, name))
         self._kernels: dict[str, Any] = {}
+        self.cooperative = version != "graph"  # the driver then promises that all blocks are resident at once
 
     def launch(self, name: str, argument: ctypes.Structure, blocks: int | None = None) -> None:
-        """Start a kernel on torch's current stream; the persistent one is cooperative, the graph's overlap."""
+        """Start a kernel on torch's current stream; the graph's overlap, the others are cooperative."""
         from cuda.bindings import driver
 
         config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
@@ -47,15 +49,26 @@ class Kernels:
         config.sharedMemBytes = self.geometry.shared_bytes
         config.hStream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
         ids = driver.CUlaunchAttributeID
-        if self.version == "persistent":
+        if self.cooperative:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
-        else:
+        elif self.version == "graph":
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
+            attribute.value.programmaticStreamSerializationAllowed = int(self.architecture >= 90)
+        if self.cooperative or self.version == "graph":
+            config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
+
+    def load(self, *names: str) -> None:
+        """Bring kernels to the GPU before their first launch, which may be in a capture or beside a spinning kernel."""
+        from cuda.bindings import driver
+
+        with torch.cuda.device(self.device):
+            for name in names:
+                function = driver.cuKernelGetFunction(self._kernel(name))
+                check(function)
+                check(driver.cuFuncLoad(function[1]))
 
     def _kernel(self, name: str) -> Any:
         if name not in self._kernels:

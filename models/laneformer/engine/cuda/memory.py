@@ -14,7 +14,7 @@ import torch
 
 from ...config import LaneformerConfig
 from ..checkpoint import Tensor
-from ..packing import rope_tables
+from ..rope import rope_tables
 from .geometry import MOST_STOPS, Geometry
 from .params import Report, Sampling, Weights, decode_structure
 from .tape import LaneMatrix, pack, tape_starts

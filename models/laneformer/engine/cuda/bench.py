@@ -1,0 +1,174 @@
+"""Decode speed on GPUs next to what their memory gives: percent of the read probe, and what each layer leaves exposed.
+
+    t = bytes / bandwidth + layers x c
+
+c, the microseconds a layer that the stream of weights does not hide, is the figure that exchanges decide. Times are
+those at which the host sees each token, so the figures are of decoding alone: after the prompt and the launch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .decoder import CudaDecoder
+from .geometry import OPS, Geometry
+from .probe import read_bandwidth
+
+TOKENS = 256
+EDGE_TOKENS = 32  # the first and the last of a run, to be reported apart
+RUNS = 5
+LOOKS = 20_000  # at the number of tokens, between two looks whether the kernel has ended
+DATASHEET = (  # bytes/s of the memory, by a part of the GPU's name; the first that fits
+    ("GB200", 8.0e12), ("B200", 8.0e12), ("GH200 144G", 4.9e12), ("GH200", 4.0e12), ("H200", 4.8e12),
+    ("H100 NVL", 3.938e12), ("H100 PCIe", 2.039e12), ("H100", 3.35e12), ("A100-SXM4-80GB", 2.039e12),
+    ("A100 80GB PCIe", 1.935e12), ("A100-SXM4-40GB", 1.555e12), ("A100-PCIE-40GB", 1.555e12), ("L40S", 0.864e12),
+    ("RTX 5090", 1.792e12), ("RTX 4090", 1.008e12), ("RTX 3090", 0.936e12),
+)  # fmt: skip
+
+
+def benchmark(
+    decoder: CudaDecoder,
+    depth: int = 0,
+    progress: Callable[[str], None] = print,
+    probe_bytes_per_s: float | None = None,
+    runs: int = RUNS,
+) -> dict[str, Any]:
+    """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`.
+
+    `probe_bytes_per_s`: of all GPUs together; measured when it is not given. ValueError for a depth without room.
+    """
+    context = decoder.config.max_position_embeddings
+    if not 0 <= depth <= context - 2 * EDGE_TOKENS:
+        raise ValueError(
+            f"depth = {depth} is outside 0 to {context - 2 * EDGE_TOKENS} (the context of {context} less "
+            f"{2 * EDGE_TOKENS} to decode)"
+        )
+    if probe_bytes_per_s is None:
+        progress("read probe")
+        gpus = len(set(decoder.devices))
+        probe_bytes_per_s = gpus * max(read_bandwidth(decoder.memories[0]).values())
+    progress(f"prefill of {max(depth, prefill_length(decoder))} positions")
+    ttft_s, prefill_tokens_per_s = measure_prefill(decoder, depth)
+
+    prompt = random_prompt(decoder, max(depth, 1))
+    tokens = min(TOKENS, context - len(prompt))
+    progress(f"{runs} runs of {tokens} tokens")
+    arrivals(decoder, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
+    measured = [speeds(arrivals(decoder, prompt, tokens)) for _ in range(runs)]
+    bytes_per_token = weight_bytes(decoder.geometry) + cached_bytes(decoder.geometry, len(prompt) + tokens / 2)
+    name = torch.cuda.get_device_name(decoder.devices[0])
+    return {
+        **{key: statistics.median(run[key] for run in measured) for key in measured[0]},
+        "runs_tokens_per_s": [run["tokens_per_s"] for run in measured],
+        "bytes_per_token": int(bytes_per_token),
+        "tape_bytes_per_token": sum(memory.weight_bytes for memory in decoder.memories),
+        "probe_bytes_per_s": probe_bytes_per_s,
+        **shares(
+            statistics.median(run["tokens_per_s"] for run in measured), bytes_per_token, probe_bytes_per_s,
+            datasheet(name), len(set(decoder.devices)), decoder.config.num_hidden_layers,
+        ),
+        "prefill_tokens_per_s": prefill_tokens_per_s,
+        "ttft_s": ttft_s,
+        "depth": depth,
+        "tokens_per_run": tokens,
+        "dtype": decoder.geometry.dtype,
+        "version": decoder.version,
+        "device": name,
+    }  # fmt: skip
+
+
+def shares(
+    tokens_per_s: float, bytes_per_token: float, probe: float, datasheet: float | None, gpus: int, layers: int
+) -> dict[str, float | None]:
+    """How much of the bandwidth (bytes/s; `datasheet` of one GPU) a speed is, and the time a layer that is not."""
+    rate = bytes_per_token * tokens_per_s
+    return {
+        "percent_of_probe": 100 * rate / probe,
+        "percent_of_datasheet": None if datasheet is None else 100 * rate / (gpus * datasheet),
+        "exposed_us_per_layer": 1e6 * (1 / tokens_per_s - bytes_per_token / probe) / layers,
+    }
+
+
+def datasheet(name: str) -> float | None:
+    """Bytes/s that the maker states for a GPU of this name; None where the table has it not."""
+    return next((rate for part, rate in DATASHEET if part in name), None)
+
+
+def arrivals(decoder: CudaDecoder, prompt: list[int], tokens: int) -> np.ndarray:
+    """Seconds (of any origin) at which the host saw each of `tokens` new tokens."""
+    decoder.start(prompt, tokens)
+    seen, times = decoder.memories[0].published.numpy(), np.zeros(tokens)
+    count, looks = 0, 0
+    while count < tokens and looks < LOOKS:
+        if decoder.version == "graph":
+            queue_one(decoder)
+        there, looks = int(seen[0]), looks + 1
+        if there > count:
+            times[count:there] = time.perf_counter()
+            count, looks = there, 0
+        elif looks == LOOKS and not all(stream.query() for stream in decoder._streams):
+            looks = 0
+    made = decoder.wait()  # RuntimeError after a hang
+    if len(made) != tokens:
+        raise RuntimeError(f"{len(made)} tokens of {tokens} were made")
+    return times
+
+
+def queue_one(decoder: CudaDecoder) -> None:
+    """One more token of the graph, without waiting for it."""
+    if decoder._replays < decoder.read_tokens + decoder.max_tokens - 1:
+        with torch.cuda.stream(decoder._streams[0]):
+            decoder._graph.replay()
+        decoder._replays += 1
+
+
+def speeds(times: np.ndarray) -> dict[str, float]:
+    """Tokens/s between the arrivals of one run: of all, of the first and of the last."""
+    edge = min(EDGE_TOKENS, len(times) - 1)
+    return {
+        "tokens_per_s": float((len(times) - 1) / (times[-1] - times[0])),
+        "first_tokens_per_s": float(edge / (times[edge] - times[0])),
+        "last_tokens_per_s": float(edge / (times[-1] - times[-1 - edge])),
+    }
+
+
+def measure_prefill(decoder: CudaDecoder, depth: int) -> tuple[float, float]:
+    """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
+    prompt = random_prompt(decoder, max(depth, prefill_length(decoder)))
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        decoder.start(prompt, 1, reuse_prefix=False)
+        decoder.wait()
+        seconds.append(time.perf_counter() - start)
+    ttft_s = statistics.median(seconds[1:])  # the first loads the model and its kernels
+    return ttft_s, len(prompt) / ttft_s
+
+
+def prefill_length(decoder: CudaDecoder) -> int:
+    return min(2048, decoder.config.max_position_embeddings // 2)
+
+
+def random_prompt(decoder: CudaDecoder, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, decoder.config.vocab_size, length).tolist()
+
+
+def weight_bytes(geometry: Geometry) -> int:
+    """Bytes of weights that all GPUs together read for one token, without what fills up the tapes' last chunks."""
+    layers = geometry.config.num_hidden_layers
+    numbers = {op: geometry.matrix(op).rows * geometry.matrix(op).columns for op in OPS}
+    lane = layers * sum(numbers[op] for op in OPS[:-1]) + numbers["head"]
+    return 2 * geometry.config.num_lanes * lane
+
+
+def cached_bytes(geometry: Geometry, positions: float) -> float:
+    """Bytes of keys and values (16 bits) read for one token at this position."""
+    config = geometry.config
+    per_position = 2 * 2 * config.head_dim * config.num_key_value_heads
+    return per_position * sum(min(positions, config.window(i) or positions) for i in range(config.num_hidden_layers))

@@ -1,0 +1,58 @@
+"""What the steps of tools.bench_cuda share: weights on the GPU, decoders, the time by which a step must end."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from typing import Any
+
+from laneformer import LaneformerConfig
+from laneformer.engine.checkpoint import Tensor
+from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.cuda.probe import read_bandwidth
+from tools.check_reference import DTYPE_NAMES, Weights, random_weights, tensors_of
+
+Report = dict[str, Any]
+DEVICE = "cuda:0"
+LIMIT_S = 3.0  # a wait inside a kernel lasts microseconds
+
+
+class Session:
+    """One model with random weights; everything is made when a step first needs it."""
+
+    def __init__(self, flavor: str, dtype: str, runs: int):
+        self.flavor, self.dtype, self.runs = flavor, dtype, runs
+        self.config, self.deadline = LaneformerConfig.from_flavor(flavor), float("inf")
+
+    def time_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """bf16 or fp16 matrices."""
+        torch_types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        return random_weights(self.config, dtype=torch_types[self.dtype], device=DEVICE)
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return tensors_of(self.weights)
+
+    def make(self, version: str = "persistent", **shape: Any) -> CudaDecoder:
+        return CudaDecoder(self.config, self.tensors, self.dtype, (DEVICE,), version, LIMIT_S, **shape)
+
+    @functools.cached_property
+    def persistent(self) -> CudaDecoder:
+        return self.make()
+
+    @functools.cached_property
+    def graph(self) -> CudaDecoder:
+        return self.make("graph")
+
+    @functools.cached_property
+    def bandwidth(self) -> dict[str, float]:
+        return read_bandwidth(self.persistent.memories[0])
+
+
+def say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,65 @@
+"""The process that holds the GPU for tools.bench_cuda: a line "STEP SECONDS" in, a line of JSON out.
+
+A step that breaks the GPU's context, or hangs, ends this process and no more: the next step gets a new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tools.bench_cuda_sanitize import smoke
+from tools.bench_cuda_session import Session
+from tools.bench_cuda_steps import STEPS
+
+
+def serve(session: Any, steps: dict[str, Callable[[Any], Any]], alive: Callable[[], bool]) -> None:
+    """Answer every line of stdin; stdout carries answers alone, what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        name, seconds = line.split()
+        session.deadline = time.monotonic() + float(seconds)
+        try:
+            answer = {"result": steps[name](session)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+        if not alive():
+            break
+
+
+def context_alive() -> bool:
+    """Whether the GPU still answers this process: after an illegal access it never does again."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flavor", default="2b")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--smoke", action="store_true", help="one short text, for compute-sanitizer")
+    options = parser.parse_args()
+    session = Session(options.flavor, options.dtype, options.runs)
+    if options.smoke:
+        smoke(session)
+    else:
+        serve(session, STEPS, context_alive)
+
+
+if __name__ == "__main__":
+    main()
