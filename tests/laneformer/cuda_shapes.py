@@ -73,7 +73,7 @@ SHAPES = {
     ),
     "late": Shape(
         {"use_early_comm": False, "use_mlp_comm": False, "num_hidden_layers": 5, "num_key_value_heads": 2,
-         "sliding_window": 4,
+         "sliding_window": 4, "norm_eps": 0.01, "rope_theta": 100.0,
          "rope_scaling": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                           "original_max_position_embeddings": 16}},
         blocks=3, warps=2, chunk_bytes=1024, chunks=3,

@@ -31,7 +31,8 @@ def check(emulated: Emulated, count: int, seeds: range) -> None:
     emulated.forget()
     logits, kept = read_one_by_one(emulated, ids)
     right = expected(emulated, ids, kept)
-    assert float((logits.double() - right.logits).abs().max()) <= right.tolerance
+    off = float((logits.double() - right.logits).abs().max())
+    assert off <= right.tolerance, f"off by {off}, tolerance {right.tolerance}"
     for layer, numbers in enumerate(kept):
         both = torch.cat(numbers)
         assert ((right.least[layer] <= both) & (both <= right.most[layer])).all(), f"keys or values of layer {layer}"
