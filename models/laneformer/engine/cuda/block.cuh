@@ -60,10 +60,11 @@ struct Block {
     watch = {p.aborted, p.report, p.limit_ns, lane, 0};
     char* at = dynamic_shared();
     tape.ring = at + warp * kChunks * kChunkBytes, at += kWarps * kChunks * kChunkBytes;
+    wide = reinterpret_cast<float*>(at), narrow = wide + kWide, query = narrow + kNarrow;  // 16-aligned: float4
+    at = reinterpret_cast<char*>(query + kGroup * kHeadDim);
     tape.full = reinterpret_cast<uint64_t*>(at) + warp * kChunks, at += kWarps * kChunks * 8;
     candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
-    float* numbers = reinterpret_cast<float*>(at);
-    wide = numbers, narrow = wide + kWide, query = narrow + kNarrow, per_warp = query + kGroup * kHeadDim;
+    per_warp = reinterpret_cast<float*>(at);
     out = per_warp + kWarps + warp * kMostRows, rows = per_warp + kWarps + kWarps * kMostRows + warp * kMostStreamRows;
 #if GRAPH
     rows = p.graph->rows + local_lane * kHidden + Matrix<kOutput>::first_row(lane_warp);
