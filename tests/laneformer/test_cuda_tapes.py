@@ -82,7 +82,8 @@ def test_tapes_start_at_chunks(shape: Shape) -> None:
     tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], 0, "cpu")
     starts = tape_starts(geometry)
     assert len(starts) == geometry.lanes_per_device * geometry.warps_per_lane + 1
-    assert starts[0] == 0 and starts[-1] == 2 * tapes.numel()
+    assert starts[0] == 0
+    assert starts[-1] == 2 * tapes.numel()
     assert not (starts % geometry.chunk_bytes).any()
     for tape in np.split(tapes.numpy(), (starts[1:-1] // 2).astype(int)):
         filling = np.flatnonzero(tape == 0)
@@ -129,9 +130,8 @@ class Reader:
 def test_a_slow_reading_of_the_tape(name: str) -> None:
     geometry = planned(SHAPES[name])
     weights, random, lane = matrices(geometry), np.random.default_rng(4), geometry.config.num_lanes - 1
-    tapes = pack(
-        geometry, lambda op, layer, lane: weights[op, layer, lane], lane + 1 - geometry.lanes_per_device, "cpu"
-    )
+    first = lane + 1 - geometry.lanes_per_device
+    tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], first, "cpu")
     inputs = {op: random.integers(-99, 99, geometry.matrix(op).columns) for op in OPS}
     layers = min(2, geometry.config.num_hidden_layers)
     made: dict[tuple[str, int], list[np.ndarray]] = {(op, layer): [] for layer in range(layers) for op in OPS[:-1]}
@@ -160,9 +160,8 @@ def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path
         "sizeof(Graph)": 4 * (3 + geometry.lanes_per_device * geometry.config.hidden_size),
         **{f"offsetof(Decode, {field})": getattr(decode, field).offset for field in fields},
     }  # fmt: skip
-    source = (
-        f"#define GRAPH 0\n{geometry.constants()}{LAYOUT.replace('SIZES', ', '.join(f'int64_t({a})' for a in asked))}"
-    )
+    sizes_of_all = ", ".join(f"int64_t({expression})" for expression in asked)
+    source = f"#define GRAPH 0\n{geometry.constants()}{LAYOUT.replace('SIZES', sizes_of_all)}"
     library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, cuda_builds)
     sizes = (ctypes.c_int64 * len(asked))()
     library.sizes(sizes)
