@@ -7,23 +7,24 @@ struct Picks {
   const float* logits;  // [vocabulary]
   Word* words;          // [vocabulary]
   int* tokens;          // [count]
-  int count;
+  int first, count;
 };
 
 void pick(Picks p) {
   Candidate* candidates = reinterpret_cast<Candidate*>(dynamic_shared());
   float* per_warp = reinterpret_cast<float*>(candidates + kWarps);
   constexpr int kAll = kLanes * kVocab;
-  for (int position = 0; position < p.count; ++position) {
+  for (int i = 0; i < p.count; ++i) {
+    const int position = p.first + i;
     Candidate best = no_candidate();
     for (int token = kAll - 1 - thread_index(); token >= 0; token -= kThreads) {
       best = better(best, {p.sampling.score(p.logits[token], position, token), token});
-      store_word(p.words + token, p.logits[token], position + 1);
+      store_word(p.words + token, p.logits[token], i + 1);
     }
     const int token = p.sampling.filters()
-                          ? draw(p.sampling, p.words, position + 1, position, per_warp, candidates, {})
+                          ? draw(p.sampling, p.words, i + 1, position, per_warp, candidates, {})
                           : best_of_block(best, candidates).token;
-    if (thread_index() == 0) p.tokens[position] = token;
+    if (thread_index() == 0) p.tokens[i] = token;
     sync_block();
   }
 }

@@ -33,7 +33,7 @@ def sampling(temperature: float, seed: int = 0, top_k: int = 0, top_p: float = 1
 class Picks(ctypes.Structure):
     _fields_ = [
         ("sampling", Sampling), ("logits", ctypes.c_void_p), ("words", ctypes.c_void_p), ("tokens", ctypes.c_void_p),
-        ("count", ctypes.c_int),
+        ("first", ctypes.c_int), ("count", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -45,10 +45,12 @@ class Sampler:
         source = f'#define GRAPH 0\n{self.geometry.constants()}#include "cuda_sampler.cu"\n'
         self.library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, builds)
 
-    def __call__(self, logits: np.ndarray, how: Sampling, count: int = COUNT, order: int = 0) -> np.ndarray:
-        """The tokens of positions 0 .. count."""
+    def __call__(
+        self, logits: np.ndarray, how: Sampling, count: int = COUNT, order: int = 0, first: int = 0
+    ) -> np.ndarray:
+        """The tokens of `count` positions from `first` on."""
         words, tokens = np.zeros(VOCAB, np.uint64), np.full(count, -1, np.int32)
-        argument = Picks(how, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, count)
+        argument = Picks(how, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, first, count)
         cuda_emulator.launch(self.library, "pick", argument, blocks=1, threads=64, shared_bytes=1024, seed=order)
         return tokens
 
@@ -90,11 +92,11 @@ def kept(logits: np.ndarray, how: Sampling) -> np.ndarray:
     return left & (weights >= how.min_p)
 
 
-def drawn(logits: np.ndarray, how: Sampling, count: int = COUNT) -> np.ndarray:
-    """The tokens that the kernels must choose at positions 0 .. count."""
+def drawn(logits: np.ndarray, how: Sampling, count: int = COUNT, first: int = 0) -> np.ndarray:
+    """The tokens that the kernels must choose at `count` positions from `first` on."""
     if how.inverse_temperature == 0:
         return np.full(count, logits.argmax())
-    bits = philox(how.seed, np.arange(count)[:, None], np.arange(len(logits))[None])
+    bits = philox(how.seed, np.arange(first, first + count)[:, None], np.arange(len(logits))[None])
     uniform = ((bits >> np.uint64(9)).astype(np.float64) + 0.5) * 2.0**-23
     scores = logits.astype(np.float64) * how.inverse_temperature - np.log(-np.log(uniform))
     return np.where(kept(logits, how), scores, -np.inf).argmax(1)
@@ -105,11 +107,14 @@ def test_philox_is_the_published_one() -> None:
     assert philox(0, np.zeros(1), np.zeros(1))[0] == 0x6627E8D5
 
 
-def test_the_noise_is_never_infinite() -> None:
-    """The largest bits give a number below 1 in float32 arithmetic too: the noise's logarithm is that of no zero."""
-    for bits in (0, 2**32 - 1):
-        uniform = np.float32(bits >> 9) * np.float32(2.0**-23) + np.float32(2.0**-24)
-        assert 0 < uniform < 1
+def test_the_noise_is_never_infinite(sampler: Sampler) -> None:
+    """Here token 77's bits are all ones. Rounded up to 1, they would make the least likely token win."""
+    position, token, logits = 573060, 77, LOGITS.copy()
+    assert philox(0, np.full(1, position), np.full(1, token))[0] >> np.uint64(8) == 2**24 - 1
+    logits[token] = -30
+    tokens = sampler(logits, sampling(1.0), 1, first=position)
+    np.testing.assert_array_equal(tokens, drawn(logits, sampling(1.0), 1, position))
+    assert tokens[0] != token
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 + 5, 2**64 - 1])
