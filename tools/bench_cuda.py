@@ -2,10 +2,10 @@
 
     PYTHONPATH=models:. python3 -m tools.bench_cuda --out docs/benchmarks/DATE-gpu-decode.md
 
-Needs Python with torch (CUDA), transformers and cuda-core, and this checkout; nothing is installed or built. The steps run in a
-process of their own (tools.bench_cuda_worker), each within a time of its own, the most important ones first: what
-crashes or hangs costs its step, and what no time is left for is named as not measured. The report is written anew after
-every step. Speeds stand below the verdict of the correctness check, whatever it is. The last line of stdout is JSON.
+Needs Python with torch (CUDA), transformers and cuda-core, and this checkout; nothing is installed or built. The steps
+run in a process of their own (tools.bench_cuda_worker), each within a time of its own, the most important ones first:
+what crashes or hangs costs its step, and what no time is left for is named as not measured. The report is written anew
+after every step. Speeds stand below the verdict of the correctness check. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
