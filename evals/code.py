@@ -20,7 +20,17 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from evals.code_answers import EndpointModel, EngineModel, Model, Sampling, collect, prompt_of, target_function
+from evals.code_answers import (
+    GREEDY,
+    EndpointModel,
+    EngineModel,
+    Model,
+    Sampling,
+    SamplingFlags,
+    collect,
+    prompt_of,
+    target_function,
+)
 from evals.code_score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, open_dataset, pass_at_k, set_up
 from evals.records import NOWHERE, AboutFlags
 from evals.sandbox import find_sandbox
@@ -88,6 +98,30 @@ def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, eva
     }
 
 
+def open_evalplus(data: Dataset, results: Path, cache: Path, parallel: int, unsafe: bool) -> EvalPlus:
+    """EvalPlus on a data set, in the best sandbox of this machine. ValueError without one, unless `unsafe`."""
+    sandbox = find_sandbox(unsafe)
+    results.mkdir(parents=True, exist_ok=True)
+    return EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), cache, parallel)
+
+
+def open_model(
+    hf_dir: Path | None,
+    base_url: str | None,
+    name: str,
+    chat: bool,
+    sampling: Sampling,
+    concurrency: int,
+    timeout_s: float,
+    device: str,
+) -> Model:
+    """A folder through the engine, or without one an endpoint."""
+    if hf_dir is not None:
+        return EngineModel(hf_dir, chat, sampling, device)
+    assert base_url is not None, "main asks for one of the two"
+    return EndpointModel(base_url, name, chat, sampling, concurrency, timeout_s)
+
+
 def main(
     hf_dir: Annotated[Path | None, tyro.conf.Positional] = None,
     dataset: Path | None = None,
@@ -95,11 +129,7 @@ def main(
     base_url: str | None = None,
     model: str = "laneformer",
     prompt: Literal["auto", "chat", "completion"] = "auto",
-    n: int = 1,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    max_new_tokens: int = 768,
+    sampling: SamplingFlags = GREEDY,
     concurrency: int = 4,
     request_timeout_s: float = 600.0,
     parallel: int = max(1, (os.cpu_count() or 1) // 2),
@@ -119,11 +149,7 @@ def main(
         model: the model's name at the endpoint
         prompt: a user's turn of a chat, or the beginning of a function (base models); auto is chat at an endpoint, and
             in a folder that has a chat template
-        n: answers a problem
-        temperature: 0 is greedy
-        top_p: only the fewest likely tokens that reach this probability
-        seed: of the sampling
-        max_new_tokens: of an answer
+        sampling: how answers are drawn
         concurrency: questions at a time at an endpoint
         request_timeout_s: of one question at an endpoint
         parallel: solutions tested at a time
@@ -140,25 +166,16 @@ def main(
     if dataset is None or results is None or (hf_dir is None) == (base_url is None):
         raise ValueError("give --dataset, --results, and either a model folder or --base-url")
     started = time.perf_counter()
-    sampling = Sampling(n, temperature, top_p, seed, max_new_tokens)
     data = open_dataset(dataset)
-    results.mkdir(parents=True, exist_ok=True)
-    sandbox = find_sandbox(unsafe_no_sandbox)
-    evalplus = EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), cache, parallel)
+    evalplus = open_evalplus(data, results, cache, parallel, unsafe_no_sandbox)
     chat = prompt == "chat" or (prompt == "auto" and (hf_dir is None or (hf_dir / "chat_template.jinja").exists()))
-    answering: Model
-    if hf_dir is not None:
-        answering = EngineModel(hf_dir, chat, sampling, device)
-    else:
-        assert base_url is not None
-        answering = EndpointModel(base_url, model, chat, sampling, concurrency, request_timeout_s)
+    answering = open_model(hf_dir, base_url, model, chat, sampling, concurrency, request_timeout_s, device)
     figures = evaluate(data, answering, sampling, chat, evalplus)
-    tokenizer = hf_dir / "tokenizer.json" if hf_dir is not None else None
     record = about.append(
         "code",
         figures,
         seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(tokenizer) if tokenizer else None,
+        tokenizer_sha256=file_sha256(hf_dir / "tokenizer.json") if hf_dir is not None else None,
         data_sha256=file_sha256(dataset),
     )
     print(json.dumps(record))

@@ -21,8 +21,9 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import tyro
 from rich.console import Console
 from rich.progress import track
 
@@ -33,7 +34,7 @@ INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```python\n{prompt}\n```"
 )
-# where a completion leaves the function it was asked to write
+# where a completion leaves the function it was asked to write; those of the data set are the likelier ones
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(", "\nassert ")
 STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp": ('\n"""',)}
 FENCE = re.compile(r"\s*(`{3,})\s*([^`]*)$")
@@ -46,10 +47,15 @@ class Sampling:
     """How answers are drawn: temperature 0 is greedy, one answer a problem; else `n` answers a problem."""
 
     n: int = 1
+    """answers a problem"""
     temperature: float = 0.0
+    """0 is greedy"""
     top_p: float = 1.0
+    """only the fewest likely tokens that reach this probability"""
     seed: int = 0
+    """of the sampling"""
     max_new_tokens: int = 768
+    """of an answer"""
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
@@ -61,6 +67,10 @@ class Sampling:
         """A seed of its own for every answer, whatever the order in which they are made; 31 bits."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}:{sample}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
+
+
+GREEDY = Sampling()
+SamplingFlags = Annotated[Sampling, tyro.conf.OmitArgPrefixes]  # --n, --temperature, ... as flags of the command itself
 
 
 class Model(Protocol):
@@ -122,9 +132,9 @@ class EngineModel:
 
 def chat_template(folder: Path) -> Any:
     """A function from a user's message to the text that asks for the answer, by the folder's own template."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
         raise ValueError(f"{folder} has no chat template; ask it for completions: --prompt completion")
 
@@ -156,7 +166,9 @@ class EndpointModel:
         try:
             choice = self._post(body)["choices"][0]
             text = choice["message"]["content"] if self.chat else choice["text"]
-            return cut(text or "", stops), choice.get("finish_reason") or "stop"
+            whole = text or ""
+            answer = cut(whole, stops)
+            return answer, "stop" if len(answer) < len(whole) else choice.get("finish_reason") or "stop"
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{self.url} gave an answer without a choice or its text ({error!r})") from None
 
@@ -202,7 +214,7 @@ def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, fold
     known = {(row["task_id"], row["sample"]): row for row in read_rows(path)}
     wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(sampling.n)}
     missing = [key for key in wanted if key not in known]
-    stops = () if chat else STOPS + STOPS_OF[dataset.name]
+    stops = () if chat else STOPS_OF[dataset.name] + STOPS
 
     def ask(key: tuple[str, int]) -> dict[str, Any]:
         seed = sampling.seed_of(*key)

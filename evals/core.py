@@ -26,7 +26,7 @@ from evals.core_metric import aggregate, task_figures
 from evals.core_plan import plan, show_plan
 from evals.core_prompts import FEWSHOT_SEED, Item, Prompt, Protocol, Unscorable, items
 from evals.core_tasks import Bundle, Task
-from evals.records import NOWHERE, AboutFlags
+from evals.records import NOWHERE, About, AboutFlags
 from evals.scorer import Kind, Scorer, open_encoder, open_scorer, read_config
 from laneformer.provenance import code_version, file_sha256, write_atomically
 
@@ -112,7 +112,8 @@ def evaluate(
                 missing[task.label] = str(error)
             progress.remove_task(bar)
     settings = {"protocol": protocol, "seed": FEWSHOT_SEED, "max_per_task": most, "scorer": scorer.name}
-    return settings | aggregate(tasks) | {"tasks": tasks, "missing": missing, "differs": bundle.differs}
+    marks = {} if bundle.not_core is None else {"not_core": bundle.not_core}
+    return settings | aggregate(tasks) | {"tasks": tasks, "missing": missing, "differs": bundle.differs} | marks
 
 
 def folder_sha256(folder: Path) -> str:
@@ -125,9 +126,9 @@ def folder_sha256(folder: Path) -> str:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
-    table = Table(title=f"CORE, protocol {figures['protocol']}")
+    table = Table(title=f"{figures.get('not_core', 'CORE')}, protocol {figures['protocol']}")
     for name in ("task", "type", "shots", "n", "accuracy", "± SE", "centered v1", "centered v2"):
-        table.add_column(name, justify="left" if name in ("task", "type") else "right")
+        table.add_column(name, justify="left" if name in ("task", "type") else "right", overflow="fold")
     for label, task in figures["tasks"].items():
         values = (f"{task[name]:.4f}" for name in ("accuracy", "standard_error", "centered_v1", "centered_v2"))
         table.add_row(label, task["type"], str(task["shots"]), str(task["n"]), *values)
@@ -142,6 +143,39 @@ def show(figures: dict[str, Any]) -> None:
         text = "N/A" if value is None else f"{value:.4f} ± {error:.4f}"
         table.add_row(f"CORE {version}", "", "", "", "", "", *((text, "") if version == "v1" else ("", text)))
     console.print(table)
+
+
+def measure(
+    model: Path,
+    bundle: Bundle,
+    protocol: Protocol,
+    most: int | None,
+    labels: tuple[str, ...],
+    about: About,
+    device: str,
+    kind: Kind,
+) -> dict[str, Any]:
+    """Score a model folder, print the table and append the record, which is returned."""
+    started = time.perf_counter()
+    chosen, _ = bundle.chosen(labels)
+    data_sha256 = hashlib.sha256("".join(bundle.sha256(task) for task in chosen).encode()).hexdigest()
+    scorer = open_scorer(model, device, kind)
+    code = code_version(Path(__file__).parent)
+    decides = (folder_sha256(model), data_sha256, protocol, most, scorer.name, code)
+    partial = Partial(about.out, hashlib.sha256(repr(decides).encode()).hexdigest())
+    figures = evaluate(scorer, bundle, protocol, most, labels, partial)
+    scorer.close()
+    show(figures)
+    tokenizer = model / "tokenizer.json"
+    record = about.append(
+        "core",
+        figures,
+        seconds=time.perf_counter() - started,
+        tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
+        data_sha256=data_sha256,
+    )
+    partial.remove()
+    return record
 
 
 def main(
@@ -170,35 +204,16 @@ def main(
         plan_only: score nothing, only count the tokens that would be read
         tokens_per_s: measured speed of reading prompts, for the plan's minutes
     """
-    started = time.perf_counter()
     if max_per_task is not None and max_per_task < 1:
         raise ValueError(f"--max-per-task {max_per_task}: at least 1 item is needed")
     rows = Bundle(bundle)
-    chosen, _ = rows.chosen(tasks)
     if plan_only:
         length = int(read_config(model).get("max_position_embeddings") or 1 << 30)
         counts = plan(open_encoder(model, kind), length, rows, protocol, max_per_task, tasks)
         show_plan(counts, tokens_per_s, console)
         print(json.dumps(counts | {"tokens_per_s": tokens_per_s}))
-        return
-    data_sha256 = hashlib.sha256("".join(rows.sha256(task) for task in chosen).encode()).hexdigest()
-    scorer = open_scorer(model, device, kind)
-    code = code_version(Path(__file__).parent)
-    decides = (folder_sha256(model), data_sha256, protocol, max_per_task, scorer.name, code)
-    partial = Partial(about.out, hashlib.sha256(repr(decides).encode()).hexdigest())
-    figures = evaluate(scorer, rows, protocol, max_per_task, tasks, partial)
-    scorer.close()
-    show(figures)
-    tokenizer = model / "tokenizer.json"
-    record = about.append(
-        "core",
-        figures,
-        seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
-        data_sha256=data_sha256,
-    )
-    partial.remove()
-    print(json.dumps(record))
+    else:
+        print(json.dumps(measure(model, rows, protocol, max_per_task, tasks, about, device, kind)))
 
 
 if __name__ == "__main__":

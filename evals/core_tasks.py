@@ -92,7 +92,8 @@ class Bundle:
 
     `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. Where a core.yaml lies beside it, its paths,
     shots and delimiters hold; `differs` says which of them are not CORE's own. Baselines are always CORE's, and an
-    eval_meta_data.csv that has neither of the two versions is refused.
+    eval_meta_data.csv that has neither of the two versions is refused. A folder of other rows in this layout says so
+    in a file NOT_CORE, whose line goes into the record (`not_core`).
     """
 
     def __init__(self, folder: Path):
@@ -100,6 +101,8 @@ class Bundle:
         self.folder = folder
         inner = [folder / name for name in ("eval_data", "local_data") if (folder / name).is_dir()]
         self.root = inner[0] if inner else folder
+        marked = folder / "NOT_CORE"
+        self.not_core = marked.read_text(encoding="utf-8").strip() or marked.name if marked.is_file() else None
         self.differs: dict[str, dict[str, Any]] = {}
         self.tasks = TASKS
         if (folder / "core.yaml").is_file():

@@ -23,11 +23,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import tyro
 
 from evals.lm_eval_figures import documents_sha256, figures_of, show
 from evals.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
 from evals.records import NOWHERE, AboutFlags
+from evals.ruler_room import check_room
 from laneformer.provenance import file_sha256
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
-    from evals.lm_eval_models import CheckedCompletions
+    from evals.lm_eval_models import CheckedCompletions, EngineLM
 
 DEFAULT_LENGTHS = (2048, 4096)
 SEEDS = {
@@ -43,17 +45,25 @@ SEEDS = {
     "numpy": 1234,
     "torch": 1234,
     "fewshot": 1234,
-}  # lm-eval's defaults; the first draws RULER's texts
+}  # lm-eval's defaults; the first two draw RULER's texts
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an OpenAI-compatible server listens, and how it is asked."""
+    """Where an OpenAI-compatible server listens, and how it is asked; without `base_url` the engine is asked."""
 
-    base_url: str
-    model: str
+    base_url: str | None = None
+    """an OpenAI-compatible server to ask instead of the engine, such as http://127.0.0.1:8000/v1"""
+    model_name: str | None = None
+    """what the server calls the model; the folder's name by default"""
     num_concurrent: int = 1
+    """requests that the server is sent at a time"""
     timeout_s: int = 300
+    """how long one answer of the server may take"""
+
+
+ENGINE = Endpoint()
+EndpointFlags = Annotated[Endpoint, tyro.conf.OmitArgPrefixes]  # --base-url, ... as flags of the command itself
 
 
 def expand_tasks(names: str) -> list[str]:
@@ -80,11 +90,12 @@ def open_endpoint(hf_dir: Path, endpoint: Endpoint, add_bos: bool, max_length: i
     """lm-eval's local-completions on token ids, with the context of the folder's config.json."""
     from evals.lm_eval_models import CheckedCompletions
 
+    assert endpoint.base_url, "without one the engine is asked"
     config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
     url = endpoint.base_url.rstrip("/")
     return CheckedCompletions(
         base_url=url if url.endswith("/completions") else f"{url}/completions",
-        model=endpoint.model,
+        model=endpoint.model_name or hf_dir.name,
         tokenizer=str(hf_dir),
         tokenizer_backend="huggingface",
         tokenized_requests=True,
@@ -100,7 +111,9 @@ def load_tasks(names: Sequence[str], lengths: Sequence[int], tokenizer: Path) ->
     """The stock tasks with their documents, drawn as `lm_eval` itself draws them from SEEDS."""
     import lm_eval.tasks
 
+    check_room(names, lengths, tokenizer)
     random.seed(SEEDS["random"])
+    np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` draws its numbers from
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
     if set(names) <= {*ARC_TASKS, *RULER_TASKS}:  # the index of all of lm-eval's tasks takes half a minute
         paths: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in ("arc", "ruler")]
@@ -152,6 +165,42 @@ def evaluate(
     return result
 
 
+def open_model(
+    hf_dir: Path, endpoint: Endpoint, device: str, add_bos: bool, max_length: int | None
+) -> EngineLM | CheckedCompletions:
+    """The server, where one is named, or the engine."""
+    from evals.lm_eval_models import EngineLM
+
+    if endpoint.base_url:
+        return open_endpoint(hf_dir, endpoint, add_bos, max_length)
+    return EngineLM(hf_dir, device=device, add_bos=add_bos, max_length=max_length)
+
+
+def settings_figures(
+    backend: str, limit: int | None, num_fewshot: int | None, add_bos: bool, chat_template: bool, offline: bool
+) -> dict[str, Any]:
+    """What the record says of how the tasks were asked."""
+    shots = "the tasks' own shots" if num_fewshot is None else f"{num_fewshot}-shot"
+    return {
+        "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if add_bos else 'without'} BOS",
+        "seed": SEEDS["random"],
+        "seeds": SEEDS,
+        "backend": backend,
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "add_bos": add_bos,
+        "chat_template": chat_template,
+        "haystack": "offline" if offline else "upstream",
+    }
+
+
+def check_request(hf_dir: Path, limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit {limit} leaves nothing to score; give at least 1, or leave it out for all")
+    if not (hf_dir / "tokenizer.json").is_file():
+        raise ValueError(f"{hf_dir} holds no tokenizer.json; give the folder of an exported model")
+
+
 def main(
     hf_dir: Annotated[Path, tyro.conf.Positional],
     tasks: str,
@@ -162,10 +211,7 @@ def main(
     add_bos: bool = True,
     chat_template: bool = False,
     max_length: int | None = None,
-    base_url: str | None = None,
-    model_name: str | None = None,
-    num_concurrent: int = 1,
-    timeout_s: int = 300,
+    endpoint: EndpointFlags = ENGINE,
     about: AboutFlags = NOWHERE,
     device: str = "auto",
 ) -> None:
@@ -181,53 +227,24 @@ def main(
         add_bos: put the begin-of-text id before every prompt, as in training
         chat_template: ask through the model's chat template
         max_length: context in tokens, default that of config.json; RULER needs up to 100 more than its length
-        base_url: an OpenAI-compatible server to ask instead of the engine, such as http://127.0.0.1:8000/v1
-        model_name: what the server calls the model; the folder's name by default
-        num_concurrent: requests that the server is sent at a time
-        timeout_s: how long one answer of the server may take
+        endpoint: the server to ask instead of the engine
         about: where the record goes, and what it is about
         device: where the engine runs: auto, cpu or cuda
     """
     started = time.perf_counter()
     names, counts, hf_dir = expand_tasks(tasks), lengths_of(lengths), hf_dir.resolve()
     about = replace(about, out=about.out and about.out.resolve())  # local data sets are found by a change of folder
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit} leaves nothing to score; give at least 1, or leave it out for all")
-    if not (hf_dir / "tokenizer.json").is_file():
-        raise ValueError(f"{hf_dir} holds no tokenizer.json; give the folder of an exported model")
+    check_request(hf_dir, limit)
     with data_folder(data.resolve(), names) if data else contextlib.nullcontext():
-        from evals.lm_eval_models import EngineLM  # only now: it imports `datasets`, which reads whether it is offline
-
-        model: Any
-        if base_url:
-            endpoint = Endpoint(base_url, model_name or hf_dir.name, num_concurrent, timeout_s)
-            model = open_endpoint(hf_dir, endpoint, add_bos, max_length)
-        else:
-            model = EngineLM(hf_dir, device=device, add_bos=add_bos, max_length=max_length)
-        result = evaluate(
-            model, names, hf_dir, lengths=counts, limit=limit, num_fewshot=num_fewshot, chat_template=chat_template
-        )
-    shots = "the tasks' own shots" if num_fewshot is None else f"{num_fewshot}-shot"
-    figures = {
-        "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if add_bos else 'without'} BOS",
-        "seed": SEEDS["random"],
-        "seeds": SEEDS,
-        "backend": base_url or "engine",
-        "limit": limit,
-        "num_fewshot": num_fewshot,
-        "add_bos": add_bos,
-        "chat_template": chat_template,
-        "haystack": "offline" if data else "upstream",
-        **figures_of(result, model, counts),
-    }
+        model = open_model(hf_dir, endpoint, device, add_bos, max_length)
+        options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "chat_template": chat_template}
+        result = evaluate(model, names, hf_dir, lengths=counts, **options)
+    figures = settings_figures(endpoint.base_url or "engine", add_bos=add_bos, offline=data is not None, **options)
+    figures |= figures_of(result, model, counts)
     show(figures)
-    record = about.append(
-        "lm_eval",
-        figures,
-        seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(hf_dir / "tokenizer.json"),
-        data_sha256=documents_sha256(result["samples"]),
-    )
+    seconds, tokenizer = time.perf_counter() - started, file_sha256(hf_dir / "tokenizer.json")
+    documents = documents_sha256(result["samples"])
+    record = about.append("lm_eval", figures, seconds=seconds, tokenizer_sha256=tokenizer, data_sha256=documents)
     print(json.dumps(record))
 
 

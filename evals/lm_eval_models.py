@@ -163,6 +163,14 @@ class CheckedCompletions(LocalCompletionsAPI):
         """Ids of the longest prompt with its continuation; the server adds one, and lm-eval keeps its place free."""
         return self.max_length
 
+    def tok_encode(self, string: str | list[str], *args: Any, **kwargs: Any) -> Any:
+        """As lm-eval's, but a text that begins with BOS, as chat templates write it, gets no second one."""
+        if isinstance(string, list):
+            return [self.tok_encode(one, *args, **kwargs) for one in string]
+        ids = super().tok_encode(string, *args, **kwargs)
+        bos = self.tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
     @staticmethod
     def parse_logprobs(
         outputs: dict | list[dict],

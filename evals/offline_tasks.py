@@ -37,11 +37,24 @@ def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     try:
         if set(tasks) & set(RULER_TASKS):
             use_sentence_tables(data)
-        with contextlib.chdir(data):
+        with tempfile.TemporaryDirectory() as cache, prepared_in(Path(cache)), contextlib.chdir(data):
             yield
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextlib.contextmanager
+def prepared_in(cache: Path) -> Iterator[None]:
+    """Let `datasets` prepare what it loads in this folder: in its own, it takes any folder of the same name for it."""
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = cache
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = before
 
 
 def check_present(data: Path, tasks: Sequence[str]) -> None:

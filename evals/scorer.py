@@ -92,7 +92,8 @@ class TransformersEncoder:
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        # False: no code of the folder runs, and nobody is asked whether it may, which a job would wait for
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         bos_id = self._tokenizer.bos_token_id
         self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
@@ -109,7 +110,8 @@ class TransformersScorer(TransformersEncoder):
         import torch
 
         self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        self._model = causal_model_class(folder).from_pretrained(folder, dtype=dtype).to(self._device).eval()
+        model = causal_model_class(folder).from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        self._model = model.to(self._device).eval()
         self.name = f"transformers {str(self._model.dtype).removeprefix('torch.')}"
         config = self._model.config.get_text_config()
         self.max_length = int(getattr(config, "max_position_embeddings", None) or self._tokenizer.model_max_length)

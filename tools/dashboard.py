@@ -60,7 +60,7 @@ CHIPS = 24  # more attempts than this are counted, not listed
 # of an evaluation: what is said first, and how it was made
 PREFERRED = ("core_v1", "core_v2", "pass@1_plus", "bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
 HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
-       "limit": "limit ", "haystack": "haystack "}  # fmt: skip
+       "limit": "limit ", "haystack": "haystack ", "not_core": ""}  # fmt: skip
 # what of the job's config is worth a line
 SETTINGS = (
     "model.flavor", "training.steps", "training.global_batch_size", "training.local_batch_size", "training.seq_len",

@@ -47,12 +47,12 @@ TRAINING_PANELS = (
     Panel("Tokens per second", "", ("tokens_per_s",), (0.0, 0.13), ",.0f"),
 )
 MACHINE_PANELS = (
-    Panel("z of the loss", "robust deviations from the last rows", ("loss_z",), (0.86, 0.95), ".2f"),
+    Panel("z of the loss", "robust deviations", ("loss_z",), (0.86, 0.95), ".2f"),
     Panel("z of the gradient norm", "", ("grad_norm_z",), (0.715, 0.805), ".2f"),
     Panel("Tokens per second and device", "", ("tokens_per_s_per_device",), (0.57, 0.67), ",.0f"),
     Panel("MFU", "% of the peak", ("mfu",), (0.43, 0.52), ".1f"),
     Panel("Waiting for data", "% of the time", ("data_percent",), (0.29, 0.38), ".2f"),
-    Panel("Standing still for checkpoints", "s", ("checkpoint_s",), (0.145, 0.235), ".2f"),
+    Panel("Waiting for checkpoints", "s", ("checkpoint_s",), (0.145, 0.235), ".2f"),
     Panel("Memory, peak", "GiB", ("memory_gib",), (0.0, 0.09), ".2f"),
 )
 TROUBLE = re.compile(

@@ -70,12 +70,13 @@ def flops_of(run: Run) -> int | None:
 
 def settings_of(record: Point) -> tuple[Any, ...]:
     """What two CORE records must share to be compared."""
-    return record.get("protocol"), record.get("max_per_task"), record.get("seed")
+    return tuple(record.get(key) for key in ("protocol", "max_per_task", "seed", "not_core"))
 
 
 def settings_text(record: Point) -> str:
     most = record.get("max_per_task")
-    return f"{record.get('protocol') or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
+    text = f"{record.get('protocol') or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
+    return f"{text}, {record['not_core']}" if record.get("not_core") else text
 
 
 def core_curves(runs: Sequence[Run]) -> list[Curve]:
@@ -98,12 +99,14 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
             known = [p for p in curve.points if number(p.get(f"core_{version}")) is not None]
             errors = [number(p.get(f"core_{version}_se")) or 0.0 for p in known]
             y = [p[f"core_{version}"] for p in known]
-            marker = {"size": 6 if len(known) <= MARKS else 3, "color": colour(index)}
-            bars = {"type": "data", "array": errors, "thickness": 1, "width": 3 if len(known) <= MARKS else 0}
+            look: dict[str, Any] = {"mode": "lines+markers", "marker": {"size": 6, "color": colour(index)}}
+            bars = {"type": "data", "array": errors, "thickness": 1, "width": 3}
+            if len(known) > MARKS:  # a dashed line would not be seen among as many marks
+                look, bars = {"mode": "lines"}, {**bars, "width": 0, "color": f"{colour(index)}55"}
             line = {**line_of(index), "dash": dash}
             figure.add_trace(
-                go.Scatter(y=y, name=f"{curve.name}, {version}", mode="lines+markers", line=line, marker=marker)
-                .update(error_y=bars, hovertemplate="%{y:.4f} ± %{error_y.array:.4f}")
+                go.Scatter(y=y, name=f"{curve.name}, {version}", line=line, error_y=bars, **look)
+                .update(hovertemplate="%{y:.4f} ± %{error_y.array:.4f}")
             )  # fmt: skip
             places.append([p["at"] for p in known])
             values += [v + sign * e for v, e in zip(y, errors, strict=True) for sign in (1, -1)]
@@ -114,9 +117,13 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
 
 
 def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
-    """Lines at the CORE of known models: those below the curves, and the next one above."""
-    ends = span(values) or [0.0, 0.3]
-    above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.5 * ends[1]][:1]
+    """Lines at the CORE of known models: those below the curves, and the next one above; values: the curves' own.
+
+    A name stands where no curve is: far below their ends on the right, else on the left; that of a v2, the lower of
+    two, below its line.
+    """
+    ends, last = span(values) or [0.0, 0.3], values[-1] if values else 0.0
+    above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.4 * ends[1]][:1]
     ends = [min(ends[0], 0.0), max([ends[1], *(1.08 * value for value in above)])]
     for reference in CORE_REFERENCES:
         if not ends[0] <= reference.value <= ends[1]:
@@ -125,8 +132,9 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
         across = {"xref": "paper", "x0": 0, "x1": 1, "y0": reference.value, "y1": reference.value, "layer": "below"}
         figure.add_shape(type="line", line={"color": NEUTRAL, "width": 1, "dash": dash}, opacity=0.6, **across)
         text = f"{reference.name} {reference.value:.4f} ({reference.version})"
-        side = {"x": 0.005, "xanchor": "left"} if reference.version == "v1" else {"x": 0.995, "xanchor": "right"}
-        place = {"xref": "paper", "y": reference.value, "yanchor": "bottom", **side}
+        side = {"x": 0.995, "xanchor": "right"} if reference.value < 0.85 * last else {"x": 0.005, "xanchor": "left"}
+        above_it = "bottom" if reference.version == "v1" else "top"
+        place = {"xref": "paper", "y": reference.value, "yanchor": above_it, **side}
         figure.add_annotation(text=text, showarrow=False, font={"size": 11}, **place)
     figure.update_yaxes(fixedrange=True, nticks=7, hoverformat=".4f", range=ends, zeroline=False)
 
@@ -192,7 +200,8 @@ def heat_figure(points: Sequence[Point], x_texts: Sequence[str]) -> go.Figure:
         {"label": f"baselines {v}", "method": "restyle", "args": [{"z": [rounded(by_version[v])]}]}
         for v in reversed(VERSIONS)
     ]
-    figure.update_layout(hovermode="closest", margin={"t": 36}, updatemenus=[{**BUTTONS, "buttons": buttons}])
+    menu = {**BUTTONS, "x": 0, "xanchor": "left", "buttons": buttons}  # on a phone the right end is out of sight
+    figure.update_layout(hovermode="closest", margin={"t": 36}, updatemenus=[menu])
     return figure
 
 

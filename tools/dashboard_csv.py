@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.dashboard_run import Run, number
 
-ORIGIN = ("kind", "phase", "step", "tokens_total", "protocol", "seed", "max_per_task", "code_version")
+ORIGIN = ("kind", "phase", "step", "tokens_total", "protocol", "seed", "max_per_task", "not_core", "code_version")
 FIGURES = ("standard_error", "centered_v1", "centered_v2", "n", "n_total", "shots")  # of a CORE task
 LEFT_OUT = {*ORIGIN, "time", "checkpoint_time"}
 

@@ -144,8 +144,8 @@ def bits_figure(evals: Sequence[dict[str, Any]], sources: Sequence[str]) -> go.F
     for index, source in enumerate(sources):
         points = [(e[key], e["sources"][source]["bits_per_byte"]) for e in placed if source in e["sources"]]
         x, y = [p[0] for p in points], [p[1] for p in points]
-        line = {"color": colour(index), "width": 2}
-        figure.add_trace(go.Scatter(x=x, y=y, name=source, mode="lines+markers", line=line, marker={"size": 6}))
+        look: dict[str, Any] = {"mode": "lines+markers" if len(points) <= MARKS else "lines", "marker": {"size": 6}}
+        figure.add_trace(go.Scatter(x=x, y=y, name=source, line={"color": colour(index), "width": 2}, **look))
     figure.update_xaxes(title_text="tokens seen" if key == "tokens_total" else "step", exponentformat="SI", nticks=6)
     figure.update_yaxes(nticks=6, fixedrange=True, zeroline=False)
     figure.update_layout(margin={"t": 12, "b": 40})

@@ -47,14 +47,16 @@ def core_card(run: Run, index: int) -> str:
     if not curves:
         return ""
     drawn = [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
-    body = "".join(core_words(curve) for curve in curves)
+    notes = dict.fromkeys(str(c.last["not_core"]) for c in curves if c.last.get("not_core"))
+    body = f'<ul class="warnings">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
+    body += "".join(core_words(curve) for curve in curves)
     if drawn:
         body += core_chips(drawn) + to_div(core_figure(drawn), f"core-{index}", "middle")
     curve = curves[-1]
     points, texts = curve.points, [checkpoint_text(p) for p in curve.points]
     body += f"<h3>Accuracy of each task, {escape(settings_text(points[-1]))}</h3>{small_charts(points)}"
     body += "<h3>Centered accuracy by checkpoint (tokens seen)</h3>"
-    body += to_div(heat_figure(points, texts), f"heat-{index}", "heat")
+    body += f'<div class="scroll">{to_div(heat_figure(points, texts), f"heat-{index}", "heat")}</div>'
     body += categories_part(points, index)
     body += task_table(points[-1]) + csv_link(run)
     caption = (
@@ -115,7 +117,7 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     missing = (points[-1].get("missing") or {}).get(task)
     if missing is not None or not curve:
         why = f'<small class="missing">missing: {escape(str(missing or "no figure"))}</small>'
-        name = f"<figcaption>{escape(task)}</figcaption>"
+        name = f"<figcaption>{breakable(task)}</figcaption>"
         return f'<figure class="missing" title="{escape(str(missing))}">{name}{why}</figure>'
     base = {v: (figure_of(known[-1][1], task, f"baseline_{v}") or 0.0) / 100 for v in VERSIONS}
     low = min([*base.values(), *(y - e for _, y, e in curve)])
@@ -137,13 +139,18 @@ def small_chart(points: Sequence[Point], task: str) -> str:
     told = f"{y:.3f} ± {error:.3f}, baseline {' / '.join(f'{b:.3f}' for b in dict.fromkeys(base.values()))}"
     noisy = " noisy" if error > NOISY else ""
     return (
-        f"<figure><figcaption>{escape(task)}<b>{y:.3f}</b></figcaption>"
+        f"<figure><figcaption>{breakable(task)}<b>{y:.3f}</b></figcaption>"
         f'<svg viewBox="0 0 {BOX[0]:.0f} {BOX[1]:.0f}" role="img"><title>{escape(f"{task}: {told}")}</title>{rules}'
         f'<polygon points="{band}" fill="{colour(0)}" opacity=".18"/>'
         f'<polyline points="{" ".join(at(x, y) for x, y, _ in curve)}" fill="none" stroke="{colour(0)}"/>'
         f'<circle cx="{dot[0]}" cy="{dot[1]}" r="2.5" fill="{colour(0)}"/></svg>'
         f"<small>± {error:.3f}{noisy}</small></figure>"
     )
+
+
+def breakable(task: str) -> str:
+    """A name that may be broken after its underscores."""
+    return f"<span>{escape(task).replace('_', '_<wbr>')}</span>"
 
 
 def task_table(point: Point) -> str:
@@ -172,27 +179,42 @@ def percent(value: Any) -> str:
 
 def code_card(run: Run) -> str:
     """HumanEval+ and MBPP+, the control of the same run, and the published value."""
-    points = newest(points_of(run, "code"), "dataset", "protocol", "version")
     rows = []
-    for point in points:
-        name = str(point.get("dataset"))
-        more = [f"{k}: {percent(v)}" for k, v in (point.get("pass@k") or {}).items()]
-        control = point.get("control") or {}
-        right = f"{short(control.get('passed'))} / {short(control.get('total'))}"
-        failing = ", ".join(map(str, control.get("known_failures") or {}))
-        right += f" <small>known to fail: {escape(failing)}</small>" if failing else ""
-        published = percent(CODE[name]) if name in CODE else "not given"
-        cells = [escape(f"{name} {point.get('version') or ''}"), escape(str(point.get("protocol")))]
-        cells += [
-            short(point.get("n")),
+    for point in newest(points_of(run, "code"), "dataset", "version", "protocol", "prompt"):
+        dataset = str(point.get("dataset")), str(point.get("version"))
+        how = ", ".join(str(point[key]) for key in ("protocol", "prompt") if point.get(key) is not None)
+        cut = number(point.get("answers_cut"))
+        rows.append([
+            escape(" ".join(dataset)),
+            escape(how) + (f" <small>{short(cut)} answers cut</small>" if cut else ""),
+            f"{short(point.get('problems'))} × {short(point.get('n'))}",
             percent(point.get("pass@1_base")),
             f"<b>{percent(point.get('pass@1_plus'))}</b>",
-        ]
-        rows.append([*cells, published, escape(", ".join(more)) or "", right, escape(str(point.get("sandbox"))),
-                     escape(where_evaluated(point))])  # fmt: skip
-    head = ("set", "protocol", "n", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k", "control", "sandbox",
-            "checkpoint")  # fmt: skip
+            percent(CODE[dataset]) if dataset in CODE else "not given",
+            pass_at_k_text(point),
+            control_text(point.get("control") or {}),
+            escape(str(point.get("sandbox"))),
+            escape(where_evaluated(point)),
+        ])  # fmt: skip
+    head = ("set", "how", "problems × answers", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k base / plus",
+            "control", "sandbox", "checkpoint")  # fmt: skip
     return card("Code", table(head, rows)) if rows else ""
+
+
+def pass_at_k_text(point: Point) -> str:
+    """On the base tests, and on base and plus tests together, for every k above 1."""
+    known = {k: v for k, v in (point.get("pass@k") or {}).items() if k != "1" and isinstance(v, dict)}
+    return ", ".join(f"{escape(k)}: {percent(v.get('base'))} / {percent(v.get('plus'))}" for k, v in known.items())
+
+
+def control_text(control: dict[str, Any]) -> str:
+    """How many reference solutions passed; which are known to fail, and in red which failed without a known reason."""
+    said = f"{short(control.get('passed'))} / {short(control.get('total'))}"
+    if known := control.get("known_failures"):
+        said += f" <small>known to fail: {escape(', '.join(known))}</small>"
+    if unknown := control.get("unexpected_failures"):
+        said += f' <small class="missing">fail here: {escape(", ".join(unknown))}</small>'
+    return said
 
 
 def lm_eval_card(run: Run) -> str:
@@ -208,10 +230,8 @@ def lm_eval_card(run: Run) -> str:
                    if not name.endswith("_stderr") and number(metrics[name]) is not None]  # fmt: skip
         metric, value = LM_EVAL.get(task, ("", None))
         published = f"{metric} {percent(value)}" if value is not None else "not given"
-        how = [f"{point['num_fewshot']}-shot"] if point.get("num_fewshot") is not None else []
-        how += [f"limit {point['limit']}"] if point.get("limit") is not None else []
-        rows.append([escape(task), "<br>".join(figures), published, escape(", ".join(how)),
-                     escape(where_evaluated(point))])  # fmt: skip
+        how = escape(how_asked(point).removeprefix(", "))
+        rows.append([escape(task), "<br>".join(figures), published, how, escape(where_evaluated(point))])
     head = ("task", "result", f"{MODEL}, 0-shot", "how", "checkpoint")
     return card("lm-eval", table(head, rows)) if rows else ""
 
@@ -222,14 +242,8 @@ def with_error(metrics: dict[str, Any], name: str) -> str:
 
 
 def ruler_card(run: Run) -> str:
-    """RULER: eleven tasks by length, the newest score of each; a length's mean only when all tasks are there."""
-    scores: dict[str, dict[str, float]] = {}
-    haystacks: dict[str, None] = {}
-    for point in points_of(run, "lm_eval"):
-        for length, tasks in (point.get("ruler") or {}).items():
-            known = {task: v for task, value in tasks.items() if (v := number(value)) is not None and v >= 0}
-            scores.setdefault(str(length), {}).update(known)
-            haystacks[str(point.get("haystack"))] = None
+    """RULER: eleven tasks by length; a length's mean only when all tasks are there."""
+    scores, sources = ruler_scores(points_of(run, "lm_eval"))
     if not scores:
         return ""
     lengths = sorted({*scores, *RULER_LENGTHS}, key=lambda text: (len(text), text))
@@ -247,9 +261,36 @@ def ruler_card(run: Run) -> str:
         means.append(f"<b>{percent(sum(there) / len(there))}</b>" if complete else '<b class="missing">N/A</b>')
     rows.append(["<b>mean of 11</b>", *means])
     rows.append([f"{MODEL}", *["not given"] * len(lengths)])
-    caption = f"Haystack: {escape(' and '.join(haystacks))}. The published model was run on RULER-style tasks at both "
-    caption += "lengths; its scores are not given."
+    caption = "; ".join(f"{escape(length)} tokens: {source}" for length, source in sources.items())
+    caption += ". The published model was run on RULER-style tasks at both lengths; its scores are not given."
     return card("RULER", table(("task", *(f"{length} tokens" for length in lengths)), rows), caption)
+
+
+def ruler_scores(points: Sequence[Point]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Scores by length and task, and by length what they are of: the newest checkpoint, asked in the newest way.
+
+    Scores of different checkpoints, haystacks or tokenizers (which cut the documents) are never in one column.
+    """
+    scores: dict[str, dict[str, float]] = {}
+    sources: dict[str, str] = {}
+    for point in points:
+        source = f"{escape(where_evaluated(point))}, {escape(str(point.get('haystack')))} haystack, "
+        source += f"tokenizer {code(point.get('tokenizer_sha256'))}{escape(how_asked(point))}"
+        for length, tasks in (point.get("ruler") or {}).items():
+            known = {task: v for task, value in tasks.items() if (v := number(value)) is not None and v >= 0}
+            same = scores.get(length, {}) if sources.get(length) == source else {}
+            scores[length], sources[length] = same | known, source
+    return scores, sources
+
+
+def how_asked(point: Point) -> str:
+    """What a record says of the way it asked, each part after a comma."""
+    how = [f"{point['num_fewshot']}-shot"] if point.get("num_fewshot") is not None else []
+    how += [f"limit {point['limit']}"] if point.get("limit") is not None else []
+    how += ["chat template"] if point.get("chat_template") else []
+    how += ["without BOS"] if point.get("add_bos") is False else []
+    how += [f"{cut} prompts cut"] if (cut := point.get("cut_prompts")) else []
+    return "".join(f", {part}" for part in how)
 
 
 def contamination_card(run: Run) -> str:

@@ -86,7 +86,7 @@ code { font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace }
 .smalls svg { display:block; width:100%; background:var(--page); border-radius:6px; margin:4px 0 2px }
 .smalls svg polyline { stroke-width:1.6; vector-effect:non-scaling-stroke } .smalls small { font-size:12px }
 .smalls .base { stroke:var(--soft); vector-effect:non-scaling-stroke; stroke-dasharray:2 3 }
-.smalls .base.v2 { stroke-dasharray:6 3 } 
+.smalls .base.v2 { stroke-dasharray:6 3 }
 .smalls .missing small { display:-webkit-box; -webkit-box-orient:vertical; -webkit-line-clamp:4; overflow:hidden;
   overflow-wrap:anywhere }
 .bullet .bar { height:28px; border-radius:7px; position:relative }
@@ -98,7 +98,7 @@ footer { text-align:center; padding:12px 0 }
   .pair, .stack .bits { grid-template-columns:1fr } }
 @media (max-width:600px) { main { padding:24px 12px } h1 { font-size:26px } .tiles { grid-template-columns:1fr 1fr }
   .card { padding:16px 14px } .scroll { margin:0 -14px; padding:0 14px } .tall { height:760px }
-  .tiles > div { padding:12px 14px } .tiles strong { font-size:22px } .row { gap:10px } }
+  .heat { min-width:600px } .tiles > div { padding:12px 14px } .tiles strong { font-size:22px } .row { gap:10px } }
 /* a finger scrolls the page; it must not be caught by a chart as tall as the screen */
 @media (hover:none) and (pointer:coarse) { .chart rect.drag { pointer-events:none !important } }
 """

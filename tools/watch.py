@@ -6,7 +6,8 @@
 Every complete checkpoint that `[evals]` asks for becomes a Hugging Face folder, which each command of `[evals]` is run
 on. A command writes its records to a file of its own; the watcher hands them over to RUN/evals.jsonl in one write, with
 the command's words and the checkpoint's time. That line is all the state there is: a watcher that was killed begins
-where evals.jsonl ends, and a step that a roll-back trained again is evaluated again.
+where evals.jsonl ends, and a step that a roll-back trained again is evaluated again. wandb, TensorBoard and trackio
+get the same figures where `[metrics]` turns them on (tools.trackers).
 
 It ends with 0 when the run is done and everything is evaluated, with 1 then if an evaluation failed (its log is in
 RUN/logs/evals/; a later start tries again), with 85 when it was asked to stop.
@@ -36,6 +37,7 @@ from rich.console import Console
 
 import evals
 from laneformer.provenance import append_line
+from tools.trackers import Trackers
 from train.checkpoint_files import check_complete, step_folders
 from train.events import read_outcome, record_event
 from train.exit_codes import DONE, STOPPED
@@ -61,6 +63,7 @@ class Watcher:
     def __init__(self, job: SupervisedJob):
         self.job, self.run = job, job.run
         self.records = self.run / "evals.jsonl"
+        self.trackers = Trackers(job, self.say)
         self.failed: set[tuple[int, float, str]] = set()  # (step, saved, command): not tried again by this process
         self.seen: set[int] = set()  # steps that had something to do when last looked at
 
@@ -68,6 +71,7 @@ class Watcher:
         """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
         while True:
             over = once or self.run_is_done()  # asked first, so that the last checkpoint is not missed
+            self.trackers.give(json_lines(self.records))
             work = self.to_do()
             if work:
                 self.evaluate(work)

@@ -42,6 +42,7 @@ class PhaseCheckpointManager(CheckpointManager):
     save_now: bool = False  # a stop was asked for: save at this step boundary, whatever the interval
     failed_saves: int = 0  # in a row
     pending_step: int | None = None  # dispatched, not known to be on disk
+    evaluate: Callable[[int], None] | None = None  # called on every rank with a step that was saved; evals.in_loop
 
     def configure(self, job_config: Any) -> None:
         """Take the settings that CheckpointManager's constructor does not hand over. Raises ValueError."""
@@ -119,6 +120,8 @@ class PhaseCheckpointManager(CheckpointManager):
             self._judge(problem)
         if last_step and self.failed_saves:
             raise RuntimeError(f"the last checkpoint, step {curr_step}, could not be written; see events.jsonl")
+        if self.evaluate is not None and not self.save_now:
+            self.evaluate(curr_step)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         wanted = self.save_now and self.enable and not self.load_only

@@ -95,7 +95,7 @@ class Resilience:
 
     hang_timeout_s: float = 600.0
     """No rank finished a step for so long: dump stacks, kill, start again. More than a step, a
-    synchronous save and a validation together"""
+    synchronous save and a validation together, or than an evaluation with evals.in_loop"""
 
     start_timeout_s: float = 1800.0
     """The same until the first step of a start is done: imports, loading, compiling"""
@@ -133,7 +133,7 @@ class Metrics:
 
 @dataclass
 class Evals:
-    """What `python -m tools.watch` does with the checkpoints of the run; the training job itself does not read it."""
+    """What `python -m tools.watch` does with the checkpoints of the run, beside the job or from within it."""
 
     every_steps: int = 0
     """Checkpoints of these steps are evaluated, and the last one; 0: none"""
@@ -147,6 +147,10 @@ class Evals:
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """What the weights are rounded to before they are evaluated"""
+
+    in_loop: bool = False
+    """Whether the job runs the watcher itself after saving such a checkpoint, and stands still meanwhile: for small
+    runs. An evaluation is ended at 0.9 times resilience.hang_timeout_s"""
 
     newest_first: bool = False
     """Whether a watcher that is late takes the newest checkpoint before the older ones"""

@@ -6,10 +6,8 @@ z-scores, tokens by source, checkpoint time, validation loss. One row a logged s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -26,25 +24,16 @@ from .checkpoint_times import CheckpointTimes
 from .data import MixtureLoader
 from .source_losses import SourceLosses
 from .statistics import RunningZ
+from .trackers import name_wandb_run, open_trackio
 
 Z_WINDOW = 128  # logged steps
 
 
 class TrackioLogger(BaseLogger):
-    """The same values in trackio's database, RUN/trackio unless TRACKIO_DIR says otherwise; nothing leaves the machine.
-
-    `TRACKIO_DIR=RUN/trackio trackio show` looks at it.
-    """
+    """The same values in trackio."""
 
     def __init__(self, run: Path):
-        os.environ.setdefault("TRACKIO_DIR", str(run / "trackio"))  # read when trackio is imported
-        try:
-            import trackio
-        except ModuleNotFoundError as problem:
-            raise ValueError("metrics.enable_trackio needs the package trackio: pip install trackio") from problem
-        self.run = trackio.init(  # our values, and nothing of its own
-            "laneformer", name=run.name, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
-        )
+        self.run = open_trackio(run)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self.run.log(metrics, step=step)
@@ -61,7 +50,7 @@ class RunMetrics(MetricsProcessor):
         if job_config.metrics.enable_trackio and torch.distributed.get_rank() == 0:
             loggers = LoggerContainer()
             loggers.add_logger(self.logger)
-            loggers.add_logger(TrackioLogger(Path(job_config.job.dump_folder).resolve()))
+            loggers.add_logger(TrackioLogger(Path(job_config.job.dump_folder)))
             self.logger: BaseLogger = loggers
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.attempt = 0  # set by the trainer once the attempt is on record
@@ -193,9 +182,5 @@ def build_run_metrics(
     job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
 ) -> RunMetrics:
     """TorchTitan's metrics builder; a restarted run continues its own wandb run, offline or online."""
-    run = Path(job_config.job.dump_folder).resolve()
-    os.environ.setdefault("WANDB_PROJECT", "laneformer")
-    os.environ.setdefault("WANDB_RUN_NAME", run.name)
-    os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(run).encode()).hexdigest()[:16])
-    os.environ.setdefault("WANDB_RESUME", "allow")
+    name_wandb_run(Path(job_config.job.dump_folder))
     return RunMetrics(job_config, parallel_dims, tag)

@@ -44,6 +44,14 @@ class Mixture:
 
 
 @dataclass
+class Metrics:
+    enable_tensorboard: bool = False
+    save_tb_folder: str = "tb"
+    enable_wandb: bool = False
+    enable_trackio: bool = False
+
+
+@dataclass
 class SupervisedJob:
     """The supervisor's view of a job file with its command-line overrides."""
 
@@ -54,6 +62,7 @@ class SupervisedJob:
     mixture: Mixture = field(default_factory=Mixture)
     resilience: Resilience = field(default_factory=Resilience)
     evals: Evals = field(default_factory=Evals)
+    metrics: Metrics = field(default_factory=Metrics)
 
     @property
     def run(self) -> Path:
@@ -80,6 +89,7 @@ def read_job(arguments: list[str]) -> SupervisedJob:
         mixture=section(Mixture, "mixture"),
         resilience=section(Resilience, "resilience"),
         evals=section(Evals, "evals"),
+        metrics=section(Metrics, "metrics"),
     )
     job, _ = tyro.cli(SupervisedJob, args=arguments, default=default, return_unknown_args=True)
     if job.checkpoint.load_step != -1:

@@ -29,6 +29,7 @@ from .events import crash_on_record, record_event, write_outcome
 from .exit_codes import DONE, STOPPED, UNCLEAN
 from .guard import Guard, UncleanStep
 from .heartbeat import Heartbeat
+from .in_loop import InLoop
 from .run_folder import count_attempts, open_run_folder, record_attempt
 from .source_losses import SourceLosses
 
@@ -71,6 +72,17 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.source_losses = SourceLosses(len(sources), self.device)
         self.loss_fn = self.source_losses.watch(self.loss_fn)
         self.metrics_processor.sees(self.dataloader, self.source_losses, self.checkpointer.times)
+        if job_config.evals.in_loop:
+            self.in_loop = InLoop(job_config)
+            self.checkpointer.evaluate = self._evaluate
+
+    def _evaluate(self, step: int) -> None:
+        """Evaluate the checkpoint that was just saved, once it is on disk; the time this takes counts in no speed."""
+        if not self.in_loop.wanted(step):
+            return
+        self.checkpointer.finish()
+        self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
+        self.heartbeat.beat(step)
 
     def _check_vocabulary(self) -> None:
         tokenizer, vocab_size = self.dataloader.tokenizer, self.model_args.config.vocab_size

@@ -76,6 +76,7 @@ def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
             p.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else noise / gain)
     write_text_parts(folder)
     values = {"model_type": "laneformer", "architectures": ["LaneformerForCausalLM"], **config.to_dict()}
+    values["auto_map"] = {"AutoConfig": "x.X", "AutoModel": "y.Y", "AutoModelForCausalLM": "y.Z"}  # no such code here
     (folder / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": 2}))
     state = {n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in model.state_dict().items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

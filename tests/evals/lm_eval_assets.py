@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,9 +16,9 @@ from laneformer.engine import Engine
 from laneformer.engine.text import StopStrings, TextStream, text_of
 from tools.export_hf import export
 
-from ..laneformer.hf_assets import random_model, sentencepiece_model
+from ..laneformer.hf_assets import VOCAB_SIZE, random_model, sentencepiece_model
 
-CONTEXT = 2304  # RULER's 2,048 and the room that its answer's beginning needs beyond
+CONTEXT = 512
 QUESTIONS = [
     ("Which gas do plants take in?", ["oxygen", "carbon dioxide", "helium", "nitrogen gas"], 1),
     ("What pulls a stone to the ground?", ["gravity", "light", "sound"], 0),
@@ -28,20 +28,20 @@ QUESTIONS = [
 ]
 
 
-def export_tiny(folder: Path) -> Path:
+def export_tiny(folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SIZE, **tokenizer: Any) -> Path:
     """A random bf16 model whose choices depend on the text, with its tokenizer, as an HF folder."""
     run = folder / "run"
     run.mkdir()
-    model = random_model(max_position_embeddings=CONTEXT)
+    model = random_model(max_position_embeddings=context, vocab_size=vocab_size)
     (run / "model.json").write_text(json.dumps(model.config.to_dict()))
-    (run / "tokenizer.model").write_bytes(sentencepiece_model())
+    (run / "tokenizer.model").write_bytes(sentencepiece_model(vocab_size=vocab_size, **tokenizer))
     dcp.save(model.state_dict(), checkpoint_id=run / "checkpoint" / "step-1", no_dist=True)
     export(run / "checkpoint" / "step-1", folder / "hf", "bfloat16")
     return folder / "hf"
 
 
-def write_data(folder: Path) -> Path:
-    """ARC's two sets of five rows and two short essays, where lm-eval looks for them."""
+def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = QUESTIONS) -> Path:
+    """ARC's two sets of a few rows and two short essays, where lm-eval looks for them."""
     arc = folder / "allenai" / "ai2_arc"
     arc.mkdir(parents=True)
     header = ["---", "configs:"]
@@ -50,7 +50,7 @@ def write_data(folder: Path) -> Path:
         for split in ("train", "validation", "test"):
             header += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
             lines = []
-            for i, (question, texts, gold) in enumerate(QUESTIONS):
+            for i, (question, texts, gold) in enumerate(questions):
                 labels = list("ABCD"[: len(texts)])
                 choices = {"text": texts, "label": labels}
                 row = {"id": str(i), "question": prefix + question, "choices": choices, "answerKey": labels[gold]}
@@ -64,7 +64,7 @@ def write_data(folder: Path) -> Path:
         "Dr. Ames met Mr. Low at 5 p.m. They spoke. Dr. Ames left.",
         "It rained, e.g. on Mr. Low. He ran. He fell.",
     ]
-    (essays / "train.jsonl").write_text("".join(json.dumps({"text": text * 20}) + "\n" for text in texts))
+    (essays / "train.jsonl").write_text("".join(json.dumps({"text": text * 200}) + "\n" for text in texts))
     return folder
 
 

@@ -107,9 +107,9 @@ class Handler(BaseHTTPRequestHandler):
             text = f"Here it is.\n```python\n{problem['prompt']}{code}```"
             choice: dict[str, Any] = {"message": {"content": text}}
         else:
-            choice = {"text": code + "\nprint(1)\n"}
+            choice = {"text": code + "\nprint(1)\n", "finish_reason": "length"}
         status = self.server.failures.pop(0) if self.server.failures else 200
-        reply = json.dumps({"choices": [choice | {"finish_reason": "stop"}]} if status == 200 else {"error": "no"})
+        reply = json.dumps({"choices": [{"finish_reason": "stop", **choice}]} if status == 200 else {"error": "no"})
         self.send_response(status)
         self.send_header("Content-Length", str(len(reply)))
         self.end_headers()
@@ -154,6 +154,8 @@ def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch:
     completions = collect(dataset, ask(endpoint, Sampling(), False), Sampling(), False, tmp_path / "completions")
     assert endpoint.seen[-1]["path"] == "/v1/completions"
     assert completions[0]["answer"] == PROBLEMS[0]["canonical_solution"]  # up to the stop string
+    assert completions[0]["finish_reason"] == "stop", "which the endpoint did not know"
+    assert endpoint.seen[-1]["stop"][0] == "\ndef ", "of the eight the four likeliest"
 
 
 def test_a_run_continues_where_it_ended(endpoint: Endpoint, tmp_path: Path) -> None:

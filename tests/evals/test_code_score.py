@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from evals import code, sandbox
-from evals.code_score import EvalPlus, evalplus_environment, open_dataset, pass_at_k, reference
+from evals.code_score import LIMITS, EvalPlus, evalplus_environment, open_dataset, pass_at_k, reference
 from evals.records import About
 from evals.sandbox import KINDS, find_sandbox, run_sandboxed, why_not
-from tests.evals.code_assets import ANSWER, HOSTILE, PROBLEMS, connects, deletes, reads, write_dataset, writes
+from tests.evals.code_assets import ANSWER, HOSTILE, PROBLEMS, connects, deletes, problem, reads, write_dataset, writes
 from tests.evals.test_code_answers import Endpoint, endpoint  # noqa: F401
+from tools.dashboard_run import read_run
+from tools.dashboard_scores import code_card
 
 needs_evalplus = pytest.mark.skipif(
     not evalplus_environment().exists(), reason="no EvalPlus here: python -m evals.code --setup"
@@ -161,6 +163,20 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
 
 @needs_evalplus
 @needs_sandbox
+def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every solution is forked with the expected outputs, here 64 MiB in the parent and again in its worker."""
+    size, limit = 2**26, 3 * 2**25
+    monkeypatch.setattr("evals.code_score.LIMITS", {**LIMITS, "memory_bytes": limit})
+    (tmp_path / "d.jsonl").write_text(json.dumps(problem(903, "zeros", "return bytes(x)", [[size]], [[1]])))
+    dataset = open_dataset(tmp_path / "d.jsonl")
+    evalplus = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache")
+    once, twice = "def zeros(x):\n    return bytes(x)", "def zeros(x):\n    held = bytes(x)\n    return bytes(x)"
+    rows = [{"task_id": "HumanEval/903", "solution": solution} for solution in (once, twice)]
+    assert evalplus.evaluate(rows, "memory") == {"HumanEval/903": [(True, True), (False, False)]}
+
+
+@needs_evalplus
+@needs_sandbox
 def test_sanitize_keeps_the_function_and_gives_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evals.code_score.SANITIZE_S", 2.0)
     noise = "".join(f"word {i} of no Python(\n" for i in range(4000))  # 8 million texts to parse
@@ -195,6 +211,14 @@ def test_the_command(
     assert (record["protocol"], record["n"], record["sandbox"]) == ("greedy", 1, find_sandbox())
     (outputs,) = (tmp_path / "cache/evalplus").iterdir()
     assert outputs.name == f"{open_dataset(path).md5}.pkl"
+    (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
+    shown = code_card(read_run(tmp_path))
+    for told in (
+        f"<td>humaneval+ {record['version']}</td><td>greedy, chat</td><td>3 × 1</td>",
+        "3 / 3",
+        find_sandbox(),
+    ):
+        assert told in shown, "the dashboard reads the record"
     samples = [json.loads(line) for line in (tmp_path / "r/samples.jsonl").read_text().splitlines()]
     assert all(s["selected"].startswith("def ") and s["sanitized"] for s in samples)
     assert (tmp_path / "r/samples_eval_results.json").exists()
@@ -204,9 +228,18 @@ def test_the_command(
 @needs_sandbox
 @pytest.mark.slow
 @pytest.mark.skipif("LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data")
-def test_the_reference_solutions_of_humaneval_plus(tmp_path: Path) -> None:
-    dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code/HumanEvalPlus.jsonl.gz")
-    assert (dataset.name, dataset.version) == ("humaneval", "v0.1.10")
+@pytest.mark.parametrize(
+    ("file", "known", "total", "failing"),
+    [
+        ("HumanEvalPlus.jsonl.gz", ("humaneval", "v0.1.10"), 164, ["HumanEval/32"]),
+        ("MbppPlus.jsonl.gz", ("mbpp", "v0.2.0"), 378, []),
+    ],
+)
+def test_the_reference_solutions(
+    tmp_path: Path, file: str, known: tuple[str, str], total: int, failing: list[str]
+) -> None:
+    dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
+    assert (dataset.name, dataset.version) == known
     control = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache", 2).control()
-    assert (control["passed"], control["total"]) == (163, 164)
-    assert list(control["known_failures"]) == ["HumanEval/32"]
+    assert (control["passed"], control["total"]) == (total - len(failing), total)
+    assert list(control["known_failures"]) == failing

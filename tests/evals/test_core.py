@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,12 @@ def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(record["missing"]) == 19
     assert "copy commonsense_reasoning/piqa.jsonl there" in record["missing"]["piqa"]
     assert len(record["data_sha256"]) == len(record["tokenizer_sha256"]) == 64
+    assert "not_core" not in record
+    shutil.copy(core.__file__.replace("core.py", "demo_bundle/NOT_CORE"), tmp_path)
     dclm = run(capsys, model_dir, tmp_path, protocol="dclm", tasks=("copa",))
     assert (dclm["protocol"], list(dclm["tasks"])) == ("dclm", ["copa"])
     assert dclm["missing"]["winograd"] == "not chosen by --tasks"
+    assert dclm["not_core"].startswith("not CORE: a toy bundle")
 
 
 def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

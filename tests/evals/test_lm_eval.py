@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,10 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
-from evals.lm_eval import Endpoint, evaluate, expand_tasks, first_documents, lengths_of, main, open_endpoint
+from evals.lm_eval import Endpoint, evaluate, expand_tasks, first_documents, lengths_of, load_tasks, open_endpoint
 from evals.lm_eval_figures import figures_of, prompt_figures
 from evals.lm_eval_models import CheckedCompletions, EngineLM
 from evals.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
-from evals.records import About
 
 from .lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 
@@ -188,6 +186,23 @@ def test_chat_prompts_may_begin_the_answer(model: EngineLM) -> None:
     assert begun == opened + "It is"
 
 
+def test_stock_tasks_are_asked_through_the_chat_template(model: EngineLM, hf_dir: Path, data: Path) -> None:
+    served = EngineLM(hf_dir)
+    options: dict[str, Any] = {"num_fewshot": 0, "chat_template": True}
+    with toy_server(served.engine) as url, data_folder(data, ARC_TASKS):
+        ours = evaluate(model, ["arc_easy"], hf_dir, **options)
+        endpoint = open_endpoint(hf_dir, Endpoint(url), add_bos=True, max_length=None)
+        theirs = evaluate(endpoint, ["arc_easy"], hf_dir, **options)
+    (context, choice), *_ = ours["samples"]["arc_easy"][0]["arguments"]
+    question = f"Question: {QUESTIONS[0][0]}\nAnswer:"
+    assert context == model.apply_chat_template([{"role": "user", "content": question}])
+    assert choice.strip() == QUESTIONS[0][1][0]
+    for asked in (model, endpoint):
+        for text in (context, "<s>" + context):  # other templates write BOS themselves
+            assert asked.tok_encode(text)[:2].count(model.tokenizer.bos_token_id) == 1
+    assert ours["results"] == theirs["results"]
+
+
 def scores_of(result: dict[str, Any]) -> dict[tuple[str, int], np.ndarray]:
     """log p of every choice of every question, float64 (choices,)."""
     return {
@@ -269,24 +284,6 @@ def test_a_server_without_all_scores_is_refused(hf_dir: Path, missing: int) -> N
             endpoint.loglikelihood(instances("loglikelihood", PAIRS[:1]))
 
 
-def test_ruler_prompts_are_not_cut_and_both_lengths_are_scored(
-    hf_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "evals.jsonl"
-    main(hf_dir, "niah_single_1", lengths="1024,2048", limit=2, data=data, about=About(out, 7, phase="phase1"))
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record == json.loads(out.read_text())
-    assert (record["kind"], record["haystack"], record["add_bos"]) == ("lm_eval", "offline", True)
-    assert record["protocol"].endswith("with BOS")
-    prompts = record["prompts"]["niah_single_1"]
-    assert prompts["documents"] == 4, "two of each length"
-    assert prompts["cut"] == record["cut_prompts"] == 0
-    assert 1600 < prompts["longest_tokens"] <= CONTEXT == record["max_length"]
-    assert set(record["ruler"]) == {"1024", "2048"}
-    assert all(0 <= scores["niah_single_1"] <= 1 for scores in record["ruler"].values())
-    assert len(record["data_sha256"]) == len(record["tokenizer_sha256"]) == 64
-
-
 def test_cuts_of_recorded_prompts_are_counted(model: EngineLM) -> None:
     text = "word " * 40
     ids = len(model.tok_encode(text))
@@ -320,6 +317,15 @@ def test_names_and_lengths() -> None:
             lengths_of(bad)
     assert get_model("laneformer") is EngineLM
     assert issubclass(CheckedCompletions, get_model("local-completions"))
+
+
+def test_data_of_another_folder_is_never_taken(hf_dir: Path, data: Path, tmp_path: Path) -> None:
+    """`datasets` keeps what it has prepared under the data set's name, which folders share."""
+    other = write_data(tmp_path, [("Which is wet?", ["water", "sand"], 0)])
+    for folder, count in ((data, len(QUESTIONS)), (other, 1), (data, len(QUESTIONS))):
+        with data_folder(folder, ["arc_easy"]):
+            _, (task,) = load_tasks(["arc_easy"], [2048], hf_dir)
+            assert len(task.eval_docs) == count
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ def test_transformers(tmp_path: Path, config: dict[str, int]) -> None:
     check(scorer, model)
 
 
-def test_a_laneformer_through_transformers(tmp_path: Path) -> None:
+def test_a_laneformer_through_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked whether the code in the folder may run."""
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
     model = write_laneformer(tmp_path)
     scorer = open_scorer(tmp_path, device="cpu", kind="transformers")
     assert isinstance(scorer, TransformersScorer)

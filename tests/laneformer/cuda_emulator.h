@@ -90,10 +90,10 @@ DEVICE Word word_of(uint64_t bits) { return {float_of(uint32_t(bits)), uint32_t(
 SLOW Word load_word(const Word* at) {
   emulator::maybe_pause();
   emulator::look();
+  emulator::me->polled = at;
   const auto* word = reinterpret_cast<const volatile uint64_t*>(at);
   uint64_t bits = *word;
   if (emulator::fruitless(at, bits)) {
-    emulator::me->polled = at;
     emulator::machine->wait(emulator::Wait::word, at, bits);
     bits = *word;
     emulator::fruitless(at, bits);
@@ -157,8 +157,8 @@ SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* f
   if (to < shared || to + bytes > shared + machine->shared_bytes) fail("copy_chunk to outside shared memory");
   if (b.lanes >> me->lane & 1) fail(format("copy_chunk again, only lanes %08x came to the copy before", b.lanes));
   if (b.lanes == 0) {
-    if (b.in_flight) fail("copy_chunk while a copy to the same barrier is in flight");
-    b.slot = to, b.source = static_cast<const char*>(source), b.bytes = bytes, b.in_flight = true;
+    if (b.unawaited) fail("copy_chunk to a barrier whose last copy nobody has waited for");
+    b.slot = to, b.source = static_cast<const char*>(source), b.bytes = bytes, b.in_flight = b.unawaited = true;
     memset(slot, 0xff, bytes);
   } else if (b.slot != to || b.source != source || b.bytes != bytes) {
     fail("copy_chunk: the lanes of the warp differ in what they copy");
@@ -168,12 +168,14 @@ SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* f
   if (b.lanes == ~0u) b.lanes = 0;
   ++machine->progress;
 }
-DEVICE void wait_full(uint64_t* full, uint32_t parity) {
+SLOW void wait_full(uint64_t* full, uint32_t parity) {
   emulator::maybe_pause();
   if (parity > 1) emulator::fail("wait_full with parity " + std::to_string(parity) + "; allowed: 0 and 1");
   if ((barrier_at(full).phase & 1) == parity) emulator::machine->wait(emulator::Wait::barrier, full, parity);
+  emulator::Barrier& b = barrier_at(full);
+  if (!b.in_flight) b.unawaited = false;
 }
-DEVICE void prefetch_l2(const void*, uint32_t) {}
+DEVICE void prefetch_l2(const void* at, uint32_t bytes) {}
 DEVICE void wait_for_previous() {}
 DEVICE void let_next_start() {}
 

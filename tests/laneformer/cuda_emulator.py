@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-w", "-DEMULATED")
+FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-DEMULATED")
 MISSING = (
     "the CUDA emulator needs g++" if shutil.which("g++") is None
     else "the CUDA emulator needs an x86-64 CPU" if platform.machine() not in ("x86_64", "AMD64")

@@ -88,7 +88,9 @@ class Emulated:
         """Run to the end; the new tokens."""
         shape = {"threads": 32 * self.geometry.warps, "shared_bytes": self.geometry.shared_bytes, "seed": seed}
         if self.version == "persistent":
-            cuda_emulator.launch(self.library, "decode", arguments, blocks=self.geometry.blocks, **shape, **options)
+            cuda_emulator.launch(
+                self.library, "decode", arguments, blocks=self.geometry.blocks, names=self.buffers(), **shape, **options
+            )
         else:
             self._replay(arguments[0], shape)
         memory = self.memories[0]
@@ -96,6 +98,17 @@ class Emulated:
         for m in self.memories:
             m.epoch += arguments[0].prompt_count + made
         return memory.tokens[:made].tolist()
+
+    def buffers(self) -> dict[str, tuple[int, int]]:
+        """{name: (address, bytes)} of the words, for the emulator's messages."""
+        words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
+        return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()}
+
+    def forget(self) -> None:
+        """Words as new; keys and values that nobody has written are no numbers."""
+        for memory in self.memories:
+            memory.reset_words()
+            memory.kv.fill_(0x7FFF)
 
     def _replay(self, argument: ctypes.Structure, shape: dict[str, int]) -> None:
         memory = self.memories[0]

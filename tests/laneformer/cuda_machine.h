@@ -1,8 +1,8 @@
 // A GPU's machine on the CPU: every CUDA thread is a fiber, and one OS thread runs them all in a random, seeded order.
 //
-// A fiber gives up its turn at syncs, at fruitless looks at memory and now and then elsewhere. Stretches in which only
-// some blocks run make the skew that a real GPU shows rarely. What would be undefined there is an error here: lanes of
-// a warp that diverge at a sync, a second copy on one barrier, a launch in which nothing can go on.
+// A fiber gives up its turn at syncs, at fruitless looks at memory, and now and then. Stretches in which only some blocks
+// run make the skew that a real GPU shows rarely. What would be undefined there is an error here: lanes of a warp that
+// diverge at a sync, a copy to a barrier that is busy, a launch in which nothing can go on.
 //
 // The machine also keeps what every thread knows of the others (vector clocks), so that a check can tell what is
 // ordered by the program from what merely happened in this order (cuda_order.h).
@@ -56,9 +56,9 @@ struct Fiber {
   int warp, lane;
   std::shared_ptr<Clock> known;  // shared with whoever knows the same; copied before it changes
   Look looks[4];
-  int looked = 0;  // since the last sync
+  int next_look = 0, looked = 0;  // which to replace; how many since the last sync
   Wait wait = Wait::change;
-  const void* polled = nullptr;  // the word that it last looked at in vain
+  const void* polled = nullptr;  // the word that it last looked at and has not accepted
   Look waits_for;  // word: these bits change; barrier: parity in bits; change: bits is the count of changes
 };
 struct Warp {
@@ -80,7 +80,7 @@ struct Barrier {
   char* slot = nullptr;
   const char* source = nullptr;
   uint32_t bytes = 0, lanes = 0, phase = 0;  // lanes that came to the running copy; phases completed
-  bool in_flight = false;
+  bool in_flight = false, unawaited = false;  // begun, not there; begun, and nobody came back from a wait for it
   uint64_t due = 0;
 };
 
@@ -107,10 +107,8 @@ class Machine {
     for (int i = 0; i < grids * grid_blocks; ++i) add_block(i / grid_blocks, i % grid_blocks);
     auto nothing = std::make_shared<Clock>(warps.size());
     fibers.resize(warps.size() * kLanes);
-    for (size_t i = 0; i < fibers.size(); ++i) {
-      fibers[i].warp = int(i) / kLanes, fibers[i].lane = int(i) % kLanes;
-      fibers[i].known = nothing;
-    }
+    for (int i = 0; i < int(fibers.size()); ++i)
+      fibers[i].warp = i / kLanes, fibers[i].lane = i % kLanes, fibers[i].known = nothing;
   }
 
   uint64_t random() {
@@ -216,7 +214,7 @@ inline void Machine::send(Barrier& barrier) {
 }
 // now and then, so that others come between any two accesses of memory
 inline void maybe_pause() {
-  if (machine->random() % 64 == 0) machine->leave();
+  if (machine->random() % 16 == 0) machine->leave();
 }
 inline void wait_for_change() { machine->wait(Wait::change, nullptr, machine->changes); }
 // one of many looks without a sync: a loop over more than `looks` holds, or over the clock
@@ -225,9 +223,10 @@ inline void look() {
 }
 // whether a look at memory showed what this fiber saw there before: then others should run
 inline bool fruitless(const void* at, uint64_t bits) {
-  Look& last = me->looks[reinterpret_cast<uintptr_t>(at) / 8 % 4];
-  const bool same = last.at == at && last.bits == bits;
-  last = {at, bits};
+  Look* last = std::find_if(me->looks, me->looks + 4, [&](const Look& look) { return look.at == at; });
+  if (last == me->looks + 4) last = &me->looks[me->next_look++ % 4];
+  const bool same = last->at == at && last->bits == bits;
+  *last = {at, bits};
   return same;
 }
 
@@ -347,8 +346,7 @@ inline void Machine::take_turn(Warp& w) {
 inline void Machine::deliver(size_t i) {
   Barrier& b = barriers[in_flight_[i]];
   memcpy(b.slot, b.source, b.bytes);
-  b.in_flight = false, ++b.phase;
-  ++changes, ++progress;
+  b.in_flight = false, ++b.phase, ++changes, ++progress;
   in_flight_[i] = in_flight_.back(), in_flight_.pop_back();
 }
 inline void Machine::deliver_due() {
@@ -374,7 +372,8 @@ inline bool Machine::sweep() {
   return true;
 }
 inline void Machine::check_end() {
-  if (!in_flight_.empty() && !(flags & kWatchdog)) fail("the blocks have ended with a copy in flight");
+  for (const Barrier& b : barriers)
+    if (b.unawaited && !(flags & kWatchdog)) return fail("a block has ended and nobody has waited for its last copy");
   for (size_t b = 0; b < blocks.size(); ++b) {
     for (const char* guard : {blocks[b].shared - kGuardBytes, blocks[b].shared + shared_bytes})
       for (size_t i = 0; i < kGuardBytes; ++i)

@@ -58,25 +58,44 @@ DEVICE void exchange(const Params& p, int side) {
 extern "C" __global__ void ping_pong(const Params p) { exchange(p, block_index()); }
 extern "C" __global__ void ping_pong_of_grids(const Params p) { exchange(p, p.side); }
 
-// Lane 1 tells that lane 0 has read: true only behind a sync.
-DEVICE void acknowledge(const Params& p, bool with_sync) {
-  const int lane = thread_index();
+// Another thread tells that thread 0 has read: true only behind a sync of the two.
+enum Behind { the_reader_itself, nothing, warp_sync, block_sync };
+DEVICE void acknowledge(const Params& p, Behind behind, int teller) {
+  const int thread = thread_index();
   for (int round = 1; round <= p.rounds; ++round) {
-    if (block_index() == 0 && lane == 0) {
+    if (block_index() == 0 && thread == 0) {
       store_word(p.words, round, round);
       take(p, p.words + 1, round);
     } else if (block_index() == 1) {
-      if (lane == 0) take(p, p.words, round);
-      if (with_sync) sync_warp();
-      if (lane == 1) store_word(p.words + 1, 0, round);
+      if (behind == the_reader_itself && thread == 0) store_word(p.words + 1, 0, round);  // and reads only then
+      if (thread == 0) take(p, p.words, round);
+      if (behind == warp_sync) sync_warp();
+      if (behind == block_sync) sync_block();
+      if (behind != the_reader_itself && thread == teller) store_word(p.words + 1, 0, round);
     }
   }
 }
-extern "C" __global__ void acknowledged(const Params p) { acknowledge(p, true); }
-extern "C" __global__ void acknowledged_by_another(const Params p) { acknowledge(p, false); }
+extern "C" __global__ void acknowledged(const Params p) { acknowledge(p, warp_sync, 1); }
+extern "C" __global__ void acknowledged_by_a_warp(const Params p) { acknowledge(p, block_sync, 32); }
+extern "C" __global__ void acknowledged_early(const Params p) { acknowledge(p, nothing, 1); }
+extern "C" __global__ void acknowledged_before_reading(const Params p) { acknowledge(p, the_reader_itself, 0); }
+extern "C" __global__ void acknowledged_early_by_a_warp(const Params p) { acknowledge(p, warp_sync, 32); }
 
+// so late that the reader has long been there, in nearly all orders; but nothing makes it sure
+extern "C" __global__ void overwrites_late(const Params p) {
+  if (block_index() == 1) {
+    take(p, p.words + thread_index(), 1);
+    return;
+  }
+  store_word(p.words + thread_index(), 1, 1);
+  for (int i = 0; i < 10'000; ++i) sync_warp();
+  store_word(p.words + thread_index(), 1, 2);
+}
 extern "C" __global__ void two_writers(const Params p) {
   if (thread_index() == 0) store_word(p.words, 1, 1 + block_index());
+}
+extern "C" __global__ void two_lanes_write(const Params p) {
+  if (thread_index() < 2) store_word(p.words, 1, 1 + thread_index());
 }
 extern "C" __global__ void waits_forever(const Params p) {
   if (thread_index() < 32) take(p, p.words + 7, 1);
@@ -107,11 +126,11 @@ extern "C" __global__ void ring(const Params p) { stream(p, 0); }
 extern "C" __global__ void ring_without_wait(const Params p) { stream(p, 1); }
 extern "C" __global__ void ring_without_sync(const Params p) { stream(p, 2); }
 
-extern "C" __global__ void copies_twice(const Params p) {
+extern "C" __global__ void copies_unawaited(const Params p) {
   auto* full = reinterpret_cast<uint64_t*>(dynamic_shared());
   if (thread_index() == 0) init_full(full);
   sync_warp();
-  for (int i = 1; i < 3; ++i) copy_chunk(dynamic_shared() + i * 128, p.in, 128, full);
+  for (int i = 1; i <= p.rounds; ++i) copy_chunk(dynamic_shared() + i * 128, p.in, 128, full), sync_warp();
 }
 extern "C" __global__ void diverges(const Params p) {
   if (thread_index() < 16)
@@ -143,13 +162,18 @@ EMULATE(hasty_sum, Params)
 EMULATE(ping_pong, Params)
 EMULATE(ping_pong_of_grids, Params)
 EMULATE(acknowledged, Params)
-EMULATE(acknowledged_by_another, Params)
+EMULATE(acknowledged_by_a_warp, Params)
+EMULATE(acknowledged_early, Params)
+EMULATE(acknowledged_before_reading, Params)
+EMULATE(acknowledged_early_by_a_warp, Params)
+EMULATE(overwrites_late, Params)
 EMULATE(two_writers, Params)
+EMULATE(two_lanes_write, Params)
 EMULATE(waits_forever, Params)
 EMULATE(ring, Params)
 EMULATE(ring_without_wait, Params)
 EMULATE(ring_without_sync, Params)
-EMULATE(copies_twice, Params)
+EMULATE(copies_unawaited, Params)
 EMULATE(diverges, Params)
 EMULATE(leaves_early, Params)
 EMULATE(writes_outside, Params)

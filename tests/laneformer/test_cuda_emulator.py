@@ -7,6 +7,7 @@ some seed of a few.
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from . import cuda_emulator as emulator
 from .cuda_emulator import EmulationError, Report
 
 pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+PRIMITIVES = Path(__file__).resolve().parents[2] / "models/laneformer/engine/cuda/primitives.cuh"
 TOYS = (Path(__file__).parent / "cuda_toys.cu").read_text()
 SEEDS = range(40)
 
@@ -100,17 +102,34 @@ def test_too_few_slots_are_found_in_every_order(toys: Toys, kernel: str, shape: 
             toys(kernel, **shape, rounds=20, depth=1, seed=seed)
 
 
-def test_a_lane_speaks_for_another_only_behind_a_sync(toys: Toys) -> None:
+def test_a_store_that_comes_in_time_only_by_luck_is_found(toys: Toys) -> None:
+    by_luck = 0
     for seed in SEEDS:
-        toys("acknowledged", blocks=2, rounds=10, seed=seed)
+        with pytest.raises(EmulationError, match="overwritten early") as found:
+            toys("overwrites_late", blocks=2, seed=seed)
+        by_luck += "nothing makes this store wait for the read of grid 0 block 1 warp 0" in str(found.value)
+    assert by_luck > len(SEEDS) // 2
+
+
+@pytest.mark.parametrize("by", ["", "_by_a_warp"])
+def test_a_thread_speaks_for_another_only_behind_a_sync(toys: Toys, by: str) -> None:
+    for seed in SEEDS:
+        toys("acknowledged" + by, blocks=2, threads=64, rounds=10, seed=seed)
         with pytest.raises(EmulationError, match="overwritten early"):
-            toys("acknowledged_by_another", blocks=2, rounds=10, seed=seed)
+            toys("acknowledged_early" + by, blocks=2, threads=64, rounds=10, seed=seed)
 
 
-def test_writers_need_an_order(toys: Toys) -> None:
+def test_a_thread_that_speaks_before_it_reads_is_found(toys: Toys) -> None:
+    for seed in SEEDS:
+        with pytest.raises(EmulationError, match="overwritten early"):
+            toys("acknowledged_before_reading", blocks=2, threads=64, rounds=2, seed=seed)
+
+
+@pytest.mark.parametrize(("kernel", "blocks"), [("two_writers", 2), ("two_lanes_write", 1)])
+def test_writers_need_an_order(toys: Toys, kernel: str, blocks: int) -> None:
     for seed in SEEDS:
         with pytest.raises(EmulationError, match=r"two stores without an order|the epoch does not grow"):
-            toys("two_writers", blocks=2, seed=seed)
+            toys(kernel, blocks=blocks, seed=seed)
 
 
 def test_a_deadlock_says_who_waits_for_what(toys: Toys) -> None:
@@ -155,17 +174,23 @@ def test_a_slot_is_spoilt_until_its_bytes_are_there(toys: Toys, kernel: str) -> 
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("copies_twice", "while a copy to the same barrier is in flight|came to the copy before|with a copy in flight"),
         ("diverges", "diverged: comes to s.* wait at s"),
         ("leaves_early", "lane 5: diverged: ends|diverged: comes to sync_warp, lanes 00000020 have ended"),
         ("writes_outside", "wrote outside its shared memory, at byte 64 of 64"),
     ],
 )
 def test_what_is_undefined_is_an_error(toys: Toys, kernel: str, message: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(EmulationError, match=message):
+            toys(kernel, shared_bytes=64, seed=seed)
+
+
+@pytest.mark.parametrize(("copies", "message"), [(1, "nobody has waited for its"), (2, "a barrier whose last")])
+def test_each_copy_is_waited_for(toys: Toys, copies: int, message: str) -> None:
     given = aligned(np.zeros(32, np.float32))
     for seed in SEEDS:
         with pytest.raises(EmulationError, match=message):
-            toys(kernel, given, shared_bytes=64 if kernel == "writes_outside" else 384, seed=seed)
+            toys("copies_unawaited", given, shared_bytes=384, rounds=copies, seed=seed)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [("halves", torch.float16), ("bf16_halves", torch.bfloat16)])
@@ -187,7 +212,19 @@ def test_16_bit_numbers(toys: Toys, kernel: str, dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(made.float().numpy(), given.to(dtype).float().numpy())
 
 
+def test_every_primitive_is_offered_as_it_is() -> None:
+    def offered(path: Path) -> set[tuple[str, str]]:
+        """(name and result, types of the parameters) of each function."""
+        found = re.findall(r"^(?:DEVICE|SLOW) ([\w: ]+?[*&]? ?\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE)
+        return {(name, re.sub(r" ?\b\w+(?=,|$)", "", types) if types else "") for name, types in found}
+
+    primitives = offered(PRIMITIVES)
+    missing = primitives - offered(PRIMITIVES.parents[4] / "tests/laneformer/cuda_emulator.h")
+    assert missing == {("uint32_t shared_address", "const void*")}  # for PTX alone
+    assert len(primitives) > 25
+
+
 def test_a_compile_error_says_what(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no_such_function"):
-        emulator.build('#include "cuda_emulator.h"\nint x = no_such_function();', [], {}, tmp_path)
+        emulator.build("int x = no_such_function();", [], {}, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laneformer.engine.engine import MAX_THREADS, default_threads, one_cpu_a_core_first
+from laneformer.engine.device import default_threads, one_cpu_a_core_first
+from laneformer.engine.engine import MAX_THREADS
 
 from .engine_assets import TORCH_DTYPES, engine_of, random_ids, random_model, small_config, usable_isas
 

@@ -152,22 +152,39 @@ def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ())
 
 def scores(origin: dict[str, Any]) -> list[dict[str, Any]]:
     """Code, lm-eval with RULER, and contamination of the last checkpoint."""
-    code = {"protocol": "greedy", "sandbox": "bubblewrap", "seed": 0}
-    control = {"passed": 163, "total": 164, "known_failures": {"HumanEval/32": "its test is too strict"}}
+    code = {"kind": "code", "evalplus": "0.3.1", "prompt": "chat", "top_p": 1.0, "seed": 0, "max_new_tokens": 768,
+            "model": "hf", "model_sha256": "ef" * 32, "answers_empty": 0, "not_sanitized": 1,
+            "sandbox": "bubblewrap"}  # fmt: skip
+    control = {"passed": 162, "total": 164, "known_failures": {"HumanEval/32": "its tests are not counted"},
+               "unexpected_failures": ["HumanEval/83"]}  # fmt: skip
+    whole = {"passed": 378, "total": 378, "known_failures": {}, "unexpected_failures": []}
+    one = {"base": 0.475, "plus": 0.439}
+    ten = {"1": {"base": 0.61, "plus": 0.507}, "10": {"base": 0.751, "plus": 0.688}}
     ruler = {length: {task: round(0.9 - 0.05 * i - (length == "4096") * 0.11, 3) for i, task in enumerate(RULER)}
              for length in ("2048", "4096")}  # fmt: skip
     ruler["4096"].pop("ruler_fwe")
-    arc = {"arc_easy": {"acc,none": 0.501, "acc_norm,none": 0.4712, "acc_norm_stderr,none": 0.0102},
-           "arc_challenge": {"acc,none": 0.277, "acc_norm,none": 0.3029, "acc_norm_stderr,none": 0.0134}}  # fmt: skip
+    arc = {
+        "arc_easy": {"acc": 0.501, "acc_stderr": 0.0103, "acc_norm": 0.4712, "acc_norm_stderr": 0.0102},
+        "arc_challenge": {"acc": 0.277, "acc_stderr": 0.0131, "acc_norm": 0.3029, "acc_norm_stderr": 0.0134},
+    }
+    asked = {"protocol": "lm-eval 0.4.13, 0-shot, with BOS", "seed": 0, "backend": "engine", "add_bos": True,
+             "seeds": {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}, "chat_template": False,
+             "cut_prompts": 0, "max_length": 4224}  # fmt: skip
+    numbers = {task: {length: ruler[length][task] for length in ruler if task in ruler[length]} for task in RULER}
+    prompts = {task: {"documents": 100, "longest_tokens": 4145, "cut": 0} for task in RULER}
     found = {"humaneval": {"items": 164, "touched": 12, "documents_dropped": 431, "sources": {"code": {}}},
              "gsm8k": {"items": 8792, "touched": 0, "documents_dropped": 0, "sources": {}}}  # fmt: skip
     return [
-        {**origin, **code, "kind": "code", "dataset": "humaneval+", "version": "0.1.10", "pass@1_base": 0.475,
-         "pass@1_plus": 0.439, "pass@k": {}, "n": 164, "control": control},
-        {**origin, **code, "kind": "code", "dataset": "mbpp+", "version": "0.2.0", "pass@1_base": 0.61,
-         "pass@1_plus": 0.507, "pass@k": {"10": 0.688}, "n": 378, "control": {"passed": 378, "total": 378}},
-        {**origin, "kind": "lm_eval", "tasks": arc, "limit": None, "num_fewshot": 0, "seeds": [0, 1234, 1234, 1234]},
-        {**origin, "kind": "lm_eval", "tasks": {}, "limit": 50, "haystack": "offline", "ruler": ruler},
+        {**origin, **code, "dataset": "humaneval+", "version": "v0.1.10", "protocol": "greedy", "temperature": 0.0,
+         "n": 1, "problems": 164, "pass@1_base": 0.475, "pass@1_plus": 0.439, "pass@k": {"1": one}, "control": control,
+         "answers_cut": 3},
+        {**origin, **code, "dataset": "mbpp+", "version": "v0.2.0", "protocol": "sampled", "temperature": 0.8, "n": 10,
+         "problems": 378, "pass@1_base": 0.61, "pass@1_plus": 0.507, "pass@k": ten, "control": whole,
+         "answers_cut": 0},
+        {**origin, **asked, "kind": "lm_eval", "tasks": arc, "limit": None, "num_fewshot": 0, "haystack": "upstream",
+         "ruler": {}, "prompts": {}},
+        {**origin, **asked, "kind": "lm_eval", "tasks": numbers, "limit": 50, "num_fewshot": None,
+         "haystack": "offline", "ruler": ruler, "prompts": prompts},
         {**origin, "kind": "contamination", "benchmarks": found, "phase": "phase1"},
     ]  # fmt: skip
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,24 +13,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tools.dashboard import page_body, read_runs, whole_page
 from tools.dashboard_live import Live, serve
 
+from . import made_up_run
+from .browser import browse, needs_browser
+
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-def load_made_up_run() -> Any:
-    spec = importlib.util.spec_from_file_location("made_up_run", Path(__file__).with_name("made_up_run.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def dashboard(*arguments: str) -> subprocess.Popen[str]:
@@ -55,7 +45,7 @@ def log_step(run: Path, step: int, loss: float) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    return load_made_up_run().write_run(tmp_path / "made-up", steps=60, every=1)
+    return made_up_run.write_run(tmp_path / "made-up", steps=60, every=1)
 
 
 @pytest.fixture
@@ -139,7 +129,7 @@ PROBE = """
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@needs_browser
 def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path) -> None:
     """Curves and text become new; the chart's element, its zoom and the chosen axis stay; nothing is complained of."""
     coming = [31, 32, 33]
@@ -157,13 +147,9 @@ def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path)
     address: list[str] = []
     threading.Thread(target=serve, args=(live, 0, address.append), daemon=True).start()
     until(lambda: bool(address))
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --virtual-time-budget=20000 --enable-logging=stderr --v=0"
-    command = [str(CHROMIUM), *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", address[0]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    console = re.findall(r'CONSOLE.*?"(.*)", source', done.stderr)
+    dom, console = browse(address[0], tmp_path / "profile", wait_ms=20_000)
     assert len(console) == 1, console
     told = json.loads(console[0].removeprefix("TOLD "))
     steps_of_phase_1 = 60
     assert told == ["the same element", [10, 50], 1, steps_of_phase_1 + 33, 1, 1]
-    assert len(re.findall(r'<svg[^>]*class="main-svg"', done.stdout)) >= 4 * 3, "four charts of three layers each"
+    assert len(re.findall(r'<svg[^>]*class="main-svg"', dom)) >= 4 * 3, "four charts of three layers each"

@@ -1,4 +1,4 @@
-"""The watcher on a real run: killed, started again, no record twice; and its choices on made-up checkpoints."""
+"""The watcher on a real run: from within the job; killed, started again, no record twice; and its choices, played."""
 
 from __future__ import annotations
 
@@ -29,18 +29,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps on one rank, with complete checkpoints at 2 and 4, and the `[evals]` of its config.toml."""
+    """A run of four steps on two ranks, with complete checkpoints at 2 and 4, of which it evaluated the second."""
     run = tmp_path_factory.mktemp("watched") / "run"
-    command = f"bits_per_byte --data {prepared_data} --windows 2"
     job = arguments(run, prepared_data / "phase1.lock.json", STEPS, 2)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "train"]
-    evals = ["--evals.every_steps", "2", "--evals.dtype", "float32", "--evals.commands", command]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train"]
+    evals = ["--evals.every_steps", "4", "--evals.dtype", "float32", "--evals.in_loop", "--evals.commands"]
+    commands = f"{command(prepared_data)},decode_speed --of-nothing"  # TorchTitan's way of a list
     done = subprocess.run(
-        [*launch, *job, *evals, "--validation.no-enable"],
+        [*launch, *job, "--validation.no-enable", "--resilience.hang_timeout_s", "300", *evals, commands],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return run
+
+
+def command(data: Path) -> str:
+    return f"bits_per_byte --data {data} --windows 2"
 
 
 def watcher(run: Path, *options: str) -> subprocess.Popen[str]:
@@ -53,22 +57,34 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def test_a_killed_watcher_goes_on_and_repeats_nothing(trained: Path) -> None:
-    first = watcher(trained)
+def test_a_job_evaluates_its_own_checkpoints(trained: Path, prepared_data: Path) -> None:
+    """Once, not on each rank; and a command that fails is said and ends nothing."""
+    assert [(r["command"], r["step"]) for r in records(trained)] == [(command(prepared_data), 4)]
+    events = [json.loads(line) for line in (trained / "events.jsonl").read_text().splitlines()]
+    failed = [(e["step"], e["reason"]) for e in events if e["kind"] == "evaluation_failed"]
+    assert [step for step, _ in failed] == [4, 4]
+    assert failed[0][1].startswith("decode_speed --of-nothing: exit status 2")
+    assert failed[1][1].startswith("exit status 1, see"), "what the job says of its watcher"
+
+
+def test_a_killed_watcher_goes_on_and_repeats_nothing(trained: Path, prepared_data: Path) -> None:
+    (trained / "evals.jsonl").unlink()
+    wanted = ("--evals.every_steps", "2", "--evals.commands", command(prepared_data))
+    first = watcher(trained, *wanted)
     until = time.monotonic() + 120
     while len(records(trained)) < 1 and time.monotonic() < until:
         time.sleep(0.02)
     first.kill()  # in the middle of the export of the second checkpoint
     said = first.communicate()[1]
     assert [r["step"] for r in records(trained)] == [2], said
-    second = watcher(trained, "--cpus", "0")
+    second = watcher(trained, "--cpus", "0", *wanted)
     assert second.wait(120) == 0, second.communicate()[1]  # the run is done: it ends by itself
     found = records(trained)
     assert [(r["kind"], r["step"], r["phase"]) for r in found] == [("bits_per_byte", s, "phase1") for s in (2, 4)]
     rows = {r["step"]: r for r in map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())}
     assert [r["tokens_total"] for r in found] == [rows[s]["tokens_total"] for s in (2, 4)]
     assert found[0]["bits_per_byte"] != found[1]["bits_per_byte"], "two checkpoints, two models"
-    third = watcher(trained, "--once")
+    third = watcher(trained, "--once", *wanted)
     assert third.wait(120) == 0
     assert records(trained) == found
     assert not (trained / ".evals-watch").exists(), "a scratch folder stayed behind"

@@ -14,6 +14,7 @@ import numpy as np
 from ..config import MODULES, LaneformerConfig
 from . import _core
 from .checkpoint import Tensor, read_checkpoint
+from .device import cuda_devices, default_threads, one_cpu_a_core_first
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
 from .packed import PackedWeights
 from .packing import RandomTensors, core_spec, load_tensors
@@ -33,6 +34,9 @@ T = TypeVar("T")
 
 class Engine:
     """Decodes one request at a time on the CPU. A context manager; `close()` frees the weights and the threads.
+
+    `from_pretrained` and `random` give a CudaEngine (cuda/engine.py) for device "cuda", or "cuda:0,cuda:1" for several
+    GPUs; for "auto" where there is a GPU that has the model and the options given here, else an engine on the CPU.
 
     `dtype` is that of the matrices: "auto" keeps the checkpoint's, "int8" rounds each row to multiples of its own scale
     (weights only: embedding, norms and activations keep their types).
@@ -59,7 +63,8 @@ class Engine:
         packed: PackedWeights | None = None,
     ):
         """Pack checked tensors (`checkpoint.expected_shapes`); ValueError for unknown options and non-finite values."""
-        check_device(device)
+        if device not in ("auto", "cpu"):
+            raise ValueError(f"device = {device!r}: this class is the CPU's; use from_pretrained or random for 'cuda'")
         if math not in ("exact", "bf16"):
             raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
         if dtype not in ("auto", *DTYPE_NAMES):
@@ -96,21 +101,29 @@ class Engine:
     ) -> Engine:
         """Load a Hugging Face folder; `options` are `isa`, `math`, `pin` of Engine. ValueError when the folder is bad.
 
-        `cache` keeps the packed weights in `path`/.packed (or the user's cache directory) for the next start.
-        `context_tokens` replaces the config's max_position_embeddings.
+        `cache` keeps the packed weights in `path`/.packed (or the user's cache directory) for the next start; GPUs
+        pack them anew. `context_tokens` replaces the config's max_position_embeddings.
         """
-        check_device(device)
+        devices = cuda_devices(device)
         folder = Path(path)
         checkpoint = read_checkpoint(folder)
         options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder)}
-        options |= {"packed": PackedWeights(folder, checkpoint.files)} if cache else {}
+        packed = PackedWeights(folder, checkpoint.files) if cache else None
         config = checkpoint.config
         if context_tokens is not None:
             config = dataclasses.replace(config, max_position_embeddings=context_tokens)
-        return cls(config, checkpoint.tensors, dtype=dtype, threads=threads, **options)
+        options |= {"dtype": dtype, "threads": threads}
+        return cls._opened(config, checkpoint.tensors, devices, device == "auto", packed, options)
 
     @classmethod
-    def random(cls, flavor: str | LaneformerConfig, dtype: str = "bf16", seed: int = 0, **options: Any) -> Engine:
+    def random(
+        cls,
+        flavor: str | LaneformerConfig,
+        dtype: str = "bf16",
+        seed: int = 0,
+        device: str = "auto",
+        **options: Any,
+    ) -> Engine:
         """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine.
 
         int8 is made of the bf16 weights of the same seed.
@@ -118,8 +131,29 @@ class Engine:
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {DTYPE_NAMES}")
-        drawn = "bf16" if dtype == "int8" else dtype
-        return cls(config, RandomTensors(config, drawn, seed), dtype=dtype, **options)
+        tensors = RandomTensors(config, "bf16" if dtype == "int8" else dtype, seed)
+        return cls._opened(config, tensors, cuda_devices(device), device == "auto", None, options | {"dtype": dtype})
+
+    @classmethod
+    def _opened(
+        cls,
+        config: LaneformerConfig,
+        tensors: Mapping[str, Tensor],
+        devices: Sequence[str],
+        or_cpu: bool,
+        packed: PackedWeights | None,
+        options: dict[str, Any],
+    ) -> Engine:
+        """On these GPUs, or on the CPU where there are none or they cannot hold this model with these options."""
+        if devices:
+            from .cuda.engine import CudaEngine  # not before: it imports torch
+
+            try:
+                return CudaEngine(config, tensors, devices=devices, **options)
+            except ValueError:
+                if not or_cpu:
+                    raise
+        return cls(config, tensors, packed=packed, **options)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
@@ -295,7 +329,7 @@ class Engine:
 
     def _wait(self, decoder: _core.Decoder) -> list[list[int]]:
         """The new tokens of every sequence, at the request's end."""
-        return self._result(decoder, _core.Decoder.outputs)
+        return self._result(decoder, lambda d: d.outputs())
 
     def _result(self, decoder: _core.Decoder, read: Callable[[_core.Decoder], T]) -> T:
         """What `read` finds at the request's end."""
@@ -340,34 +374,6 @@ def described(decoder: _core.Decoder, ids: list[int], first: int, top: int) -> l
 def statistics_of(decoder: _core.Decoder) -> Statistics:
     values = decoder.statistics()
     return Statistics(values["reused"], values["passes"], values["proposed"], values["accepted"])
-
-
-def check_device(device: str) -> None:
-    if device == "cuda":
-        raise ValueError("device = 'cuda': the CUDA engine is not in this version; use 'cpu' or 'auto'")
-    if device not in ("auto", "cpu"):
-        raise ValueError(f"device = {device!r} is unknown; choose 'auto' or 'cpu'")
-
-
-def default_threads(lanes: int) -> int:
-    """All usable cores, in equal groups where they outnumber the lanes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if cores <= lanes else cores // lanes * lanes
-
-
-def one_cpu_a_core_first() -> list[int]:
-    """The CPUs this process may use: the first of each physical core, then their siblings."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []
-    rank: dict[str, int] = {}
-
-    def sibling_number(cpu: int) -> int:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        core = path.read_text() if path.exists() else str(cpu)
-        rank[core] = rank.get(core, -1) + 1
-        return rank[core]
-
-    return [cpu for _, cpu in sorted((sibling_number(cpu), cpu) for cpu in sorted(os.sched_getaffinity(0)))]
 
 
 def cancel_and_wait(decoder: _core.Decoder) -> None:

@@ -97,11 +97,12 @@ struct Block {
     widen(kStream);
     const float2* scale = reinterpret_cast<const float2*>(norm_scale(p.weights, norm, lane));
     float squares = 0.0f;
-    gather<kHidden>(words + kStreamAt + module * kHidden, epoch_of(layer), kStream, watch, [&](int i, float a, float b) {
-      const float2 s = scale[i / 2];
-      wide[i] = a * s.x, wide[i + 1] = b * s.y;
-      squares += a * a + b * b;
-    });
+    gather<kHidden>(
+        words + kStreamAt + module * kHidden, epoch_of(layer), kStream, watch, [&](int i) { return scale[i / 2]; },
+        [&](int i, float a, float b, float2 s) {
+          wide[i] = a * s.x, wide[i + 1] = b * s.y;
+          squares += a * a + b * b;
+        });
     return inverse_rms(squares, per_warp);
   }
 
@@ -157,11 +158,13 @@ struct Block {
   DEVICE void take_query(int layer, int head) {
     const float2* turn = p.weights.rope + position * (kHeadDim / 2);
     const float scale = rsqrtf(static_cast<float>(kHeadDim));
-    gather<kGroup * kHeadDim>(words + kQkvAt + head * kGroup * kHeadDim, epoch_of(layer), kQkvWords, watch,
-                              [&](int i, float a, float b) {
-                                const float2 q = rotate({a, b}, turn[i % kHeadDim / 2]);
-                                query[i] = q.x * scale, query[i + 1] = q.y * scale;
-                              });
+    gather<kGroup * kHeadDim>(
+        words + kQkvAt + head * kGroup * kHeadDim, epoch_of(layer), kQkvWords, watch,
+        [&](int i) { return turn[i % kHeadDim / 2]; },
+        [&](int i, float a, float b, float2 t) {
+          const float2 q = rotate({a, b}, t);
+          query[i] = q.x * scale, query[i + 1] = q.y * scale;
+        });
   }
 
   // this block owns the new position: it alone writes and later reads its key and value
@@ -169,10 +172,12 @@ struct Block {
     const float2* turn = p.weights.rope + position * (kHeadDim / 2);
     uint32_t* pairs = reinterpret_cast<uint32_t*>(slot);
     const Word* key = words + kQkvAt + (kHeads + head) * kHeadDim;
-    gather<kHeadDim>(key, epoch_of(layer), kQkvWords, watch, [&](int i, float a, float b) {
-      const float2 k = rotate({a, b}, turn[i / 2]);
-      pairs[i / 2] = pack_halves(k.x, k.y);
-    });
+    gather<kHeadDim>(
+        key, epoch_of(layer), kQkvWords, watch, [&](int i) { return turn[i / 2]; },
+        [&](int i, float a, float b, float2 t) {
+          const float2 k = rotate({a, b}, t);
+          pairs[i / 2] = pack_halves(k.x, k.y);
+        });
     gather<kHeadDim>(key + kKvHeads * kHeadDim, epoch_of(layer), kQkvWords, watch,
                      [&](int i, float a, float b) { pairs[(kHeadDim + i) / 2] = pack_halves(a, b); });
   }

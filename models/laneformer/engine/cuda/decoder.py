@@ -7,7 +7,7 @@ each token. Both read the same tapes and give the same tokens, bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from .geometry import MODULES, Geometry, plan
 from .launch import Kernels, describe
 from .memory import DeviceMemory
 from .params import EXCHANGES, Sampling
-from .prefill import DeviceCache, plain_model, prefill
+from .prefill import DeviceCache, plain_model, prefill, streams
 
 IN_KERNEL_TOKENS = 8  # prompts up to this length are read by the decode kernel itself
 REPLAYS_AT_ONCE = 16  # of the graph, between two looks at its tokens
+LAST_EPOCH = 2**31 // 8  # of all layers together: the ablation counts five to a layer in 31 bits, and one request fits
 POLL_S = 0.0002
 
 
@@ -51,15 +52,14 @@ class CudaDecoder:
         if version == "graph":  # two blocks a multiprocessor, so that kernels overlap; 1 KB is the system's
             machine = type(machine)(machine.multiprocessors, machine.shared_bytes // 2 - 1024, machine.architecture)
         self.geometry: Geometry = plan(config, dtype, machine, devices=len(devices), **shape)
+        connect(self.devices)
         self.memories = [DeviceMemory(self.geometry, tensors, i, device) for i, device in enumerate(self.devices)]
         self.kernels = [Kernels(version, self.geometry, device) for device in self.devices]
         self.cached: list[int] = []  # ids whose keys and values are there
         self._model: torch.nn.Module | None = None
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
-        for device in self.devices:  # peers write to each other's memory
-            for other in self.devices:
-                if other != device and not torch.cuda.can_device_access_peer(device, other):
-                    raise ValueError(f"{device} cannot reach the memory of {other}; the lanes need peer-to-peer access")
+        for kernels in self.kernels:
+            kernels.load(*({step[0] for step in graph_kernels(self.geometry)} if version == "graph" else ["decode"]))
 
     @property
     def model(self) -> Any:
@@ -78,15 +78,12 @@ class CudaDecoder:
         the kernel reads; then the whole prompt goes through the kernel.
         """
         assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings, "the context is too short"
-        at = self._reusable(ids) if reuse_prefix and logits is None else 0
+        self._settle()
+        at = self.reused = self._reusable(ids, len(ids) - 1) if reuse_prefix and logits is None else 0
         if logits is None and len(ids) - at > IN_KERNEL_TOKENS:
-            cache = DeviceCache(self.memories, at)
-            prefill(self.model, list(ids[at:-1]), cache)
+            self.cached = []
+            prefill(self.model, list(ids[at:-1]), DeviceCache(self.memories, at))
             at = len(ids) - 1
-        self.reused = at
-        for memory in self.memories:
-            if memory.epoch > 2**31 // self.config.num_hidden_layers // 8:
-                self._reset()
         inboxes = [memory.inbox for memory in self.memories]
         self.arguments = [
             memory.arguments(
@@ -96,10 +93,25 @@ class CudaDecoder:
             for memory in self.memories
         ]  # fmt: skip
         self.stops, self.max_tokens, self.ids, self.read_tokens = set(stops), max_tokens, list(ids), len(ids) - at
-        self._replays = 0
-        for device in self.devices:
-            torch.cuda.synchronize(device)
+        self._replays, self.cached = 0, []
+        for memory in self.memories:  # whatever becomes of this request, no other one uses its epochs
+            memory.epoch += self.read_tokens + max_tokens
+        self._synchronize()
         self._launch()
+
+    def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
+        """Read `ids` with the PyTorch model: the lanes' streams of ids[start:], (1, S, L, D) a chunk, to score them.
+
+        Keys and values of all ids stay for the next request.
+        """
+        self._settle()
+        at = self.reused = self._reusable(ids, start) if reuse_prefix else 0
+        self.cached = []
+        for h in streams(self.model, list(ids[at:]), DeviceCache(self.memories, at)):
+            first, at = at, at + h.shape[1]
+            if at > start:
+                yield h[:, max(0, start - first) :]
+        self.cached = list(ids)
 
     def poll(self) -> tuple[list[int], bool]:
         """New tokens so far, and whether these are all."""
@@ -130,17 +142,32 @@ class CudaDecoder:
         for memory in self.memories:
             memory.cancel.fill_(1)
 
-    def _reusable(self, ids: Sequence[int]) -> int:
-        """Positions of the prompt whose keys and values are there, at most all but its last.
+    def _settle(self) -> None:
+        """Nothing runs any more, and no time-out is on record, also where a caller was interrupted."""
+        self.cancel()
+        self._synchronize()
+        used = max(memory.epoch for memory in self.memories)
+        if used > LAST_EPOCH // self.config.num_hidden_layers or any(memory.hang() for memory in self.memories):
+            self._reset()
+
+    def _synchronize(self) -> None:
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+
+    def _reusable(self, ids: Sequence[int], most: int) -> int:
+        """How many of the ids, at most `most`, have their keys and values there.
 
         What a window layer's ring has overwritten cannot come back: a prompt that leaves a longer text starts anew.
         """
-        same = 0
-        while same < min(len(ids) - 1, len(self.cached)) and ids[same] == self.cached[same]:
+        same, longest = 0, min(most, len(self.cached))
+        while same < longest and ids[same] == self.cached[same]:
             same += 1
-        layers = range(self.config.num_hidden_layers)
-        ring = min(self.geometry.kv_slots(i) for i in layers) * self.geometry.splits
-        return same if same == len(self.cached) or len(self.cached) <= ring else 0
+        return same if same == len(self.cached) or len(self.cached) <= self._ring else 0
+
+    @property
+    def _ring(self) -> int:
+        """Positions that every layer still has, whatever came after them."""
+        return min(map(self.geometry.kv_slots, range(self.config.num_hidden_layers))) * self.geometry.splits
 
     def _launch(self) -> None:
         if self.version == "graph":
@@ -157,7 +184,7 @@ class CudaDecoder:
         memory.graph[:3] = state.view(torch.float32).to(memory.device)
         torch.cuda.synchronize(memory.device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._streams[0]):
+        with torch.cuda.graph(self._graph, stream=self._streams[0], capture_error_mode="thread_local"):
             for name, layer, module, blocks in graph_kernels(self.geometry):
                 step = type(argument).from_buffer_copy(argument)
                 step.layer, step.module = layer, module
@@ -174,17 +201,17 @@ class CudaDecoder:
     def _end(self, tokens: list[int]) -> None:
         """After the last launch: what the cache holds now, and whether somebody waited in vain."""
         hang = next((report for memory in self.memories if (report := memory.hang())), None)
-        for stream in self._streams:
-            stream.synchronize()
         if hang is not None:
             self._reset()
             raise RuntimeError(
                 f"the decode kernel waited {self.limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
                 f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
             )
-        for memory in self.memories:
-            memory.epoch += self.read_tokens + len(tokens)
-        self.cached = (self.ids + tokens)[:-1]
+        known = (self.ids + tokens)[:-1]
+        # the graph also reads what it makes after a stop id, which a ring may have no room for
+        surplus = self._replays - (self.read_tokens + len(tokens) - 1) if self.version == "graph" else 0
+        if tokens and (surplus == 0 or len(known) + surplus <= self._ring):  # no token: the prompt was not read whole
+            self.cached = known
 
     def _reset(self) -> None:
         self.cached = []
@@ -209,3 +236,12 @@ def joins_now(geometry: Geometry, layer: int, module: int) -> list[tuple[str, in
     if geometry.config.join(layer, MODULES[module]) != Join.PRESENT:
         return []
     return [("join_now", layer, module, geometry.blocks)]
+
+
+def connect(devices: Sequence[torch.device]) -> None:
+    """Let every GPU write to the memory of every other; ValueError where it cannot."""
+    for device in devices:
+        for other in devices:
+            if other != device and not torch.cuda.can_device_access_peer(device, other):
+                raise ValueError(f"{device} cannot reach the memory of {other}; the lanes need peer-to-peer access")
+            torch.zeros(1, device=device).to(other)  # torch opens the way at the first copy

@@ -70,24 +70,32 @@ DEVICE float2 wait_pair(WordPair pair, const Word* at, uint32_t epoch, Exchange 
   return {pair.a.value, pair.b.value};
 }
 
-// sink(i, value of word i, value of word i + 1) for all even i below Count; the block's threads share the pairs, and
-// each has all of its loads under way before it looks at the first
-template <int Count, class Sink>
-DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const Watch& watch, Sink sink) {
+// sink(i, value of word i, value of word i + 1, beside(i)) for all even i below Count; the block's threads share the
+// pairs. Each thread has all of its loads under way before it looks at the first, those of `beside` too: they need not
+// wait for the words.
+template <int Count, class Beside, class Sink>
+DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const Watch& watch, Beside beside, Sink sink) {
   constexpr int kPairs = Count / 2, kRounds = (kPairs + kThreads - 1) / kThreads;
   WordPair pairs[kRounds];
+  float2 known[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int i = round * kThreads + thread_index();
-    if (i < kPairs) pairs[round] = load_words(words + 2 * i);
+    if (i < kPairs) known[round] = beside(2 * i), pairs[round] = load_words(words + 2 * i);
   }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int i = round * kThreads + thread_index();
     if (i >= kPairs) continue;
     const float2 values = wait_pair(pairs[round], words + 2 * i, epoch, exchange, watch);
-    sink(2 * i, values.x, values.y);
+    sink(2 * i, values.x, values.y, known[round]);
   }
+}
+
+template <int Count, class Sink>
+DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const Watch& watch, Sink sink) {
+  gather<Count>(words, epoch, exchange, watch, [](int) { return float2{0.0f, 0.0f}; },
+                [&](int i, float a, float b, float2) { sink(i, a, b); });
 }
 
 // ---- where the words are ----

@@ -31,10 +31,11 @@ class Kernels:
         from cuda.core import Device, ObjectCode
 
         self.geometry, self.device, self.version = geometry, device, version
-        architecture = describe(device).architecture
-        name = f"sm_{architecture}" + ("a" if architecture >= 90 else "")
-        Device(device.index or 0).set_current()
-        self._code = ObjectCode.from_cubin(compile_cubin(version, geometry, name))
+        self.architecture = describe(device).architecture
+        name = f"sm_{self.architecture}" + ("a" if self.architecture >= 90 else "")
+        with torch.cuda.device(device):  # whatever was current is so again afterwards
+            Device(device.index or 0).set_current()
+            self._code = ObjectCode.from_cubin(compile_cubin(version, geometry, name))
         self._kernels: dict[str, Any] = {}
         self.cooperative = version != "graph"  # the driver then promises that all blocks are resident at once
 
@@ -51,13 +52,23 @@ class Kernels:
         if self.cooperative:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
-        elif self.version == "graph":
+        else:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-        if self.cooperative or self.version == "graph":
-            config.attrs, config.numAttrs = [attribute], 1
+            overlaps = self.version == "graph" and self.architecture >= 90
+            attribute.value.programmaticStreamSerializationAllowed = int(overlaps)
+        config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
+
+    def load(self, *names: str) -> None:
+        """Bring kernels to the GPU before their first launch, which may be in a capture or beside a spinning kernel."""
+        from cuda.bindings import driver
+
+        with torch.cuda.device(self.device):
+            for name in names:
+                function = driver.cuKernelGetFunction(self._kernel(name))
+                check(function)
+                check(driver.cuFuncLoad(function[1]))
 
     def _kernel(self, name: str) -> Any:
         if name not in self._kernels:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from ...config import LaneformerConfig
 from ...model import Laneformer, rope_table, run_layers
@@ -16,6 +17,7 @@ from ..checkpoint import Tensor
 from .memory import TORCH_TYPES, DeviceMemory, sixteen_bits
 
 CHUNK_TOKENS = 1024  # positions at a time: enough to be bound by arithmetic, few enough for their streams to be small
+HEAD_TOKENS = 256  # positions whose logits are there at once
 
 
 def plain_model(
@@ -97,3 +99,11 @@ def prefill(model: Laneformer, ids: Sequence[int], cache: DeviceCache) -> None:
     """Fill the cache with the keys and values of `ids`."""
     for _ in streams(model, ids, cache):
         pass
+
+
+@torch.inference_mode()
+def logits_of(model: Laneformer, h: torch.Tensor) -> Iterator[torch.Tensor]:
+    """float32 logits (positions, V) of streams (1, S, L, D), some positions at a time; the head's sums are in fp32."""
+    for part in h[0].split(HEAD_TOKENS):
+        x = model.norm(part.float())
+        yield torch.cat([F.linear(x[:, lane], rows.float()) for lane, rows in enumerate(model.lm_head.weight)], 1)

@@ -158,8 +158,14 @@ DEVICE void multiply(Tape& tape, int lane_warp, const float* x, float* out) {
   int left = M::row_count(lane_warp) / M::kSegmentRows;
 #pragma unroll 1
   for (; left >= kStrip; left -= kStrip, out += kStrip * M::kSegmentRows) multiply_strip<Op, kStrip>(tape, x, out);
-  if (M::remains(3) && left == 3) multiply_strip<Op, 3>(tape, x, out);
-  if (M::remains(2) && left == 2) multiply_strip<Op, 2>(tape, x, out);
-  if (M::remains(1) && left == 1) multiply_strip<Op, 1>(tape, x, out);
+  if constexpr (M::remains(3)) {
+    if (left == 3) multiply_strip<Op, 3>(tape, x, out);
+  }
+  if constexpr (M::remains(2)) {
+    if (left == 2) multiply_strip<Op, 2>(tape, x, out);
+  }
+  if constexpr (M::remains(1)) {
+    if (left == 1) multiply_strip<Op, 1>(tape, x, out);
+  }
   sync_warp();
 }

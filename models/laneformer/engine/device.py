@@ -1,0 +1,83 @@
+"""Which processors an engine runs on. Torch is imported only where there is an NVIDIA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+DRIVER = "libcuda.so.1"
+
+
+def cuda_devices(device: str) -> tuple[str, ...]:
+    """The GPUs that `device` means, such as ("cuda:0", "cuda:1"); none: the CPU. "auto" takes a GPU if it can be used.
+
+    ValueError: not one of "auto", "cpu", "cuda", "cuda:0", "cuda:0,cuda:1"..., or what to install for it.
+    """
+    if device in ("auto", "cpu"):
+        return ("cuda:0",) if device == "auto" and why_no_cuda() is None else ()
+    names = device.split(",") if isinstance(device, str) else []
+    if not names or not all(re.fullmatch(r"cuda(:\d+)?", name) for name in names):
+        raise ValueError(f"device = {device!r} is unknown; choose 'auto', 'cpu', 'cuda' or 'cuda:0,cuda:1' for several")
+    if reason := why_no_cuda():
+        raise ValueError(f"device = {device!r}: {reason}; or use device = 'cpu'")
+    import torch
+
+    numbers = [int(name.partition(":")[2] or 0) for name in names]
+    if len(set(numbers)) < len(numbers) or max(numbers) >= torch.cuda.device_count():
+        raise ValueError(f"device = {device!r}: name each GPU once, of the {torch.cuda.device_count()} that are here")
+    return tuple(f"cuda:{number}" for number in numbers)
+
+
+def why_no_cuda() -> str | None:
+    """What the CUDA engine lacks on this machine, and the remedy; None: nothing."""
+    if not has_driver():
+        return f"there is no NVIDIA driver ({DRIVER}) on this machine"
+    for module in ("torch", "cuda.core"):
+        if not installed(module):
+            return f"the package {module} is not installed: pip install 'laneformer[cuda]'"
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install a build with it"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU that it can use; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that the module is in
+        return False
+
+
+def default_threads(lanes: int) -> int:
+    """All usable cores, in equal groups where they outnumber the lanes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if cores <= lanes else cores // lanes * lanes
+
+
+def one_cpu_a_core_first() -> list[int]:
+    """The CPUs this process may use: the first of each physical core, then their siblings."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    rank: dict[str, int] = {}
+
+    def sibling_number(cpu: int) -> int:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        core = path.read_text() if path.exists() else str(cpu)
+        rank[core] = rank.get(core, -1) + 1
+        return rank[core]
+
+    return [cpu for _, cpu in sorted((sibling_number(cpu), cpu) for cpu in sorted(os.sched_getaffinity(0)))]

@@ -1,0 +1,89 @@
+"""`evals.in_loop`: the job evaluates its own checkpoints, for a small run without a core or GPU to spare for a watcher.
+
+Rank 0 starts `python -m tools.watch --run RUN --once` and all ranks wait for its end, in a group of their own: the
+other groups give up after comm.train_timeout_seconds, which is meant for a step. What fails costs the figures, not the
+job, and like all that has no record it is tried again at the next evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.tools.logging import logger
+
+from . import signals
+from .events import record_event
+
+POLL_S = 0.2
+END_S = 30.0  # between asking an evaluation to end and ending it
+# what torchrun and wandb tell this process of itself; an evaluation is no worker, and may use all cores
+OF_A_WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "WANDB_SERVICE")
+
+
+class InLoop:
+    """The evaluations of a job; made on every rank, as it makes a process group.
+
+    Raises ValueError for settings with which nothing would ever be evaluated.
+    """
+
+    def __init__(self, job_config: Any):
+        section, interval = job_config.evals, job_config.checkpoint.interval
+        if section.every_steps < 1 or section.every_steps % interval or not section.commands:
+            raise ValueError(
+                f"evals.in_loop needs evals.commands, and evals.every_steps = {section.every_steps} to be a multiple "
+                f"of checkpoint.interval = {interval}, since what is saved is evaluated"
+            )
+        self.run, self.every_steps = Path(job_config.job.dump_folder), section.every_steps
+        self.last_step = job_config.training.steps
+        hang_timeout_s = job_config.resilience.hang_timeout_s
+        self.limit_s = 0.9 * hang_timeout_s  # the supervisor would take more for a hang
+        self.group = torch.distributed.new_group(timeout=timedelta(seconds=hang_timeout_s + END_S), backend="gloo")
+
+    def wanted(self, step: int) -> bool:
+        return step % self.every_steps == 0 or step == self.last_step
+
+    def evaluate(self, step: int) -> float:
+        """Evaluate what has no record yet, the checkpoint of `step` included; every rank calls it. Returns seconds."""
+        started = time.perf_counter()
+        if torch.distributed.get_rank() == 0:
+            problem = self._watch_once()
+            if problem:
+                logger.warning(f"Evaluation at step {step}: {problem}")
+                record_event(self.run, "evaluation_failed", step=step, reason=problem)
+        torch.distributed.barrier(group=self.group)
+        seconds = time.perf_counter() - started
+        logger.info(f"evaluation  step: {step}  {seconds:.1f} s")
+        return seconds
+
+    def _watch_once(self) -> str | None:
+        """Run the watcher to its end; returns what went wrong."""
+        command = [sys.executable, "-m", "tools.watch", "--run", str(self.run), "--once"]
+        kept = {k: v for k, v in os.environ.items() if k not in OF_A_WORKER and not k.startswith(PREFIXES)}
+        process, began_s = subprocess.Popen(command, env=kept), time.monotonic()
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            if signals.WORKER.asked or (self.run / "stop").exists():
+                end(process)
+                return None  # the next start catches up
+            if time.monotonic() - began_s > self.limit_s:
+                end(process)
+                return f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
+        return f"exit status {process.returncode}, see {self.run}/logs/evals" if process.returncode else None
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to end, with what it has started, and see that it does."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
