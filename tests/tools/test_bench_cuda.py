@@ -49,6 +49,9 @@ class TimedWorker:
     def __init__(self, clock: Clock, seconds: dict[str, float]):
         self.clock, self.seconds, self.asked = clock, seconds, dict[str, float]()
 
+    def leave_out(self, version: str) -> None:
+        self.left_out = version
+
     def ask(self, step: str, seconds: float) -> dict[str, Any]:
         self.asked[step] = seconds
         self.clock.now += min(seconds, self.seconds[step])
@@ -67,6 +70,12 @@ def test_every_step_gets_its_time_and_the_last_ones_what_is_left() -> None:
     done = bench_cuda.measure([steps[0], steps[2]], late, 60 + bench_cuda.RESERVE_S, lambda d: None, clock)
     assert done["c"] == {"not_measured": "15 s were left, it needs 30"}
     assert "c" not in late.asked
+
+
+def test_a_version_whose_first_tokens_fail_is_left_out() -> None:
+    worker = TimedWorker(clock := Clock(), {"first": 100})
+    bench_cuda.measure([Step("first", 1, 20, "graph")], worker, 60, lambda d: None, clock)
+    assert worker.left_out == "graph"
 
 
 CHILD = """
@@ -124,7 +133,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit) as stopped:
         bench_cuda.main(["--out", str(tmp_path / "report.md")])
     assert stopped.value.code == 2
-    assert "no GPU: torch" in capsys.readouterr().err
+    assert "bench_decode measures the CPU engine" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -176,11 +185,11 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
     weights = random_weights(CONFIG)
     truth = reference(CONFIG, weights, 12)
     sound = PlainDecoder(CONFIG, weights)
-    report = check({"persistent": sound, "graph": sound}, truth, 2, 3, lambda text: None)
+    report = check({"persistent": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
     assert all(report["passed"].values()), report["passed"]
     assert len(report["passed"]) == 10
 
-    broken = {"persistent": Hanging(CONFIG, weights), "graph": Unsteady(CONFIG, weights)}
+    broken = {"persistent": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
     passed = check(broken, truth, 1, 3, lambda text: None)["passed"]
     assert not passed["persistent: runs"]
     assert passed["graph: greedy tokens"]
