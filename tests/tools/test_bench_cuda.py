@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import time
@@ -30,6 +31,7 @@ SMALL = {
     "max_position_embeddings": 96, "vocab_size": 96,
 }  # fmt: skip
 CONFIG = LaneformerConfig(**SMALL)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- time and processes ------------------------------------------------------------------------------------------
@@ -333,3 +335,36 @@ def test_the_recorded_report_is_json() -> None:
     steps = {name: {"result": step} for name, step in RECORDED.items()}
     again = json.loads(json.dumps({**HEAD, "steps": steps}))
     assert bench_cuda_report.markdown(again) == page(**RECORDED)
+
+
+def imported(name: str, seen: set[str]) -> None:
+    """Collects what importing `name` imports, through all modules of ours."""
+    if name in seen:
+        return
+    seen.add(name)
+    stems = [root / name.replace(".", "/") for root in (ROOT / "models", ROOT)]
+    files = [path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()]
+    if not files:
+        return
+    parts = name.split(".") if files[0].name == "__init__.py" else name.split(".")[:-1]
+    imported(name.rpartition(".")[0], seen)
+    for node in ast.parse(files[0].read_text()).body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imported(alias.name, seen)
+        elif isinstance(node, ast.ImportFrom):
+            base = parts[: len(parts) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for each in (module, *(f"{module}.{alias.name}" for alias in node.names)):
+                imported(each, seen)
+
+
+def test_a_machine_with_torch_and_transformers_alone_has_all_that_is_imported() -> None:
+    """No package of the command line, and no C++ build."""
+    seen = set[str]()
+    for name in ("bench_cuda", "bench_cuda_worker", "bench_cuda_steps", "bench_cuda_sanitize"):
+        imported(f"tools.{name}", seen)
+    assert {"laneformer.engine.cuda.decoder", "laneformer.engine.rope", "tools.check_reference", "transformers"} <= seen
+    assert not [name for name in seen if name.split(".")[0] in ("tyro", "rich") or name.endswith("engine._core")]
+    imported("tools.check_engine", seen)  # which needs both
+    assert {"tyro", "rich.table"} <= seen
