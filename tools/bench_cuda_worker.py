@@ -48,13 +48,14 @@ def main() -> None:
     parser.add_argument("--flavor", default="2b")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--without", action="append", default=[], help="a version that is known to be broken")
     parser.add_argument("--smoke", action="store_true", help="one short text, for compute-sanitizer")
     options = parser.parse_args()
     from tools.bench_cuda_sanitize import smoke  # heavy imports, once it is known what for
     from tools.bench_cuda_session import Session
     from tools.bench_cuda_steps import STEPS
 
-    session = Session(options.flavor, options.dtype, options.runs)
+    session = Session(options.flavor, options.dtype, options.runs, options.without)
     if options.smoke:
         smoke(session)
     else:

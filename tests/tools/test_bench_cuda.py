@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import time
@@ -14,11 +15,8 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.compile import FOLDER, compile_cubin, source_of
-from laneformer.engine.cuda.geometry import H200, Geometry, Machine, plan
+from laneformer.engine.cuda.geometry import Machine, plan
 from laneformer.engine.cuda.memory import DeviceMemory
-from laneformer.engine.cuda.probe import KERNELS, expected_sum, probe_argument
-from tests.laneformer import cuda_emulator
 from tools import bench_cuda, bench_cuda_check, bench_cuda_report
 from tools.bench_cuda import Step, Worker
 from tools.bench_cuda_alone import first_lane, one_lane
@@ -33,6 +31,7 @@ SMALL = {
     "max_position_embeddings": 96, "vocab_size": 96,
 }  # fmt: skip
 CONFIG = LaneformerConfig(**SMALL)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- time and processes ------------------------------------------------------------------------------------------
@@ -52,6 +51,9 @@ class TimedWorker:
     def __init__(self, clock: Clock, seconds: dict[str, float]):
         self.clock, self.seconds, self.asked = clock, seconds, dict[str, float]()
 
+    def leave_out(self, version: str) -> None:
+        self.left_out = version
+
     def ask(self, step: str, seconds: float) -> dict[str, Any]:
         self.asked[step] = seconds
         self.clock.now += min(seconds, self.seconds[step])
@@ -70,6 +72,12 @@ def test_every_step_gets_its_time_and_the_last_ones_what_is_left() -> None:
     done = bench_cuda.measure([steps[0], steps[2]], late, 60 + bench_cuda.RESERVE_S, lambda d: None, clock)
     assert done["c"] == {"not_measured": "15 s were left, it needs 30"}
     assert "c" not in late.asked
+
+
+def test_a_version_whose_first_tokens_fail_is_left_out() -> None:
+    worker = TimedWorker(clock := Clock(), {"first": 100})
+    bench_cuda.measure([Step("first", 1, 20, "graph")], worker, 60, lambda d: None, clock)
+    assert worker.left_out == "graph"
 
 
 CHILD = """
@@ -127,7 +135,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit) as stopped:
         bench_cuda.main(["--out", str(tmp_path / "report.md")])
     assert stopped.value.code == 2
-    assert "no GPU: torch" in capsys.readouterr().err
+    assert "bench_decode measures the CPU engine" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -179,11 +187,11 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
     weights = random_weights(CONFIG)
     truth = reference(CONFIG, weights, 12)
     sound = PlainDecoder(CONFIG, weights)
-    report = check({"persistent": sound, "graph": sound}, truth, 2, 3, lambda text: None)
+    report = check({"persistent": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
     assert all(report["passed"].values()), report["passed"]
     assert len(report["passed"]) == 10
 
-    broken = {"persistent": Hanging(CONFIG, weights), "graph": Unsteady(CONFIG, weights)}
+    broken = {"persistent": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
     passed = check(broken, truth, 1, 3, lambda text: None)["passed"]
     assert not passed["persistent: runs"]
     assert passed["graph: greedy tokens"]
@@ -215,42 +223,17 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 # --- arithmetic --------------------------------------------------------------------------------------------------
 
 
-def test_shares_by_hand() -> None:
-    found = bench.shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10)  # 1000 us a token, of which 909.09 are the stream
-    assert found["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
-    assert found["percent_of_datasheet"] == pytest.approx(80)
-    assert found["exposed_us_per_layer"] == pytest.approx(9.0909, abs=1e-4)
-    assert bench.shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10)["percent_of_datasheet"] == pytest.approx(40)
-    assert bench.shares(1000.0, 4e9, 4e12, None, 1, 10)["percent_of_datasheet"] is None
-
-
-def test_speeds_by_hand() -> None:
-    times = np.concatenate([np.arange(33) * 0.002, 0.064 + np.arange(1, 33) * 0.001])  # 500/s, then 1000/s
-    found = bench.speeds(times)
-    assert found["first_tokens_per_s"] == pytest.approx(500)
-    assert found["last_tokens_per_s"] == pytest.approx(1000)
-    assert found["tokens_per_s"] == pytest.approx(64 / 0.096)
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.039e12),
-     ("NVIDIA GH200 480GB", 4.0e12), ("NVIDIA A100-SXM4-80GB", 2.039e12), ("Tesla T4", None)],
-)  # fmt: skip
-def test_datasheet(name: str, rate: float | None) -> None:
-    assert bench.datasheet(name) == rate
-
-
-def test_bytes_of_a_token() -> None:
-    """15 layers of 141.56 M weights and a head of 98.3 M, two bytes each; keys and values 6144 bytes a layer."""
-    config = LaneformerConfig.from_flavor("2b")
-    geometry = plan(config, "bf16", H200)
-    counts = config.parameter_count()
-    assert bench.weight_bytes(geometry) == 2 * (15 * counts["layer"] + counts["lm_head"]) == 4_443_340_800
-    assert bench.cached_bytes(geometry, 100) == 15 * 6144 * 100
-    assert bench.cached_bytes(geometry, 3000) == 6144 * (10 * 2048 + 5 * 3000)
-    lone = plan(one_lane(config), "bf16", H200, blocks_per_lane=128)
-    assert 8 * bench.weight_bytes(lone) == bench.weight_bytes(geometry)
+def test_a_lane_alone_is_packed_like_any_model() -> None:
+    """Its tapes hold the first lane's weights, whatever the number of splits."""
+    config, tensors = one_lane(CONFIG), tensors_of(random_weights(CONFIG))
+    geometry = plan(config, "bf16", Machine(8, 32 * 1024, 90), warps=2, chunk_bytes=512)
+    memory = DeviceMemory(geometry, {name: first_lane(name, t) for name, t in tensors.items()}, 0, "cpu")
+    lanes = sum(np.abs(t.values[0].astype(np.int64)).sum() for name, t in tensors.items() if t.values.ndim == 3)
+    assert int(memory.tapes.view(torch.uint16).long().sum()) == lanes
+    assert geometry.blocks == 8
+    assert 2 * bench.weight_bytes(geometry) == bench.weight_bytes(
+        plan(CONFIG, "bf16", Machine(8, 32 * 1024, 90), warps=2)
+    )
 
 
 def test_projection_by_hand() -> None:
@@ -354,52 +337,34 @@ def test_the_recorded_report_is_json() -> None:
     assert bench_cuda_report.markdown(again) == page(**RECORDED)
 
 
-# --- the probe ---------------------------------------------------------------------------------------------------
+def imported(name: str, seen: set[str]) -> None:
+    """Collects what importing `name` imports, through all modules of ours."""
+    if name in seen:
+        return
+    seen.add(name)
+    stems = [root / name.replace(".", "/") for root in (ROOT / "models", ROOT)]
+    files = [path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()]
+    if not files:
+        return
+    parts = name.split(".") if files[0].name == "__init__.py" else name.split(".")[:-1]
+    imported(name.rpartition(".")[0], seen)
+    for node in ast.parse(files[0].read_text()).body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imported(alias.name, seen)
+        elif isinstance(node, ast.ImportFrom):
+            base = parts[: len(parts) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for each in (module, *(f"{module}.{alias.name}" for alias in node.names)):
+                imported(each, seen)
 
 
-def small_memory(**shape: Any) -> DeviceMemory:
-    geometry: Geometry = plan(CONFIG, "bf16", Machine(8, 32 * 1024, 90), warps=2, **shape)
-    return DeviceMemory(geometry, tensors_of(random_weights(CONFIG)), 0, "cpu")
-
-
-@pytest.fixture(scope="module")
-def probe_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceMemory, Any]:
-    if cuda_emulator.MISSING:
-        pytest.skip(cuda_emulator.MISSING)
-    memory = small_memory(chunk_bytes=1024)
-    source = source_of("probe", memory.geometry) + "".join(f"EMULATE({kernel}, Probe)\n" for kernel in KERNELS)
-    folder = tmp_path_factory.mktemp("probe")
-    return memory, cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, folder)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_the_probe_reads_every_byte_as_often_as_it_says(
-    probe_library: tuple[DeviceMemory, Any], kernel: str, rounds: int
-) -> None:
-    memory, library = probe_library
-    geometry = memory.geometry
-    sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32)
-    launched = {"blocks": geometry.blocks, "threads": 32 * geometry.warps, "shared_bytes": geometry.shared_bytes}
-    cuda_emulator.launch(library, kernel, probe_argument(memory, sums, rounds), seed=rounds, **launched)
-    assert int(sums.sum(dtype=torch.int64)) % 2**32 == expected_sum(memory, rounds)
-    memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this
-    assert int(sums.sum(dtype=torch.int64)) % 2**32 != expected_sum(memory, rounds)
-    memory.tapes[-1] -= 1
-
-
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_probe_compiles(architecture: str, tmp_path: Path) -> None:
-    pytest.importorskip("cuda.core")
-    geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", H200)
-    assert compile_cubin("probe", geometry, architecture, tmp_path)[:4] == b"\x7fELF"
-
-
-def test_a_lane_alone_is_packed_like_any_model() -> None:
-    """Its tapes hold the first lane's weights, whatever the number of splits."""
-    config, tensors = one_lane(CONFIG), tensors_of(random_weights(CONFIG))
-    geometry = plan(config, "bf16", Machine(8, 32 * 1024, 90), warps=2, chunk_bytes=512)
-    memory = DeviceMemory(geometry, {name: first_lane(name, t) for name, t in tensors.items()}, 0, "cpu")
-    lanes = sum(np.abs(t.values[0].astype(np.int64)).sum() for name, t in tensors.items() if t.values.ndim == 3)
-    assert int(memory.tapes.view(torch.uint16).long().sum()) == lanes
-    assert geometry.blocks == 8
+def test_a_machine_with_torch_and_transformers_alone_has_all_that_is_imported() -> None:
+    """No package of the command line, and no C++ build."""
+    seen = set[str]()
+    for name in ("bench_cuda", "bench_cuda_worker", "bench_cuda_steps", "bench_cuda_sanitize"):
+        imported(f"tools.{name}", seen)
+    assert {"laneformer.engine.cuda.decoder", "laneformer.engine.rope", "tools.check_reference", "transformers"} <= seen
+    assert not [name for name in seen if name.split(".")[0] in ("tyro", "rich") or name.endswith("engine._core")]
+    imported("tools.check_engine", seen)  # which needs both
+    assert {"tyro", "rich.table"} <= seen
