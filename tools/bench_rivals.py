@@ -135,7 +135,7 @@ def laneformer_bench(flavor: str, threads: int) -> dict[str, Any]:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        laneformer(["bench", "--random-weights", flavor, "--threads", str(threads), "--json"])
+        laneformer(["bench", "--random-weights", flavor, "--device", "cpu", "--threads", str(threads), "--json"])
     return json.loads(out.getvalue().splitlines()[-1])
 
 
@@ -154,7 +154,7 @@ class LaneformerContestant:
     def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
         from laneformer import Engine
 
-        self.engine = Engine.random(config, dtype, threads=threads)
+        self.engine = Engine.random(config, dtype, device="cpu", threads=threads)
         self.facts = {
             "version": f"laneformer {importlib.metadata.version('laneformer')}",
             "settings": f"isa {self.engine.isa}, math {self.engine.math}",

@@ -113,8 +113,8 @@ def cost(
 ) -> dict[str, Any]:
     """KL(bf16 || int8) in nats and equal best ids, means over positions; bits per byte of both; on windows (n, S+1)."""
     with (
-        Engine.from_pretrained(folder, dtype="bf16", cache=False) as half,
-        Engine.from_pretrained(folder, dtype="int8", cache=False) as small,
+        Engine.from_pretrained(folder, device="cpu", dtype="bf16", cache=False) as half,
+        Engine.from_pretrained(folder, device="cpu", dtype="int8", cache=False) as small,
     ):
         rows = np.concatenate(list(windows.values()))
         kl, same = np.mean([compared(half, small, row[:-1].tolist()) for row in rows], axis=0)

@@ -153,7 +153,7 @@ def engine_matches_hf(folder: Path) -> tuple[bool, str]:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
     equal, sample = [], ""
-    with Engine.from_pretrained(folder) as engine:
+    with Engine.from_pretrained(folder, device="cpu") as engine:
         for prompt in PROMPTS:
             ids = tokenizer(prompt, return_tensors="pt").input_ids
             theirs = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
