@@ -116,7 +116,7 @@ def rivals(session: Session) -> Report:
 def compiled(session: Session, mode: str) -> Report:
     turns = {
         "persistent": later(lambda: turn_of(session.persistent)),
-        "hf_compiled": later(lambda: static(session.config, session.weights, mode, 2 * TURN_TOKENS)),
+        "hf_compiled": later(lambda: static(session.config, session.weights, mode)),
     }
     return {"mode": mode, **alternate(turns, 4, TURN_TOKENS, session.time_left)}
 

@@ -109,7 +109,9 @@ from types import SimpleNamespace
 from tools.bench_cuda_worker import serve
 def good(session): print("noise of a library"); return {"x": 1}
 def bad(session): raise RuntimeError("broken")
-serve(SimpleNamespace(), {"good": good, "bad": bad}, lambda: True)
+def deadly(session): global alive; alive = False; raise RuntimeError("illegal access")
+alive = True
+serve(SimpleNamespace(), {"good": good, "bad": bad, "deadly": deadly}, lambda: alive)
 """
 
 
@@ -118,6 +120,8 @@ def test_the_real_worker_answers_in_json_whatever_is_printed() -> None:
     try:
         assert worker.ask("good", 100) == {"result": {"x": 1}}
         assert worker.ask("bad", 100) == {"error": "RuntimeError: broken"}
+        assert worker.ask("deadly", 100) == {"error": "RuntimeError: illegal access"}
+        assert worker.ask("good", 100) == {"result": {"x": 1}}, "the next step is not asked of a dying process"
     finally:
         worker.close()
 

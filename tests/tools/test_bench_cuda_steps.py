@@ -105,7 +105,6 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
-    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
     session = Session("tiny", "bf16", runs=3)
     session.config, session.deadline = CONFIG, time.monotonic() + 600
     return session
