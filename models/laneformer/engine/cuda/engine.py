@@ -40,9 +40,9 @@ LEAST_TEMPERATURE = 1e-6  # colder draws are greedy, but for logits that are equ
 class CudaEngine(Engine):
     """Decodes one request at a time on one or more GPUs that share the lanes; Engine's methods.
 
-    Weights and activations as with math="exact", keys and values in 16 bits. Draws are made with Gumbel noise: the same
-    seed gives the same tokens again, and others than on the CPU. `speculate` is accepted and does nothing: the tokens
-    are the same without.
+    The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few new tokens,
+    and scores, go through PyTorch in 16 bits. Draws are made with Gumbel noise: the same seed gives the same tokens
+    again, and others than on the CPU. `speculate` is accepted and does nothing: the tokens are the same without.
     """
 
     def __init__(
