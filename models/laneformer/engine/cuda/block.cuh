@@ -60,10 +60,11 @@ struct Block {
     watch = {p.aborted, p.report, p.limit_ns, lane, 0};
     char* at = dynamic_shared();
     tape.ring = at + warp * kChunks * kChunkBytes, at += kWarps * kChunks * kChunkBytes;
+    wide = reinterpret_cast<float*>(at), narrow = wide + kWide, query = narrow + kNarrow;  // 16-aligned: float4
+    at = reinterpret_cast<char*>(query + kGroup * kHeadDim);
     tape.full = reinterpret_cast<uint64_t*>(at) + warp * kChunks, at += kWarps * kChunks * 8;
     candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
-    float* numbers = reinterpret_cast<float*>(at);
-    wide = numbers, narrow = wide + kWide, query = narrow + kNarrow, per_warp = query + kGroup * kHeadDim;
+    per_warp = reinterpret_cast<float*>(at);
     out = per_warp + kWarps + warp * kMostRows, rows = per_warp + kWarps + kWarps * kMostRows + warp * kMostStreamRows;
 #if GRAPH
     rows = p.graph->rows + local_lane * kHidden + Matrix<kOutput>::first_row(lane_warp);
@@ -284,13 +285,13 @@ struct Block {
   // the logits of this block's rows, and what the sampler makes of them
   DEVICE Candidate score(int step, float scale) {
     multiply<kHead>(tape, lane_warp, wide, out);
-    Candidate best = {-INFINITY, 0x3fffffff};
+    Candidate best = no_candidate();
     const int first = Matrix<kHead>::first_row(lane_warp);
     for (int r = thread; r < Matrix<kHead>::row_count(lane_warp); r += 32) {
       const int token = lane * kVocab + first + r;
       const float logit = out[r] * scale;
       if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
-      if (p.sampling.filters()) store_word(own_inbox() + kScoresAt + token, logit, token_epoch + 1);
+      if (p.sampling.filters()) store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);  // who draws is there
       best = better(best, {p.sampling.score(logit, position, token), token});
     }
     return best;
@@ -311,7 +312,7 @@ struct Block {
   // the best of all blocks, the same in every thread of every block
   DEVICE int take_best(bool& cancelled) {
     const Word* words_of_all = own_inbox() + best_at();
-    Candidate best = {-INFINITY, 0x3fffffff};
+    Candidate best = no_candidate();
     gather<2 * kBlocks>(words_of_all, token_epoch + 1, kBest, watch, [&](int, float score, float bits) {
       best = better(best, {score, static_cast<int>(bits_of(bits) & ~kCancelled)});
     });

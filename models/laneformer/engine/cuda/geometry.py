@@ -149,8 +149,9 @@ class Geometry:
 
     @property
     def wide(self) -> int:
-        """float32 numbers of the wide input buffer, which also holds each warp's partial attention."""
-        return max(self.config.hidden_size, self.warps * self.group * (self.config.head_dim + 2))
+        """float32 numbers of the wide input buffer, which also holds each warp's partial attention; whole float4."""
+        partial = self.warps * self.group * (self.config.head_dim + 2)
+        return max(self.config.hidden_size, -(-partial // 4) * 4)
 
     @property
     def narrow(self) -> int:

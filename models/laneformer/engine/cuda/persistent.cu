@@ -63,7 +63,8 @@ struct Persistent : Block {
     Word* choice = own_inbox() + kChoiceAt;
     if (decides) {
       const int token = draw_one();
-      if (thread_index() == 0) store_word(choice, float_of(static_cast<uint32_t>(token) | cancel), token_epoch + 1);
+      for (int d = thread_index(); d < DEVICES; d += kThreads)
+        store_word(inbox(d) + kChoiceAt, float_of(static_cast<uint32_t>(token) | cancel), token_epoch + 1);
     }
     const uint32_t bits = bits_of(wait_word(load_word(choice), choice, token_epoch + 1, kChoice, watch));
     cancelled = bits & kCancelled;

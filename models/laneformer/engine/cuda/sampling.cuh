@@ -12,6 +12,9 @@ struct Candidate {
   int token;
 };
 
+// what every score beats but NaN; a token none the less, so that a broken model's next one has an embedding
+DEVICE Candidate no_candidate() { return {-INFINITY, kLanes * kVocab - 1}; }
+
 DEVICE Candidate better(Candidate a, Candidate b) {
   return b.score > a.score || (b.score == a.score && b.token < a.token) ? b : a;
 }
@@ -48,7 +51,7 @@ struct Sampling {
 
   DEVICE float score(float logit, int position, int token) const {
     if (inverse_temperature == 0.0f) return logit;
-    const float uniform = (philox(seed, position, token) >> 8) * 0x1p-24f + 0x1p-25f;  // inside 0 .. 1
+    const float uniform = (philox(seed, position, token) >> 9) * 0x1p-23f + 0x1p-24f;  // exact: never 0, never 1
     return logit * inverse_temperature - logf(-logf(uniform));
   }
 };
@@ -82,7 +85,7 @@ DEVICE_CALL int draw(Sampling sampling, const Word* words, uint32_t epoch, int p
                 Candidate* candidates, Watch watch) {
   constexpr int kAll = kLanes * kVocab;
   float logits[kScoresPerThread];
-  Candidate best = {-INFINITY, 0};
+  Candidate best = no_candidate();
 #pragma unroll 1
   for (int token = thread_index(); token < kAll; token += kThreads)
     best = better(best, {wait_word(load_word(words + token), words + token, epoch, kScores, watch), token});
@@ -106,7 +109,7 @@ DEVICE_CALL int draw(Sampling sampling, const Word* words, uint32_t epoch, int p
     const uint32_t key = threshold(logits, sampling.top_p * total, per_warp, weight);
     least = key > least ? key : least;
   }
-  best = {-INFINITY, 0};
+  best = no_candidate();
 #pragma unroll 1
   for (int token = thread_index(); token < kAll; token += kThreads) {
     const float logit = load_word(words + token).value;

@@ -1,0 +1,31 @@
+// The sampler alone, one block: a token for each position from the same logits, by the path that the engine takes.
+#include "cuda_emulator.h"
+#include "block.cuh"
+
+struct Picks {
+  Sampling sampling;
+  const float* logits;  // [vocabulary]
+  Word* words;          // [vocabulary]
+  int* tokens;          // [count]
+  int first, count;
+};
+
+void pick(Picks p) {
+  Candidate* candidates = reinterpret_cast<Candidate*>(dynamic_shared());
+  float* per_warp = reinterpret_cast<float*>(candidates + kWarps);
+  constexpr int kAll = kLanes * kVocab;
+  for (int i = 0; i < p.count; ++i) {
+    const int position = p.first + i;
+    Candidate best = no_candidate();
+    for (int token = kAll - 1 - thread_index(); token >= 0; token -= kThreads) {
+      best = better(best, {p.sampling.score(p.logits[token], position, token), token});
+      store_word(p.words + token, p.logits[token], i + 1);
+    }
+    const int token = p.sampling.filters()
+                          ? draw(p.sampling, p.words, i + 1, position, per_warp, candidates, {})
+                          : best_of_block(best, candidates).token;
+    if (thread_index() == 0) p.tokens[i] = token;
+    sync_block();
+  }
+}
+EMULATE(pick, Picks)
