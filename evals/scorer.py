@@ -182,7 +182,7 @@ def causal_model_class(folder: Path) -> Any:
 
 
 def chosen_kind(model: Path, device: str = "auto", kind: Kind = "auto") -> Literal["engine", "transformers"]:
-    """Whether `kind="auto"` means the engine: for a Laneformer, but on CUDA, which this engine does not have."""
+    """Whether `kind="auto"` means the engine: for a Laneformer, but on CUDA until that engine has run on a GPU."""
     ours = read_config(model).get("model_type") == "laneformer"
     if kind == "engine" and not ours:
         raise ValueError(f"kind = 'engine': {model} is no Laneformer; use 'transformers' or 'auto'")

@@ -2,10 +2,10 @@
 
     PYTHONPATH=models:. python3 -m tools.bench_cuda --out docs/benchmarks/DATE-gpu-decode.md
 
-Needs Python with torch (CUDA), transformers and cuda-core, and this checkout; nothing is installed or built. The steps run in a
-process of their own (tools.bench_cuda_worker), each within a time of its own, the most important ones first: what
-crashes or hangs costs its step, and what no time is left for is named as not measured. The report is written anew after
-every step. Speeds stand below the verdict of the correctness check, whatever it is. The last line of stdout is JSON.
+Needs Python with torch (CUDA), transformers and cuda-core, and this checkout; nothing is installed or built. The steps
+run in a process of their own (tools.bench_cuda_worker), each within a time of its own, the most important ones first:
+what crashes or hangs costs its step, and what no time is left for is named as not measured. The report is written anew
+after every step. Speeds stand below the verdict of the correctness check. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from laneformer.config import FLAVORS
+from laneformer.engine.device import why_no_cuda
 from laneformer.provenance import code_version, write_atomically
 from tools.bench_cuda_report import markdown
 
@@ -39,15 +38,20 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """A measurement, the least time that it makes sense to start it with, and the most it gets, both in seconds."""
+    """A measurement, the least time that it makes sense to start it with, and the most it gets, both in seconds.
+
+    `first_of`: the version whose first tokens these are; where they fail, no later step is to try it.
+    """
 
     name: str
     least_s: float
     most_s: float
+    first_of: str | None = None
 
 
 STEPS = (
-    Step("machine", 10, 60), Step("probe", 15, 90), Step("correctness", 40, 220), Step("decode", 10, 70),
+    Step("machine", 10, 60), Step("first_persistent", 15, 60, "persistent"), Step("first_graph", 15, 40, "graph"),
+    Step("probe", 10, 60), Step("correctness", 40, 220), Step("decode", 10, 70),
     Step("rivals", 20, 80), Step("sweep", 20, 110), Step("prefill", 5, 30), Step("fp16", 20, 60),
     Step("lane_alone", 15, 50), Step("two_groups", 15, 50), Step("sanitizer", 20, 60), Step("compiled", 45, 120),
     Step("max_autotune", 90, 240),
@@ -78,6 +82,11 @@ class Worker:
             self.close()
             return {"error": f"its process ended with status {status}"}
         return json.loads(answer)
+
+    def leave_out(self, version: str) -> None:
+        """From now on the process is one that does not try this version."""
+        self.close()
+        self.command += ["--without", version]
 
     def _running(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
         if self.process is None or self.process.poll() is not None:
@@ -117,6 +126,8 @@ def measure(
             print(f"{step.name}, {left:.0f} s left", file=sys.stderr, flush=True)
             start = clock()
             done[step.name] = worker.ask(step.name, min(left, step.most_s))
+            if step.first_of and "result" not in done[step.name]:
+                worker.leave_out(step.first_of)
             done[step.name]["seconds"] = round(clock() - start, 1)
         save(done)
     return done
@@ -147,14 +158,10 @@ def chosen_steps(names: str | None) -> list[Step]:
 
 def check_machine() -> None:
     """ValueError where nothing can be measured, with what is missing."""
-    if not torch.cuda.is_available():
-        raise ValueError(
-            f"no GPU: torch {torch.__version__} sees none. Run this on a machine with an NVIDIA GPU (A100 or newer) "
-            "and a CUDA build of torch; on a CPU, python -m tools.bench_decode measures the CPU engine"
-        )
-    for module, package in (("transformers", "transformers"), ("cuda", "cuda-core[cu13]")):
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"{module} cannot be imported: pip install '{package}'")
+    if reason := why_no_cuda():
+        raise ValueError(f"{reason}. On a CPU, python -m tools.bench_decode measures the CPU engine")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("transformers, the reference, cannot be imported: pip install transformers")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import torch
 
@@ -60,10 +61,9 @@ def first_lane(name: str, tensor: Tensor) -> Tensor:
 
 def two_groups(session: Session) -> Report:
     """Half of the lanes each in two launches with memories of their own, as on two GPUs, on one."""
-    expected = greedy(session.persistent, [5])
-    report: Report = {}
+    expected, report = greedy(session.persistent, [5]), dict[str, Any]()
+    decoder = CudaDecoder(session.config, session.tensors, session.dtype, (DEVICE, DEVICE), limit_s=LIMIT_S)
     for cooperative in (True, False):  # the driver may not run two cooperative launches side by side
-        decoder = CudaDecoder(session.config, session.tensors, session.dtype, (DEVICE, DEVICE), limit_s=LIMIT_S)
         for kernels in decoder.kernels:
             kernels.cooperative = cooperative
         try:

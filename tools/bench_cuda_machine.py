@@ -14,11 +14,9 @@ QUERIES = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Name, sizes, clocks (after some work, so that they are not those of idleness) and versions."""
+    """Name, sizes, clocks under load and versions."""
     properties = torch.cuda.get_device_properties(device)
-    work = torch.ones(4096, 4096, device=device)
-    for _ in range(50):
-        work = work @ work * 1e-4
+    work(device)
     clocks = nvidia_smi(device.index or 0)
     return {
         "gpu": properties.name,
@@ -32,6 +30,13 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         **clocks,
         **{name: version(name) for name in PACKAGES},
     }
+
+
+def work(device: torch.device) -> None:
+    """Some hundred milliseconds of it, so that the clocks are not those of idleness; it may still run on return."""
+    matrix = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(200):
+        matrix = matrix @ matrix * 1e-4
 
 
 def nvidia_smi(index: int) -> dict[str, str]:

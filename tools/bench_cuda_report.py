@@ -198,6 +198,8 @@ def facts_section(result: Report, steps: Report) -> str:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Report, Report], str]]] = {
+    "first_persistent": ("The persistent kernel's first tokens", facts_section),
+    "first_graph": ("The graph's first tokens", facts_section),
     "probe": ("Read bandwidth", probe_section),
     "correctness": ("Correctness", correctness_section),
     "decode": ("Decode", decode_section),

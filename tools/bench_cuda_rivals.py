@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ def eager(config: LaneformerConfig, weights: Weights) -> Turn:
     return turn
 
 
-def compiled(config: LaneformerConfig, weights: Weights, mode: str, length: int) -> Turn:
+def static(config: LaneformerConfig, weights: Weights, mode: str, length: int) -> Turn:
     """A greedy loop over the compiled forward with a static cache of `length`; the first turn compiles.
 
     Mode "reduce-overhead" replays CUDA graphs, "max-autotune" also tries kernels.
@@ -58,6 +59,12 @@ def compiled(config: LaneformerConfig, weights: Weights, mode: str, length: int)
         return tokens / (time.perf_counter() - start)
 
     return turn
+
+
+def later(make: Callable[[], Turn]) -> Turn:
+    """A contestant that is made at its first turn, so that it can fail alone."""
+    made = functools.cache(make)
+    return lambda tokens: made()(tokens)
 
 
 def alternate(turns: dict[str, Turn], rounds: int, tokens: int, time_left: Callable[[], float]) -> dict[str, Any]:

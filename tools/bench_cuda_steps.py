@@ -13,9 +13,10 @@ from laneformer import LaneformerConfig
 from laneformer.engine.checkpoint import Tensor
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.decoder import CudaDecoder
-from tools import bench_cuda_check, bench_cuda_rivals
+from tools import bench_cuda_check
 from tools.bench_cuda_alone import TURN_TOKENS, lane_alone, median_speed, turn_of, two_groups
 from tools.bench_cuda_machine import machine_facts
+from tools.bench_cuda_rivals import alternate, eager, later, static
 from tools.bench_cuda_sanitize import sanitizer
 from tools.bench_cuda_session import DEVICE, LIMIT_S, Report, Session, say
 from tools.check_reference import random_weights, tensors_of
@@ -32,9 +33,22 @@ def machine(session: Session) -> Report:
     return machine_facts(torch.device(DEVICE))
 
 
+def first(session: Session, version: str) -> Report:
+    """A few tokens, before anything else is asked of a version: one that hangs or crashes is left out from here on."""
+    decoder = getattr(session, version)
+    return {"tokens": bench_cuda_check.greedy(decoder, [5], 8), "geometry": shape_of(decoder)}
+
+
+def shape_of(decoder: CudaDecoder) -> Report:
+    g = decoder.geometry
+    names = ("blocks_per_lane", "warps", "chunk_bytes", "chunks", "splits", "shared_bytes")
+    return {name: getattr(g, name) for name in names}
+
+
 def probe(session: Session) -> Report:
     """The kernels' reads, and torch's copy of a large tensor, which reads and writes."""
-    source = session.persistent.memories[0].tapes
+    memory = session.any_version.memories[0]
+    source = memory.tapes
     target, (start, end) = torch.empty_like(source), (torch.cuda.Event(enable_timing=True) for _ in range(2))
     seconds = []
     for _ in range(6):
@@ -43,7 +57,6 @@ def probe(session: Session) -> Report:
         end.record()
         end.synchronize()
         seconds.append(start.elapsed_time(end) / 1000)
-    memory = session.persistent.memories[0]
     return {
         **{f"{name}_bytes_per_s": rate for name, rate in session.bandwidth.items()},
         "torch_copy_bytes_per_s": 2 * source.nbytes / min(seconds[1:]),
@@ -57,8 +70,8 @@ def probe(session: Session) -> Report:
 def correctness(session: Session) -> Report:
     """The verdict; speeds are shown beside it."""
     truth = bench_cuda_check.reference(session.config, session.weights, bench_cuda_check.scored_length(session.config))
-    decoders = {"persistent": session.persistent, "graph": session.graph}
-    report = bench_cuda_check.check(decoders, truth, GREEDY_PROMPTS, session.runs, say)
+    makers = {"persistent": lambda: session.persistent, "graph": lambda: session.graph}
+    report = bench_cuda_check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
     del truth
     torch.cuda.empty_cache()
     say("planted faults")
@@ -92,17 +105,20 @@ def prefill(session: Session) -> Report:
 def rivals(session: Session) -> Report:
     """The graph of kernels, the kernel whose exchanges wait for all blocks, and Transformers."""
     turns = {
-        "persistent": turn_of(session.persistent), "graph": turn_of(session.graph),
-        "wide_exchanges": turn_of(session.make(wide_exchanges=True)),
-        "hf_generate": bench_cuda_rivals.eager(session.config, session.weights),
+        "persistent": later(lambda: turn_of(session.persistent)),
+        "graph": later(lambda: turn_of(session.graph)),
+        "wide_exchanges": later(lambda: turn_of(session.make(wide_exchanges=True))),
+        "hf_generate": later(lambda: eager(session.config, session.weights)),
     }  # fmt: skip
-    return bench_cuda_rivals.alternate(turns, 6, TURN_TOKENS, session.time_left)
+    return alternate(turns, 6, TURN_TOKENS, session.time_left)
 
 
 def compiled(session: Session, mode: str) -> Report:
-    rival = bench_cuda_rivals.compiled(session.config, session.weights, mode, 2 * TURN_TOKENS)
-    turns = {"persistent": turn_of(session.persistent), "hf_compiled": rival}
-    return {"mode": mode, **bench_cuda_rivals.alternate(turns, 4, TURN_TOKENS, session.time_left)}
+    turns = {
+        "persistent": later(lambda: turn_of(session.persistent)),
+        "hf_compiled": later(lambda: static(session.config, session.weights, mode, 2 * TURN_TOKENS)),
+    }
+    return {"mode": mode, **alternate(turns, 4, TURN_TOKENS, session.time_left)}
 
 
 def sweep(session: Session) -> Report:
@@ -134,8 +150,19 @@ def fp16(session: Session) -> Report:
 
 
 STEPS: dict[str, Callable[[Session], Report]] = {
-    "machine": machine, "probe": probe, "correctness": correctness, "decode": decode, "rivals": rivals,
-    "sweep": sweep, "prefill": prefill, "fp16": fp16, "lane_alone": lane_alone, "two_groups": two_groups,
-    "sanitizer": sanitizer, "compiled": functools.partial(compiled, mode="reduce-overhead"),
+    "machine": machine,
+    "first_persistent": functools.partial(first, version="persistent"),
+    "first_graph": functools.partial(first, version="graph"),
+    "probe": probe,
+    "correctness": correctness,
+    "decode": decode,
+    "rivals": rivals,
+    "sweep": sweep,
+    "prefill": prefill,
+    "fp16": fp16,
+    "lane_alone": lane_alone,
+    "two_groups": two_groups,
+    "sanitizer": sanitizer,
+    "compiled": functools.partial(compiled, mode="reduce-overhead"),
     "max_autotune": functools.partial(compiled, mode="max-autotune"),
-}  # fmt: skip
+}

@@ -14,12 +14,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from tools.bench_cuda_sanitize import smoke
-from tools.bench_cuda_session import Session
-from tools.bench_cuda_steps import STEPS
-
 
 def serve(session: Any, steps: dict[str, Callable[[Any], Any]], alive: Callable[[], bool]) -> None:
     """Answer every line of stdin; stdout carries answers alone, what libraries print goes to stderr."""
@@ -40,6 +34,8 @@ def serve(session: Any, steps: dict[str, Callable[[Any], Any]], alive: Callable[
 
 def context_alive() -> bool:
     """Whether the GPU still answers this process: after an illegal access it never does again."""
+    import torch
+
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -52,9 +48,14 @@ def main() -> None:
     parser.add_argument("--flavor", default="2b")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--without", action="append", default=[], help="a version that is known to be broken")
     parser.add_argument("--smoke", action="store_true", help="one short text, for compute-sanitizer")
     options = parser.parse_args()
-    session = Session(options.flavor, options.dtype, options.runs)
+    from tools.bench_cuda_sanitize import smoke  # heavy imports, once it is known what for
+    from tools.bench_cuda_session import Session
+    from tools.bench_cuda_steps import STEPS
+
+    session = Session(options.flavor, options.dtype, options.runs, options.without)
     if options.smoke:
         smoke(session)
     else:

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from .engine import Engine, GenerationOptions
 
-Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32", "int8"]
 
 SAMPLING_FLAGS = (
@@ -47,8 +46,9 @@ class Generate:
     min_new_tokens: int = 0
     ignore_eos: bool = False
     speculate: int = 0
-    """Guess so many tokens from earlier text and verify them in one pass; the output stays the same."""
-    device: Device = "auto"
+    """Guess so many tokens from earlier text and verify them in one pass; the output stays the same. CPU only."""
+    device: str = "auto"
+    """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
     dtype: Dtype = "auto"
     """Of the matrices; auto: the checkpoint's. int8 halves what 16 bits read per token; the output may change."""
     threads: int | None = None
@@ -67,7 +67,8 @@ class Bench:
     """Folder of a model; or use --random-weights."""
     random_weights: Literal["2b", "300m", "tiny"] | None = None
     """Random weights of this flavor."""
-    device: Device = "auto"
+    device: str = "auto"
+    """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Dtype = "auto"
     """auto: the checkpoint's, or bf16 for random weights; int8 is another model, not to be compared with 16 bits."""
     math: Literal["exact", "bf16"] = "exact"
@@ -75,7 +76,7 @@ class Bench:
     depth: tuple[int, ...] = (0,)
     """Cached positions before the measured tokens; of several, the JSON holds the others under "depths"."""
     barriers: bool = False
-    """Also decode with a barrier after every module, in turn with the normal stretches."""
+    """Also decode with a barrier after every module, in turn with the normal stretches. CPU only."""
     threads: int | None = None
     pin: bool = False
     cache: bool = True
@@ -129,10 +130,11 @@ def bench(command: Bench) -> None:
     figures |= {"depths": deeper} if deeper else {}
     figures["model"] = command.random_weights or str(command.hf_dir)
     if not command.json:
+        reader = f"{figures['threads']} threads" if "threads" in figures else figures["device"]
         console.print(
             f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = "
             f"[bold]{figures['percent_of_probe']:.0f}%[/] of the {figures['probe_bytes_per_s'] / 1e9:.1f} GB/s that "
-            f"{figures['threads']} threads read just then; "
+            f"{reader} read just then; "
             f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
         )
     print(json.dumps(figures))

@@ -91,9 +91,10 @@ def launch(
     for name, (address, size) in (names or {}).items():
         library.emulator_name(name.encode(), ctypes.c_void_p(address), ctypes.c_uint64(size))
     message = ctypes.create_string_buffer(16384)
+    kind = type(grids[0])  # the others' may be an equal class
     failed = getattr(library, f"emulate_{kernel}")(
-        (type(grids[0]) * len(grids))(*grids), len(grids), blocks, threads, shared_bytes, ctypes.c_uint64(seed),
-        WATCHDOG if watchdog else 0, message, len(message),
+        (kind * len(grids))(*map(kind.from_buffer_copy, grids)), len(grids), blocks, threads, shared_bytes,
+        ctypes.c_uint64(seed), WATCHDOG if watchdog else 0, message, len(message),
     )  # fmt: skip
     if failed:
         raise EmulationError(f"{kernel}, seed {seed}: {message.value.decode()}")

@@ -76,9 +76,10 @@ class Emulated:
         ]
         self.library = self.build(source_of(version, self.geometry), cache)
 
-    def build(self, source: str, cache: Path) -> ctypes.CDLL:
+    def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
+        """The kernels of this text, which includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
-        return cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, cache)
+        return cuda_emulator.build(source, [folder], {"TABLE": "constexpr"}, cache)
 
     def arguments(self, ids: list[int], position: int, max_tokens: int, **options: Any) -> list[ctypes.Structure]:
         inboxes = [memory.inbox for memory in self.memories]

@@ -2,16 +2,17 @@
 
 Two checks take the place of one loose tolerance. The reference attends to the kernels' own keys and values, so a number
 that fp32 has rounded to the other side costs nothing later on; and each of those must be a 16-bit rounding of the
-reference's, give or take the error of fp32. That error is found by making it: the reference is computed again with
-every rounding of fp32 at its worst and random in sign. A sum of n terms is off by up to n u sum |terms| (Higham,
-Accuracy and Stability of Numerical Algorithms, chapter 3; u = 2^-24), in any order. The kernels' own errors are of
-random size as well as sign, so they stay below the largest of a few such draws.
+reference's, give or take the error of fp32. That error is found by making it: the reference is computed again with an
+error in each of its numbers, random in sign and as large as fp32 can be expected to make it. That is sqrt(n) u sum
+|terms| for n terms in any order (Higham and Mary 2019, A New Approach to Probabilistic Rounding Error Analysis;
+u = 2^-24). The kernels' own errors are of random size too, so they stay below the largest of a few such draws.
 
     T positions   K KV heads   d head dimension   V vocabulary
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,11 +99,11 @@ def expected(emulated: Emulated, ids: list[int], kept: list[tuple[Tensor, Tensor
 
 @contextmanager
 def worst_roundings(model: Laneformer, generator: torch.Generator) -> Iterator[None]:
-    """The model with an error of the size that fp32 can make, and a random sign, in each number that it computes."""
+    """The model with an error such as fp32 makes in each number that it computes."""
 
     def off(size: Tensor, roundings: int) -> Tensor:
         signs = 2 * torch.randint(0, 2, size.shape, generator=generator) - 1
-        return (roundings + AROUND) * UNIT * size * signs
+        return math.sqrt(roundings + AROUND) * UNIT * size * signs
 
     def linear(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         (x,), weight = inputs, module.weight
@@ -120,7 +121,9 @@ def worst_roundings(model: Laneformer, generator: torch.Generator) -> Iterator[N
     attentions: list[Any] = [m for m in model.modules() if isinstance(m, LaneAttention)]
     for attention in attentions:  # the products of queries and keys are off by no more than the queries are
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, exact: Any = attention.attend) -> Any:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, exact: Any = attention.attend
+        ) -> Any:
             output = exact(query, key, value, mask)
             return output + off(exact(query, key, value.abs(), mask), query.shape[-1] + key.shape[-2])
 

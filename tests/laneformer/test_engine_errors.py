@@ -112,7 +112,7 @@ def test_scoring_takes_one_id_more_than_the_context(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cuda"}, "CUDA engine is not in this version"),
+        ({"device": "cuda:x"}, "device = 'cuda:x' is unknown"),
         ({"device": "tpu"}, "device = 'tpu'"),
         ({"dtype": "int3"}, "dtype = 'int3'"),
         ({"threads": 0}, "threads"),

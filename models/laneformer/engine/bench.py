@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from .device import CUDA
 from .engine import Engine
 from .options import GenerationOptions
 
@@ -30,8 +31,10 @@ def benchmark(
 ) -> dict[str, Any]:
     """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`.
 
-    `barriers` adds the ablation: as many stretches again, which are in no other figure.
+    `barriers` adds the ablation: as many stretches again, which are in no other figure. On GPUs: cuda/bench.py.
     """
+    if engine.isa == CUDA:
+        return on_gpus(engine, depth, progress, barriers)
     context = engine.config.max_position_embeddings
     if not 0 <= depth <= context - 64:
         raise ValueError(f"depth = {depth} is outside 0 to {context - 64} (the context of {context} less 64 to decode)")
@@ -76,6 +79,18 @@ def benchmark(
         "cpu": cpu_name(),
         **ablation,
     }
+
+
+def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barriers: bool) -> dict[str, Any]:
+    from .cuda import bench  # not before: it imports torch
+    from .cuda.engine import CudaEngine
+
+    assert isinstance(engine, CudaEngine), f"isa {CUDA!r} is the GPU engine's"
+    if barriers:
+        raise ValueError(
+            "barriers = True: on GPUs the ablation is a kernel of its own, which tools.bench_cuda measures"
+        )
+    return bench.benchmark(engine.gpu, depth, progress)
 
 
 def measure_barriers(engine: Engine, prompt: list[int], stretch: int) -> dict[str, float]:

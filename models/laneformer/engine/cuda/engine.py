@@ -18,6 +18,7 @@ import torch
 from ...config import LaneformerConfig
 from .. import _core
 from ..checkpoint import Tensor
+from ..device import CUDA
 from ..engine import Engine
 from ..options import GenerationOptions
 from .decoder import POLL_S, CudaDecoder
@@ -113,7 +114,7 @@ class Requests:
 
     @property
     def isa(self) -> str:
-        return "cuda"
+        return CUDA
 
     @property
     def weight_bytes(self) -> int:

@@ -21,6 +21,7 @@ JOIN_NAMES = {Join.PRESENT: "kPresent", Join.NO_REDUCE: "kNoReduce", Join.PAST: 
 SEGMENT_BYTES = 512
 MOST_CHUNKS = 16  # deeper rings hide nothing more
 MOST_STOPS = 16
+MOST_WARPS = 32
 MOST_SPLITS = 16  # of the keys: each reader of the attention merges them all
 
 
@@ -268,13 +269,15 @@ def plan(
         raise ValueError(
             f"{lanes} lanes need {lanes} multiprocessors, this GPU has {machine.multiprocessors}; use more GPUs"
         )
-    blocks = blocks_per_lane or most
+    blocks = most if blocks_per_lane is None else blocks_per_lane
     if not 1 <= blocks <= most:
         raise ValueError(
             f"blocks_per_lane = {blocks} is outside 1 to {most} ({machine.multiprocessors} multiprocessors)"
         )
-    if chunk_bytes % SEGMENT_BYTES:
-        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a multiple of {SEGMENT_BYTES}")
+    if not 1 <= warps <= MOST_WARPS:
+        raise ValueError(f"warps = {warps} is outside 1 to {MOST_WARPS}, which is what a block can have")
+    if chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES:
+        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
     bare = Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges)
     for op in OPS:
         check_matrix(op, bare.matrix(op), bare.warps_per_lane)
@@ -294,10 +297,13 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         raise ValueError(
             f"lm_head_type = {config.lm_head_type!r}: the CUDA engine has the vocab_parallel head only; use the CPU"
         )
-    if config.num_lanes % devices:
-        raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly")
+    if devices < 1 or config.num_lanes % devices:
+        counts = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
+        raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly; use one of {counts}")
     if config.head_dim % 8:
-        raise ValueError(f"head dimension {config.head_dim} is not a multiple of 8, which the CUDA engine needs")
+        raise ValueError(
+            f"head dimension {config.head_dim} is not a multiple of 8, which the CUDA engine needs; use the CPU engine"
+        )
 
 
 def check_matrix(op: str, matrix: Matrix, warps: int) -> None:

@@ -52,11 +52,11 @@ class Kernels:
         if self.cooperative:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
-        elif self.version == "graph":
+        else:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = int(self.architecture >= 90)
-        if self.cooperative or self.version == "graph":
-            config.attrs, config.numAttrs = [attribute], 1
+            overlaps = self.version == "graph" and self.architecture >= 90
+            attribute.value.programmaticStreamSerializationAllowed = int(overlaps)
+        config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
 

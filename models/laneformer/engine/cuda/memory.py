@@ -133,9 +133,8 @@ def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype
 def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.Tensor:
     """A tensor in this 16-bit type, as int16; ValueError where a value is not finite."""
     tensor = tensors[name]
-    values = torch.from_numpy(
-        np.ascontiguousarray(tensor.values).view(np.float32 if tensor.dtype == "fp32" else np.int16)
-    )
+    # a copy: torch warns of arrays that cannot be written, such as a mapped file
+    values = torch.from_numpy(np.array(tensor.values).view(np.float32 if tensor.dtype == "fp32" else np.int16))
     if tensor.dtype != "fp32":
         values = values.view(TORCH_TYPES[tensor.dtype])
     values = values.to(TORCH_TYPES[dtype])
@@ -151,7 +150,7 @@ def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torc
     scales = []
     for name in [*names, "norm.weight"]:
         tensor = tensors[name]
-        values = torch.from_numpy(np.ascontiguousarray(tensor.values))
+        values = torch.from_numpy(np.array(tensor.values))
         if tensor.dtype != "fp32":
             values = values.view(torch.int16).view(TORCH_TYPES[tensor.dtype]).float()
         if not values.isfinite().all():
