@@ -81,7 +81,10 @@ class Worker:
             status = process.wait()
             self.close()
             return {"error": f"its process ended with status {status}"}
-        return json.loads(answer)
+        found: Report = json.loads(answer)
+        if found.pop("ends", False):
+            self.close()
+        return found
 
     def leave_out(self, version: str) -> None:
         """From now on the process is one that does not try this version."""

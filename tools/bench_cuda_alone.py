@@ -31,6 +31,7 @@ def median_speed(decoder: CudaDecoder) -> float:
 
 def lane_alone(session: Session) -> Report:
     """One lane on all multiprocessors, as each GPU of a machine with one lane a GPU would have it."""
+    session.need("persistent")
     config, rows = one_lane(session.config), []
     tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count

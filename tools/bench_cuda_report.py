@@ -35,7 +35,11 @@ def section(steps: Report, name: str, write: Callable[[Report, Report], str]) ->
     step = steps.get(name, {"not_measured": "its turn has not come"})
     if "result" in step:
         return write(step["result"], steps)
-    return f"not measured: {step.get('error') or step.get('not_measured')}"
+    return f"not measured: {one_line(step.get('error') or step.get('not_measured'))}"
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())[:400].replace("|", "/")
 
 
 def verdict_of(step: Report) -> str:
@@ -119,7 +123,7 @@ def correctness_section(result: Report, steps: Report) -> str:
 DECODE_COLUMNS = {
     "depth": "depth", "tokens_per_s": "tokens/s", "first_tokens_per_s": "first 32", "last_tokens_per_s": "last 32",
     "bytes_per_token": "MB/token", "percent_of_probe": "% of probe", "percent_of_datasheet": "% of datasheet",
-    "exposed_us_per_layer": "c, us/layer",
+    "exposed_us_per_layer": "c, us/layer", "version": "version",
 }  # fmt: skip
 
 
@@ -141,7 +145,7 @@ def rivals_section(result: Report, steps: Report) -> str:
         rows.append((name, median, min(speeds), max(speeds), *percents, ratio))
     columns = [f"turns of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
                "c, us/layer", "ours over it"]  # fmt: skip
-    failed = "".join(f"\n\n{name}: not measured, {reason}" for name, reason in result["failed"].items())
+    failed = "".join(f"\n\n{name}: not measured, {one_line(reason)}" for name, reason in result["failed"].items())
     mode = f"torch.compile mode {result['mode']}.\n\n" if "mode" in result else ""
     return mode + table(columns, rows) + failed
 
@@ -194,7 +198,7 @@ def alone_section(result: Report, steps: Report) -> str:
 
 
 def facts_section(result: Report, steps: Report) -> str:
-    return table(["", ""], ((key, str(value).replace("|", "/").replace("\n", " ")) for key, value in result.items()))
+    return table(["", ""], ((key, one_line(value)) for key, value in result.items()))
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Report, Report], str]]] = {

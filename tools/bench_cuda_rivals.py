@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 from laneformer import LaneformerConfig
 from tools.check_reference import Weights, hf_model
@@ -17,46 +18,30 @@ Turn = Callable[[int], float]  # new tokens -> tokens/s
 
 def eager(config: LaneformerConfig, weights: Weights) -> Turn:
     """generate() as it comes: a growing cache, no compilation."""
-    model: Any = hf_model(config, weights, torch.bfloat16)
-    ids = torch.tensor([[5]], device=model.device)
-
-    def turn(tokens: int) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens,
-            pad_token_id=0,
-        )  # fmt: skip
-        torch.cuda.synchronize()
-        return tokens / (time.perf_counter() - start)
-
-    return turn
+    return generating(hf_model(config, weights, torch.bfloat16))
 
 
-def static(config: LaneformerConfig, weights: Weights, mode: str, length: int) -> Turn:
-    """A greedy loop over the compiled forward with a static cache of `length`; the first turn compiles.
+def static(config: LaneformerConfig, weights: Weights, mode: str) -> Turn:
+    """generate() with a static cache, whose steps Transformers then compiles (on GPUs); the first turn does that.
 
     Mode "reduce-overhead" replays CUDA graphs, "max-autotune" also tries kernels.
     """
-    from transformers import StaticCache
+    compiled = CompileConfig(mode=mode, fullgraph=False)
+    return generating(hf_model(config, weights, torch.bfloat16), cache_implementation="static", compile_config=compiled)
 
-    model = hf_model(config, weights, torch.bfloat16)
-    forward: Any = torch.compile(model.forward, mode=mode)
-    cache = StaticCache(config=model.config, max_cache_len=length)
 
-    @torch.inference_mode()
+def generating(model: Any, **options: Any) -> Turn:
+    ids = torch.tensor([[5]], device=model.device)
+    asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **options}
+
     def turn(tokens: int) -> float:
-        assert tokens < length, f"{tokens} tokens do not fit in a cache of {length}"
-        cache.reset()
-        token = torch.tensor([[5]], device=model.device)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(tokens):
-            torch.compiler.cudagraph_mark_step_begin()
-            logits = forward(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            token = logits[:, -1].argmax(-1, keepdim=True).clone()
-            token.item()  # read back, as a sampler would
-        return tokens / (time.perf_counter() - start)
+        made = model.generate(ids, min_new_tokens=tokens, max_new_tokens=tokens, **asked)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        assert made.shape[1] == tokens + 1, f"{made.shape[1] - 1} tokens instead of {tokens}"
+        return tokens / seconds
 
     return turn
 

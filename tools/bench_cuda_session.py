@@ -41,8 +41,7 @@ class Session:
         return tensors_of(self.weights)
 
     def make(self, version: str = "persistent", **shape: Any) -> CudaDecoder:
-        if version in self.without:
-            raise RuntimeError(f"the {version} version failed at its first tokens")
+        self.need(version)
         return CudaDecoder(self.config, self.tensors, self.dtype, (DEVICE,), version, LIMIT_S, **shape)
 
     @functools.cached_property
@@ -53,9 +52,19 @@ class Session:
     def graph(self) -> CudaDecoder:
         return self.make("graph")
 
+    def need(self, version: str) -> None:
+        """RuntimeError if this version is not to be tried."""
+        if version in self.without:
+            raise RuntimeError(f"the {version} version failed at its first tokens")
+
+    @property
+    def version(self) -> str:
+        """The better one of those that work."""
+        return "graph" if "persistent" in self.without else "persistent"
+
     @property
     def any_version(self) -> CudaDecoder:
-        return self.graph if "persistent" in self.without else self.persistent
+        return self.graph if self.version == "graph" else self.persistent
 
     @functools.cached_property
     def bandwidth(self) -> dict[str, float]:

@@ -80,7 +80,7 @@ def correctness(session: Session) -> Report:
     weights = random_weights(config, dtype=session.weights["lm_head.weight"].dtype, device=DEVICE)
 
     def make(wrong: LaneformerConfig, tensors: dict[str, Tensor]) -> CudaDecoder:
-        return CudaDecoder(wrong, tensors, session.dtype, (DEVICE,), "persistent", LIMIT_S)
+        return CudaDecoder(wrong, tensors, session.dtype, (DEVICE,), session.version, LIMIT_S)
 
     planted = bench_cuda_check.check_faults(config, weights, make)
     report["passed"][f"planted faults are refused ({flavor})"] = planted["holds"]
@@ -93,13 +93,13 @@ def decode(session: Session) -> Report:
     context, measured = session.config.max_position_embeddings, {}
     bandwidth = max(session.bandwidth.values())
     for depth in sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS}):
-        measured[str(depth)] = bench.benchmark(session.persistent, depth, say, bandwidth)
+        measured[str(depth)] = bench.benchmark(session.any_version, depth, say, bandwidth)
     return {"depths": measured}
 
 
 def prefill(session: Session) -> Report:
-    ttft_s, tokens_per_s = bench.measure_prefill(session.persistent, 0)
-    return {"prompt": bench.prefill_length(session.persistent), "ttft_s": ttft_s, "tokens_per_s": tokens_per_s}
+    ttft_s, tokens_per_s = bench.measure_prefill(session.any_version, 0)
+    return {"prompt": bench.prefill_length(session.any_version), "ttft_s": ttft_s, "tokens_per_s": tokens_per_s}
 
 
 def rivals(session: Session) -> Report:
@@ -116,7 +116,7 @@ def rivals(session: Session) -> Report:
 def compiled(session: Session, mode: str) -> Report:
     turns = {
         "persistent": later(lambda: turn_of(session.persistent)),
-        "hf_compiled": later(lambda: static(session.config, session.weights, mode, 2 * TURN_TOKENS)),
+        "hf_compiled": later(lambda: static(session.config, session.weights, mode)),
     }
     return {"mode": mode, **alternate(turns, 4, TURN_TOKENS, session.time_left)}
 
@@ -143,7 +143,7 @@ def sweep(session: Session) -> Report:
 def fp16(session: Session) -> Report:
     """The same model in fp16: within the same limits, and as fast?"""
     weights = {name: weight.half() for name, weight in session.weights.items()}
-    decoder = CudaDecoder(session.config, tensors_of(weights), "fp16", (DEVICE,), "persistent", LIMIT_S)
+    decoder = CudaDecoder(session.config, tensors_of(weights), "fp16", (DEVICE,), session.version, LIMIT_S)
     truth = bench_cuda_check.reference(session.config, weights, bench_cuda_check.SHORT_LENGTH)
     compared = bench_cuda_check.compare(bench_cuda_check.score(decoder, truth.ids), truth)
     return {**compared, "tokens_per_s": median_speed(decoder)}

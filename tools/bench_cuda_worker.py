@@ -16,7 +16,10 @@ from typing import Any
 
 
 def serve(session: Any, steps: dict[str, Callable[[Any], Any]], alive: Callable[[], bool]) -> None:
-    """Answer every line of stdin; stdout carries answers alone, what libraries print goes to stderr."""
+    """Answer every line of stdin; stdout carries answers alone, what libraries print goes to stderr.
+
+    An answer says whether it is the last one, so that its reader gives the next step to another process.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -27,8 +30,9 @@ def serve(session: Any, steps: dict[str, Callable[[Any], Any]], alive: Callable[
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
-        print(json.dumps(answer), file=answers, flush=True)
-        if not alive():
+        ends = not alive()
+        print(json.dumps({**answer, "ends": ends}), file=answers, flush=True)
+        if ends:
             break
 
 
@@ -38,7 +42,7 @@ def context_alive() -> bool:
 
     try:
         torch.cuda.synchronize()
-    except RuntimeError:
+    except Exception:
         return False
     return True
 

@@ -81,7 +81,7 @@ SHAPES = {
     # head dimension 96; a window as long as the context
     "wide heads": Shape(
         {"broadcast_delay": 2, "use_early_comm": False, "use_attention_comm": False, "hidden_size": 192,
-         "num_attention_heads": 2, "num_key_value_heads": 2, "sliding_window": 32},
+         "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 3, "sliding_window": 32},
         blocks=5, warps=2,
     ),
     # every layer joins at once, on two GPUs

@@ -7,6 +7,7 @@ What the logits and tokens are held against, and the planted faults, are those o
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -48,8 +49,8 @@ def test_logits_and_tokens_of_both_versions_against_transformers(flavor):
     config = LaneformerConfig.from_flavor(flavor)
     weights = weights_of(config)
     tensors = tensors_of(weights)
-    decoders = {version: CudaDecoder(config, tensors, "bf16", version=version) for version in ("persistent", "graph")}
-    report = check(decoders, reference(config, weights, scored_length(config)), count=12, runs=100, progress=print)
+    makers = {v: functools.partial(CudaDecoder, config, tensors, "bf16", version=v) for v in ("persistent", "graph")}
+    report = check(makers, reference(config, weights, scored_length(config)), count=12, runs=100, progress=print)
     assert len(report["passed"]) == 10
     assert all(report["passed"].values()), report
 

@@ -109,7 +109,9 @@ from types import SimpleNamespace
 from tools.bench_cuda_worker import serve
 def good(session): print("noise of a library"); return {"x": 1}
 def bad(session): raise RuntimeError("broken")
-serve(SimpleNamespace(), {"good": good, "bad": bad}, lambda: True)
+def deadly(session): global alive; alive = False; raise RuntimeError("illegal access")
+alive = True
+serve(SimpleNamespace(), {"good": good, "bad": bad, "deadly": deadly}, lambda: alive)
 """
 
 
@@ -118,6 +120,8 @@ def test_the_real_worker_answers_in_json_whatever_is_printed() -> None:
     try:
         assert worker.ask("good", 100) == {"result": {"x": 1}}
         assert worker.ask("bad", 100) == {"error": "RuntimeError: broken"}
+        assert worker.ask("deadly", 100) == {"error": "RuntimeError: illegal access"}
+        assert worker.ask("good", 100) == {"result": {"x": 1}}, "the next step is not asked of a dying process"
     finally:
         worker.close()
 
@@ -269,7 +273,7 @@ HEAD = {"date": "2026-01-01 00:00 UTC", "command": "x", "commit": "abc", "flavor
 DEPTH = {
     "depth": 0, "tokens_per_s": 900.0, "first_tokens_per_s": 910.0, "last_tokens_per_s": 890.0,
     "bytes_per_token": 4_443_340_800, "percent_of_probe": 91.0, "percent_of_datasheet": 83.3,
-    "exposed_us_per_layer": 7.1,
+    "exposed_us_per_layer": 7.1, "version": "persistent",
 }  # fmt: skip
 GREEDY = {"prompts": 8, "same": 7, "parted": [{"prompt": 3, "token": 9, "lead": 1e-4, "tie": 2e-3}]}
 VERSION = {"relative_error": 1e-3, "kl": 1e-6, "worst": 1e-3, "holds": True, "greedy": GREEDY, "differing_runs": 0}
@@ -305,7 +309,7 @@ def test_the_report_shows_every_figure_and_names_what_is_missing() -> None:
     text = page(**RECORDED)
     for column in bench_cuda_report.DECODE_COLUMNS.values():
         assert f"| {column} |" in text
-    assert "| 0 | 900 | 910 | 890 | 4443 | 91 | 83.3 | 7.1 |" in text
+    assert "| 0 | 900 | 910 | 890 | 4443 | 91 | 83.3 | 7.1 | persistent |" in text
     assert "| our ring of bulk copies | 4400 | 91.7 |" in text
     assert "4.443 GB a token; 4.445 GB with" in text
     assert "**Correctness: all checks hold.**" in text

@@ -105,7 +105,6 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
-    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
     session = Session("tiny", "bf16", runs=3)
     session.config, session.deadline = CONFIG, time.monotonic() + 600
     return session
@@ -138,3 +137,18 @@ def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: p
     assert not found["holds"]
     assert "persistent: closer to float32 than bf16 is" in found["failed"]
     assert "persistent: greedy tokens" in found["failed"]
+
+
+def test_without_the_persistent_kernel_the_graph_is_measured(session: Session) -> None:
+    session.without = ("persistent",)
+    with pytest.raises(RuntimeError, match="the persistent version failed at its first tokens"):
+        bench_cuda_steps.STEPS["first_persistent"](session)
+    assert {row["version"] for row in bench_cuda_steps.decode(session)["depths"].values()} == {"graph"}
+    turns = bench_cuda_steps.rivals(session)
+    assert set(turns["failed"]) == {"persistent", "wide_exchanges"}
+    assert set(turns["tokens_per_s"]) == {"graph", "hf_generate"}
+    found = bench_cuda_steps.correctness(session)
+    assert found["failed"] == ["persistent: runs"]
+    for step in ("lane_alone", "two_groups"):
+        with pytest.raises(RuntimeError, match="the persistent version"):
+            bench_cuda_steps.STEPS[step](session)

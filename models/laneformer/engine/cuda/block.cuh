@@ -319,7 +319,7 @@ struct Block {
     best = best_of_block(best, candidates);
     const float first = wait_word(load_word(words_of_all + 1), words_of_all + 1, token_epoch + 1, kBest, watch);
     cancelled = bits_of(first) & kCancelled;
-    return best.token < kLanes * kVocab ? best.token : 0;  // none where no logit is a number
+    return best.token;
   }
 
   DEVICE int draw_one() {
