@@ -6,6 +6,7 @@ hash of everything that decides them: sources, constants, options, and the compi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -58,4 +59,5 @@ def keep(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
         os.replace(unfinished, path)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()

@@ -45,12 +45,13 @@ class DeviceCache:
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
-        new = torch.stack((key[0], value[0]))  # (2, K, S, d)
+        kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.dtype])  # (2, K, S, d)
+        new = kept.to(key.dtype)  # seen as later tokens will see them
         everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
         first = 0
         for memory in self.memories:
             heads = memory.geometry.lanes_per_device * memory.geometry.config.kv_heads_per_lane
-            self._write(memory, layer_idx, new[:, first : first + heads])
+            self._write(memory, layer_idx, kept[:, first : first + heads])
             first += heads
         return everything[:1], everything[1:]
 
