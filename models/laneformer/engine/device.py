@@ -13,12 +13,14 @@ DRIVER = "libcuda.so.1"
 
 
 def cuda_devices(device: str) -> tuple[str, ...]:
-    """The GPUs that `device` means, such as ("cuda:0", "cuda:1"); none: the CPU. "auto" takes a GPU if it can be used.
+    """The GPUs that `device` means, such as ("cuda:0", "cuda:1"); none: the CPU.
+
+    "auto" is the CPU until the CUDA engine has run on a GPU: nobody is to get unproven kernels who did not ask for them.
 
     ValueError: not one of "auto", "cpu", "cuda", "cuda:0", "cuda:0,cuda:1"..., or what to install for it.
     """
     if device in ("auto", "cpu"):
-        return ("cuda:0",) if device == "auto" and why_no_cuda() is None else ()
+        return ()
     names = device.split(",") if isinstance(device, str) else []
     if not names or not all(re.fullmatch(r"cuda(:\d+)?", name) for name in names):
         raise ValueError(f"device = {device!r} is unknown; choose 'auto', 'cpu', 'cuda' or 'cuda:0,cuda:1' for several")

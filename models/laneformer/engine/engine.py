@@ -36,7 +36,7 @@ class Engine:
     """Decodes one request at a time on the CPU. A context manager; `close()` frees the weights and the threads.
 
     `from_pretrained` and `random` give a CudaEngine (cuda/engine.py) for device "cuda", or "cuda:0,cuda:1" for several
-    GPUs; for "auto" where there is a GPU that has the model and the options given here, else an engine on the CPU.
+    GPUs; "auto" is the CPU for now (device.py).
 
     `dtype` is that of the matrices: "auto" keeps the checkpoint's, "int8" rounds each row to multiples of its own scale
     (weights only: embedding, norms and activations keep their types).
@@ -113,7 +113,7 @@ class Engine:
         if context_tokens is not None:
             config = dataclasses.replace(config, max_position_embeddings=context_tokens)
         options |= {"dtype": dtype, "threads": threads}
-        return cls._opened(config, checkpoint.tensors, devices, device == "auto", packed, options)
+        return cls._opened(config, checkpoint.tensors, devices, packed, options)
 
     @classmethod
     def random(
@@ -132,7 +132,7 @@ class Engine:
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {DTYPE_NAMES}")
         tensors = RandomTensors(config, "bf16" if dtype == "int8" else dtype, seed)
-        return cls._opened(config, tensors, cuda_devices(device), device == "auto", None, options | {"dtype": dtype})
+        return cls._opened(config, tensors, cuda_devices(device), None, options | {"dtype": dtype})
 
     @classmethod
     def _opened(
@@ -140,19 +140,14 @@ class Engine:
         config: LaneformerConfig,
         tensors: Mapping[str, Tensor],
         devices: Sequence[str],
-        or_cpu: bool,
         packed: PackedWeights | None,
         options: dict[str, Any],
     ) -> Engine:
-        """On these GPUs, or on the CPU where there are none or they cannot hold this model with these options."""
+        """On these GPUs, or on the CPU where there are none."""
         if devices:
             from .cuda.engine import CudaEngine  # not before: it imports torch
 
-            try:
-                return CudaEngine(config, tensors, devices=devices, **options)
-            except ValueError:
-                if not or_cpu:
-                    raise
+            return CudaEngine(config, tensors, devices=devices, **options)
         return cls(config, tensors, packed=packed, **options)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
