@@ -15,7 +15,7 @@ DRIVER = "libcuda.so.1"
 def cuda_devices(device: str) -> tuple[str, ...]:
     """The GPUs that `device` means, such as ("cuda:0", "cuda:1"); none: the CPU.
 
-    "auto" is the CPU until the CUDA engine has run on a GPU: nobody is to get unproven kernels who did not ask for them.
+    "auto" is the CPU until the CUDA engine has run on a GPU: nobody is to get unproven kernels unasked.
 
     ValueError: not one of "auto", "cpu", "cuda", "cuda:0", "cuda:0,cuda:1"..., or what to install for it.
     """
