@@ -51,6 +51,7 @@ DEVICE float __fdividef(float a, float b) { return a / b; }
 
 DEVICE int block_index() { return emulator::my_block().index; }
 DEVICE int thread_index() { return emulator::my_warp().index * 32 + emulator::me->lane; }
+DEVICE int here(int value) { return value; }
 DEVICE void sync_block() { emulator::machine->arrive(emulator::kBlockSync); }
 DEVICE void sync_warp() { emulator::machine->arrive(emulator::kWarpSync); }
 DEVICE uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }

@@ -81,7 +81,7 @@ DEVICE void absorb(float score, const uint4* value, float& top, float& weight, f
 
 // The keys of one split that a warp holds, for one query head: out [d + 2] in shared memory. q is scaled already.
 DEVICE void attend(const uint16_t* slots, int layer, int position, int split, const float* q, float* out) {
-  const int warp = thread_index() / 32, thread = thread_index() % 32, part = thread % kKeyThreads;
+  const int warp = thread_index() / 32, thread = here(thread_index()) % 32, part = thread % kKeyThreads;
   const int owned = own_positions(position, split), held = owned < kKvSlots[layer] ? owned : kKvSlots[layer];
   float top = -INFINITY, weight = 0.0f, sum[kKeyChunks * 8] = {};
   for (int first = warp * kKeysAtOnce; first < held; first += kWarps * kKeysAtOnce) {

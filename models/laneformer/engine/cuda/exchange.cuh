@@ -76,16 +76,17 @@ DEVICE float2 wait_pair(WordPair pair, const Word* at, uint32_t epoch, Exchange 
 template <int Count, class Beside, class Sink>
 DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const Watch& watch, Beside beside, Sink sink) {
   constexpr int kPairs = Count / 2, kRounds = (kPairs + kThreads - 1) / kThreads;
+  const int thread = here(thread_index());
   WordPair pairs[kRounds];
   float2 known[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int i = round * kThreads + thread_index();
+    const int i = round * kThreads + thread;
     if (i < kPairs) known[round] = beside(2 * i), pairs[round] = load_words(words + 2 * i);
   }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int i = round * kThreads + thread_index();
+    const int i = round * kThreads + thread;
     if (i >= kPairs) continue;
     const float2 values = wait_pair(pairs[round], words + 2 * i, epoch, exchange, watch);
     sink(2 * i, values.x, values.y, known[round]);

@@ -25,7 +25,7 @@ struct Persistent : Block {
   }
 
   DEVICE void run_layer(int layer, float scale) {
-    watch.layer = layer;
+    watch.layer = layer, warp = here(warp), thread = here(thread), lane_warp = here(lane_warp);
     prefetch_keys(layer);
     project_qkv(layer, scale);
     attention(layer);

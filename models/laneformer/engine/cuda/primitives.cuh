@@ -18,6 +18,12 @@ using uint64_t = unsigned long long;
 
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE int thread_index() { return threadIdx.x; }
+// The same number, of which the compiler knows nothing: what is computed from it is computed where it is used. Ahead of
+// the loop over layers, there would be more such addresses than registers.
+DEVICE int here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
