@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
 TORCH ?= torch==2.13.0
-# test files run side by side, with one OpenMP thread each: threads that wait for each other on shared cores spin
+# test files run side by side, the long ones (training, launches) first, with one OpenMP thread each: threads that wait for each other on shared cores spin
 TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,16 +16,16 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml $(ENGINE_SOURCES)
 	@command -v g++ >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends g++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "$(TORCH)"
-	$(BIN)/pip install -q "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(BIN)/pip install -q --no-build-isolation -e ".[train,eval,serve,cuda,dev]"
+	$(BIN)/pip install -q --no-compile --upgrade pip
+	$(BIN)/pip install -q --no-compile "$(TORCH)"
+	$(BIN)/pip install -q --no-compile "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
+	$(BIN)/pip install -q --no-compile --no-build-isolation -e ".[train,eval,serve,cuda,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
 # the remote-code export is also tried on the older major version of Transformers
 $(VENV)/transformers-4.57: | setup
-	$(BIN)/pip install -q --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
+	$(BIN)/pip install -q --no-compile --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
 	mv $@.part $@
 
 # the dashboard is tested in a real browser
@@ -61,12 +61,13 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint browser cross slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 40 --durations-min 5
+test: lint browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train tests/tools tests -n $(TEST_WORKERS) --dist loadfile \
+	  --no-loadscope-reorder --durations 40 --durations-min 5
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
-	$(BIN)/python -m pytest tests/laneformer/test_engine_native.py
+	SANITIZE=1 $(BIN)/python -m pytest tests/laneformer/test_engine_native.py
 
 # 200 training steps with a random fault every 20 (CI runs 40 with 2)
 chaos: setup

@@ -1,6 +1,6 @@
 """The engine's core as a C++ program: under sanitizers, which must also catch planted faults, and on aarch64 with NEON.
 
-Each build compiles only what it needs; both sanitizers together take about two minutes on two cores.
+Each build compiles only what it needs. ThreadSanitizer and the emulated aarch64 run under `make sanitize` only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ AARCH64 = {
 }  # fmt: skip
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = pytest.mark.slow
+only_when_asked = pytest.mark.skipif("SANITIZE" not in os.environ, reason="minutes: make sanitize, or set SANITIZE")
 
 
 def build(folder: Path, check: str, **definitions: str) -> Path:
@@ -63,6 +64,7 @@ def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(watched):
     assert "heap-buffer-overflow" in caught.stderr, caught.stdout + caught.stderr
 
 
+@only_when_asked
 def test_a_race_is_caught_and_nothing_else_is(tmp_path):
     program = build(tmp_path, "thread")
     assert "portable" in hashes(program)
@@ -71,6 +73,7 @@ def test_a_race_is_caught_and_nothing_else_is(tmp_path):
     assert "data race" in caught.stderr, caught.stdout + caught.stderr
 
 
+@only_when_asked
 @pytest.mark.skipif(not ON_X86, reason="compares with x86")
 def test_neon_gives_the_bits_of_avx2(tmp_path, watched):
     """NEON fuses multiply-adds as AVX2 does and every sum has the same order, so nothing may differ."""
