@@ -26,6 +26,8 @@ from tools import (
 from tools.bench_cuda_session import Session
 from tools.check_reference import plain_model
 
+from .test_bench_cuda import PlainDecoder
+
 CONFIG = LaneformerConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     num_lanes=2, broadcast_delay=1, sliding_window=6, swa_layers=(0, 1), max_position_embeddings=320, vocab_size=96,
@@ -36,7 +38,7 @@ PROPERTIES = SimpleNamespace(
 )
 
 
-class StandIn:
+class StandIn(PlainDecoder):
     """CudaDecoder's interface over model.py in float64; two groups side by side only work with plain launches."""
 
     def __init__(
@@ -48,32 +50,17 @@ class StandIn:
         self.geometry = plan(config, dtype, H200, devices=len(devices), **shape)
         self.kernels = [SimpleNamespace(cooperative=True) for _ in devices]
         self.memories = [SimpleNamespace(geometry=self.geometry, tapes=torch.ones(1024), weight_bytes=4096)]
-        self.known = dict[tuple[int, ...], torch.Tensor]()
+        self.known, self.noise = {}, 0.0
 
     @functools.cached_property
     def model(self) -> Any:
         weights = {name: torch.from_numpy(t.values).view(TYPES[t.dtype]) for name, t in self.tensors.items()}
         return plain_model(self.config, weights)
 
-    def start(self, ids: list[int], tokens: int, logits: torch.Tensor | None = None, **options: Any) -> None:
-        text = list(ids)
-        for _ in range(tokens):
-            scores = self.scores(tuple(text))
-            text.append(int(scores[-1].argmax()))
-        if logits is not None:
-            logits.copy_(scores)
-        self.tokens = text[len(ids) :]
-
-    @torch.no_grad()
-    def scores(self, text: tuple[int, ...]) -> torch.Tensor:
-        if text not in self.known:
-            self.known[text] = self.model(torch.tensor([text]))[0].float()
-        return self.known[text]
-
     def wait(self) -> list[int]:
         if len(self.kernels) > 1 and self.kernels[0].cooperative:
             raise RuntimeError("waited in vain")
-        return self.tokens
+        return super().wait()
 
 
 class Event:
