@@ -16,16 +16,16 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml $(ENGINE_SOURCES)
 	@command -v g++ >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends g++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile --upgrade pip
-	$(BIN)/pip install -q --no-compile "$(TORCH)"
-	$(BIN)/pip install -q --no-compile "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(BIN)/pip install -q --no-compile --no-build-isolation -e ".[train,eval,serve,cuda,dev]"
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
+	$(BIN)/pip install -q --no-build-isolation -e ".[train,eval,serve,cuda,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
 # the remote-code export is also tried on the older major version of Transformers
 $(VENV)/transformers-4.57: | setup
-	$(BIN)/pip install -q --no-compile --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
+	$(BIN)/pip install -q --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
 	mv $@.part $@
 
 # the dashboard is tested in a real browser
