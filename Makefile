@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
 TORCH ?= torch==2.13.0
-# test files run side by side, the long ones (training, launches) first, with one OpenMP thread each: threads that wait for each other on shared cores spin
+# test files run side by side, with one OpenMP thread each: threads that wait for each other on shared cores spin
 TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -62,8 +62,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train tests/tools tests -n $(TEST_WORKERS) --dist loadfile \
-	  --no-loadscope-reorder --durations 40 --durations-min 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 40 --durations-min 5
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
