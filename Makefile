@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/csrc/*)
+ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/*)
 
 .PHONY: setup demo test lint browser cross slurm bwrap sanitize chaos wheel clean
 
@@ -66,7 +66,7 @@ test: lint browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
-	SANITIZE=1 $(BIN)/python -m pytest tests/laneformer/test_engine_native.py
+	SANITIZE=1 $(BIN)/python -m pytest tests/laneformer/engine/test_native.py
 
 # 200 training steps with a random fault every 20 (CI runs 40 with 2)
 chaos: setup

@@ -14,8 +14,10 @@ import sys
 
 from rich.console import Console
 
-from data_mixtures import command, recipe, stage, stages
-from data_mixtures.execute import Executor
+from data_mixtures import command, recipe
+from data_mixtures.stages import stage
+from data_mixtures.stages import table as stages
+from data_mixtures.stages.execute import Executor
 
 
 def main() -> int:

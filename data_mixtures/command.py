@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from data_mixtures import execute, recipe
+from data_mixtures import recipe
+from data_mixtures.stages import execute
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 

@@ -20,7 +20,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures import command, execute, manifest, recipe, shards, stage, stages
+from data_mixtures import command, recipe, shards
+from data_mixtures.stages import execute, manifest, stage
+from data_mixtures.stages import table as stages
 
 
 def prepare(

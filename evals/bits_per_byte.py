@@ -26,9 +26,9 @@ from rich.progress import track
 from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
-from evals.records import NOWHERE, AboutFlags
 from evals.token_bytes import bytes_per_token
-from laneformer.provenance import file_sha256
+from records.evals import NOWHERE, AboutFlags
+from records.files import file_sha256
 
 
 class Scorer(Protocol):

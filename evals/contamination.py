@@ -19,9 +19,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures.decontaminate import known_benchmarks
 from data_mixtures.shards import manifest_sha256, read_manifest
-from evals.records import append_record
+from data_mixtures.stages.decontaminate import known_benchmarks
+from records.evals import append_record
 
 
 def contamination(data: Path) -> dict[str, Any]:

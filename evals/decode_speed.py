@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from evals.records import NOWHERE, AboutFlags
+from records.evals import NOWHERE, AboutFlags
 
 
 def main(

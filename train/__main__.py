@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .signals import WORKER
+from .supervise.signals import WORKER
 
 WORKER.install()  # before the imports that take seconds
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from .checkpoint_files import (
+from records.checkpoints import (
     check_complete,
     clear_branch,
     newest_complete_checkpoint,
@@ -27,8 +27,9 @@ from .checkpoint_files import (
     superseded,
     to_trash,
 )
+from records.events import record_event
+
 from .checkpoint_times import CheckpointTimes
-from .events import record_event
 from .optimizer import apply_optimizer_settings
 
 

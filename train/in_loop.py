@@ -1,6 +1,6 @@
 """`evals.in_loop`: the job evaluates its own checkpoints, for a small run without a core or GPU to spare for a watcher.
 
-Rank 0 starts `python -m tools.watch --run RUN --once` and all ranks wait for its end, in a group of their own: the
+Rank 0 starts `python -m evals.watch --run RUN --once` and all ranks wait for its end, in a group of their own: the
 other groups give up after comm.train_timeout_seconds, which is meant for a step. What fails costs the figures, not the
 job, and like all that has no record it is tried again at the next evaluation.
 """
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torchtitan.tools.logging import logger
 
-from . import signals
-from .events import record_event
+from records.events import record_event
+
+from .supervise import signals
 
 POLL_S = 0.2
 END_S = 30.0  # between asking an evaluation to end and ending it
@@ -65,7 +66,7 @@ class InLoop:
 
     def _watch_once(self) -> str | None:
         """Run the watcher to its end; returns what went wrong."""
-        command = [sys.executable, "-m", "tools.watch", "--run", str(self.run), "--once"]
+        command = [sys.executable, "-m", "evals.watch", "--run", str(self.run), "--once"]
         kept = {k: v for k, v in os.environ.items() if k not in OF_A_WORKER and not k.startswith(PREFIXES)}
         process, began_s = subprocess.Popen(command, env=kept), time.monotonic()
         while process.poll() is None:

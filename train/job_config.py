@@ -133,7 +133,7 @@ class Metrics:
 
 @dataclass
 class Evals:
-    """What `python -m tools.watch` does with the checkpoints of the run, beside the job or from within it."""
+    """What `python -m evals.watch` does with the checkpoints of the run, beside the job or from within it."""
 
     every_steps: int = 0
     """Checkpoints of these steps are evaluated, and the last one; 0: none"""

@@ -18,7 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from laneformer.provenance import append_line, replace_last_line
+from records.files import append_line, replace_last_line
 
 from .checkpoint_times import CheckpointTimes
 from .data import MixtureLoader

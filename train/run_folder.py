@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from laneformer.config import LaneformerConfig
-from laneformer.provenance import append_line, code_version, write_atomically
+from records.files import append_line, code_version, write_atomically
 
 from .job_file import resolved_toml
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from laneformer.provenance import write_atomically
+from records.files import write_atomically
 
 FILE = "skip_sequences.json"
 

@@ -1,4 +1,4 @@
-"""Where wandb and trackio keep a run: for the job itself, and for its evaluations (tools.trackers).
+"""Where wandb and trackio keep a run: for the job itself, and for its evaluations (evals.trackers).
 
 Nothing heavy is imported here: a process that only watches a run has neither TorchTitan nor a GPU.
 """

@@ -20,18 +20,18 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from laneformer.provenance import write_atomically
 from laneformer.titan import TitanLaneformer
+from records.events import crash_on_record, record_event, write_outcome
+from records.exit_codes import DONE, STOPPED, UNCLEAN
+from records.files import write_atomically
 
-from . import signals
 from .checkpoint import PhaseCheckpointManager
-from .events import crash_on_record, record_event, write_outcome
-from .exit_codes import DONE, STOPPED, UNCLEAN
 from .guard import Guard, UncleanStep
-from .heartbeat import Heartbeat
 from .in_loop import InLoop
 from .run_folder import count_attempts, open_run_folder, record_attempt
 from .source_losses import SourceLosses
+from .supervise import signals
+from .supervise.heartbeat import Heartbeat
 
 # the one component that a TrainSpec cannot name
 torchtitan.train.CheckpointManager = PhaseCheckpointManager

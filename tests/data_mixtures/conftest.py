@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from data_mixtures import execute, mixture, prepare, recipe, shards
+from data_mixtures import mixture, prepare, recipe, shards
+from data_mixtures.stages import execute
 
 RECIPE = """
 seed = 11

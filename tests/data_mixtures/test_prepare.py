@@ -10,8 +10,9 @@ import pytest
 import sentencepiece
 import xxhash
 
-from data_mixtures import plan, prepare, recipe, shards, tokenizer
+from data_mixtures import prepare, recipe, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
+from data_mixtures.stages import plan
 
 HELD_OUT = 2**64 // 10  # valid_per_10000 = 1000
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from evals.bits_per_byte import bits_per_byte, load_windows, main, matching_token_bytes, score_windows
-from evals.records import About
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+from records.evals import About
 
 VOCAB = 8
 TOKEN_BYTES = np.array([0, 0, 0, 1, 1, 2, 3, 7])  # <unk>, BOS, EOS, two byte tokens, three pieces

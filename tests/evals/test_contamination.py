@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures.decontaminate import make_index
+from data_mixtures.stages.decontaminate import make_index
 from evals.contamination import contamination, main
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from evals.scorer import EngineScorer, Scorer, TransformersScorer, common_prefix, open_encoder, open_scorer
-
-from .core_assets import VOCAB, write_laneformer, write_llama
+from tests.evals.core.core_assets import VOCAB, write_laneformer, write_llama
 
 # prompts whose prefixes meet in every way: same prompt again, longer, shorter, another, one token
 SEQUENCES = [

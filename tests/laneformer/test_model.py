@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.model import KVCache, LaneRMSNorm, causal_mask, rope_table, run_layers
-
-from .lane_reference import reference_logits, rms_norm
+from tests.laneformer.lane_reference import reference_logits, rms_norm
 
 SMALL = {
     "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4,

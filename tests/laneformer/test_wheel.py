@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from .engine_assets import engine_of, random_ids, random_model, small_config, write_folder
+from tests.laneformer.engine.engine_assets import (
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    write_folder,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = """

@@ -16,10 +16,15 @@ from sentencepiece import SentencePieceProcessor
 
 from laneformer import Laneformer
 from laneformer.model import KVCache, rope_table, run_layers
+from tests.laneformer.hf.hf_assets import (
+    VOCAB_SIZE,
+    random_model,
+    sentencepiece_model,
+    small_config,
+    stdlib_sources,
+)
 from tools.export_hf import export, load_weights, staged_folder, verify
 from tools.import_hf import import_folder
-
-from ..laneformer.hf_assets import VOCAB_SIZE, random_model, sentencepiece_model, small_config, stdlib_sources
 
 REPOSITORY = Path(__file__).parents[2]
 TRANSFORMERS_4 = REPOSITORY / ".venv" / "transformers-4.57"

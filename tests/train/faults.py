@@ -19,8 +19,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
-from train.checkpoint_files import step_folders
-from train.signals import WORKER
+from records.checkpoints import step_folders
+from train.supervise.signals import WORKER
 from train.trainer import LaneformerTrainer
 
 PLAN = Path(os.environ["LANEFORMER_FAULTS"])

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from data_mixtures.mixture import Mixture
+from records.events import read_events
 from tests.train.supervised import GLOBAL_BATCH, RANKS, ROOT, arguments, environment
-from train.events import read_events
 
 STEPS, INTERVAL = 60, 5
 

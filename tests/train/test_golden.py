@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .golden_run import STEPS, golden_losses, golden_path
+from tests.train.golden_run import STEPS, golden_losses, golden_path
 
 pytestmark = pytest.mark.skipif(
     not golden_path().is_file(), reason=f"no golden losses for this device yet ({golden_path().name}): renew them first"

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data_mixtures.mixture import Mixture, valid_windows
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.provenance import append_line, replace_last_line
+from records.files import append_line, replace_last_line
 from train.metrics import Z_WINDOW, RunMetrics
 from train.source_losses import sequence_losses
 from train.statistics import RunningZ

@@ -88,7 +88,7 @@ def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barrier
     assert isinstance(engine, CudaEngine), f"isa {CUDA!r} is the GPU engine's"
     if barriers:
         raise ValueError(
-            "barriers = True: on GPUs the ablation is a kernel of its own, which tools.bench_cuda measures"
+            "barriers = True: on GPUs the ablation is a kernel of its own, which tools.bench.cuda measures"
         )
     return bench.benchmark(engine.gpu, depth, progress)
 

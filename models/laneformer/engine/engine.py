@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from ..config import MODULES, LaneformerConfig
-from . import _core
-from .checkpoint import Tensor, read_checkpoint
+from .cpu import _core
+from .cpu.packed import PackedWeights
+from .cpu.packing import RandomTensors, core_spec, load_tensors
 from .device import cuda_devices, default_threads, one_cpu_a_core_first
+from .folder import Tensor, read_checkpoint
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
-from .packed import PackedWeights
-from .packing import RandomTensors, core_spec, load_tensors
 from .results import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .text import StopStrings, TextStream, text_of
 

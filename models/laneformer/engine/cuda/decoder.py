@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...config import Join, LaneformerConfig
-from ..checkpoint import Tensor
+from ..folder import Tensor
 from .geometry import MODULES, Geometry, plan
 from .launch import Kernels, describe
 from .memory import DeviceMemory

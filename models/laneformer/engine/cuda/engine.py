@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ...config import LaneformerConfig
-from .. import _core
-from ..checkpoint import Tensor
+from ..cpu import _core
 from ..device import CUDA
 from ..engine import Engine
+from ..folder import Tensor
 from ..options import GenerationOptions
 from .decoder import POLL_S, CudaDecoder
 from .geometry import MOST_STOPS

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...config import LaneformerConfig
-from ..checkpoint import Tensor
+from ..folder import Tensor
 from ..rope import rope_tables
 from .geometry import MOST_STOPS, Geometry
 from .params import Report, Sampling, Weights, decode_structure

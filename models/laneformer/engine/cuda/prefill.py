@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ...config import LaneformerConfig
 from ...model import Laneformer, rope_table, run_layers
-from ..checkpoint import Tensor
+from ..folder import Tensor
 from .memory import TORCH_TYPES, DeviceMemory, sixteen_bits
 
 CHUNK_TOKENS = 1024  # positions at a time: enough to be bound by arithmetic, few enough for their streams to be small

@@ -1,0 +1,273 @@
+"""Decontamination: which benchmark items a document holds, by runs of words, from an index that holds hashes only.
+
+A word is a run of letters, digits and combining marks, in lower case; everything else separates. A string of an item
+(question, choice, solution, test) is a passage. A document holds a passage of at least 13 words when it has half of
+the passage's distinct 13-grams, and a shorter one of at least 8 when it has all of its words in a row; fewer words
+say nothing. Grams of numbers and single letters are left out. Why these: docs/decisions/0017.
+
+The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash (`word_hashes`) keeps
+almost all text away from the search in the sorted index.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from data_mixtures.stages import stage, word_hashes
+
+INDEX = "benchmarks.npz"
+CODE = ("stages/decontaminate.py", "stages/word_hashes.py")  # decides what is found
+GRAM_WORDS = 13
+SHORTEST_WORDS = 8
+_TELLING_WORDS = 3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
+_TABLE_BITS_PER_HEAD = 16
+_ARRAYS = ("heads", "grams", "first", "passages", "needed", "items")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What an index knows of one benchmark; the order of `files` numbers the items from 0."""
+
+    name: str
+    items: int
+    searchable: int  # items with a passage that is long enough
+    files: Mapping[str, str]  # file name -> sha256
+
+
+class Index:
+    """Hashes of the passages of all benchmarks, and the search for them."""
+
+    def __init__(self, benchmarks: tuple[Benchmark, ...], arrays: Mapping[str, np.ndarray]) -> None:
+        self.benchmarks, self.arrays = benchmarks, arrays
+        heads = arrays["heads"]
+        self._bits = max(10, (len(heads) * _TABLE_BITS_PER_HEAD).bit_length())
+        table = np.zeros(1 << self._bits, bool)
+        table[heads >> np.uint64(64 - self._bits)] = True
+        self._table = np.packbits(table, bitorder="little")
+
+    def find(self, texts: list[str]) -> list[list[tuple[str, int]]]:
+        """(benchmark, number of the item) of everything that each text holds, sorted."""
+        starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
+        found: list[list[tuple[str, int]]] = []
+        for group in word_hashes.groups(texts):
+            held: list[list[tuple[str, int]]] = [[] for _ in group]
+            text, item = self._held(*self._hits(*word_hashes.words(group)))
+            owner = np.searchsorted(starts, item, side="right") - 1
+            for place, benchmark, number in zip(text, owner, item - starts[owner], strict=True):
+                held[place].append((self.benchmarks[benchmark].name, int(number)))
+            found += held
+        return found
+
+    def _hits(self, words: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(text, place in `grams`) of all that texts have, where text i is words[bounds[i]:bounds[i + 1]]."""
+        starts = self._heads_in(word_hashes.grams(words, SHORTEST_WORDS))
+        ends = bounds[np.searchsorted(bounds, starts, side="right")]  # of the text in which a gram starts
+        texts, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
+            at = starts[starts + length <= ends]
+            at, place = _members(self.arrays["grams"], word_hashes.grams_at(words, at, length), at)
+            texts.append(np.searchsorted(bounds, at, side="right") - 1)
+            places.append(place)
+        return np.concatenate(texts), np.concatenate(places)
+
+    def _held(self, text: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(text, number of the item) of the items with a passage of which a text has enough grams; both sorted."""
+        text, place = _distinct_pairs(text, place)[:2]
+        first = self.arrays["first"]
+        counts = first[place + 1] - first[place]
+        at = np.arange(counts.sum()) + np.repeat(first[place] - np.cumsum(counts) + counts, counts)
+        text, passage, grams = _distinct_pairs(np.repeat(text, counts), self.arrays["passages"][at].astype(np.int64))
+        enough = grams >= self.arrays["needed"][passage]
+        return _distinct_pairs(text[enough], self.arrays["items"][passage[enough]].astype(np.int64))[:2]
+
+    def _heads_in(self, hashes: np.ndarray) -> np.ndarray:
+        """Where a head of the index stands: by the table of bits first, which lets few others through."""
+        bit = hashes >> np.uint64(64 - self._bits)
+        byte = self._table[(bit >> np.uint64(3)).view(np.int64)]
+        at = np.flatnonzero((byte >> (bit.astype(np.uint8) & np.uint8(7))) & np.uint8(1))
+        return _members(self.arrays["heads"], hashes[at], at)[0]
+
+
+def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
+    """Write DIR/benchmarks.npz from files of JSON lines(.gz) or Parquet (name -> path or glob), unless it is there.
+
+    Without benchmarks there is no index. ValueError names the files that are missing or unreadable.
+    """
+    path = out / INDEX
+    if not benchmarks:
+        path.unlink(missing_ok=True)
+        return
+    files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
+    hashes = {name: {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files[name]} for name in benchmarks}
+    code = stage.key_of(CODE)
+    header = _header(path)
+    if header and header["code"] == code and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes:
+        return
+    items = {name: [passages for file in files[name] for passages in _items(file)] for name in benchmarks}
+    arrays = build([passages for name in benchmarks for passages in items[name]])
+    described = [asdict(each) for each in _described(items, hashes, arrays)]
+    text = json.dumps({"code": code, "benchmarks": described}).encode()
+    stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        np.savez(file, **stored)
+    partial.replace(path)
+
+
+def _described(
+    items: Mapping[str, list[Any]], files: Mapping[str, Mapping[str, str]], arrays: Mapping[str, np.ndarray]
+) -> Iterator[Benchmark]:
+    searchable = np.unique(arrays["items"][arrays["needed"] > 0])
+    start = 0
+    for name, passages in items.items():
+        inside = (searchable >= start) & (searchable < start + len(passages))
+        yield Benchmark(name, len(passages), int(np.count_nonzero(inside)), files[name])
+        start += len(passages)
+
+
+def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
+    """What the index of a data folder holds, nothing without one."""
+    header = _header(out / INDEX)
+    return tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]) if header else ()
+
+
+def load(out: Path, names: Iterable[str]) -> Index | None:
+    """The index of a data folder, None for no names. ValueError when it is not of the benchmarks of these names."""
+    if identity(out, names) is None:
+        return None
+    return _load(out, (out / INDEX).stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _load(out: Path, mtime_ns: int) -> Index:
+    with np.load(out / INDEX) as stored:
+        arrays = {name: stored[name] for name in _ARRAYS}
+    return Index(known_benchmarks(out), arrays)
+
+
+def identity(out: Path, names: Iterable[str]) -> Any:
+    """What the keys of filtered units say about the index: the code that made it, names, item counts, file hashes."""
+    header = _header(out / INDEX)
+    held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
+    if held != set(names):
+        raise ValueError(f"{out / INDEX} holds {sorted(held)}, the recipe names {sorted(names)}; make the index first")
+    return header
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    with np.load(path) as stored:
+        return json.loads(stored["header"].tobytes())
+
+
+def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
+    """The arrays of an index: for each item its passages; items are numbered in this order.
+
+    heads (H,) uint64: the first words of all grams. grams (G,) uint64, sorted; passages[first[i]:first[i + 1]] have
+    grams[i]. needed, items: per passage, how many of its grams make a text hold it, and whose it is.
+    """
+    numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
+    found = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))]
+    start = 0
+    for group in word_hashes.groups([text for _, text in numbered]):
+        heads, grams, passages = _passage_grams(group)
+        found.append((heads, grams, passages + start))
+        start += len(group)
+    heads, grams, passages = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.lexsort((passages, grams))
+    grams, passages = grams[order], passages[order]
+    new = np.append(True, (np.diff(grams) != 0) | (np.diff(passages) != 0))[: len(grams)]
+    unique, first = np.unique(grams[new], return_index=True)
+    held = passages[new]
+    return {
+        "heads": np.unique(heads),
+        "grams": unique,
+        "first": np.append(first, len(held)).astype(np.int64),
+        "passages": held.astype(np.int32),
+        "needed": (np.bincount(held, minlength=len(numbered)) + 1).astype(np.int32) // 2,
+        "items": np.array([number for number, _ in numbered], np.int32),
+    }
+
+
+def _passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(head, gram, passage) of the grams that stand for passages: all 13-grams, or the whole of a short passage."""
+    words, bounds = word_hashes.words(texts)
+    telling = np.concatenate([[0], np.cumsum(word_hashes.say_something(texts))])
+    found = []
+    for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
+        at = np.arange(len(words) - length + 1)
+        passage = np.searchsorted(bounds, at, side="right") - 1
+        size = np.diff(bounds)[passage]
+        wanted = (size >= length) if length == GRAM_WORDS else (size == length)
+        wanted &= (at + length <= bounds[passage + 1]) & (telling[at + length] - telling[at] >= _TELLING_WORDS)
+        at = at[wanted]
+        found.append(
+            (word_hashes.grams_at(words, at, SHORTEST_WORDS), word_hashes.grams_at(words, at, length), passage[wanted])
+        )
+    heads, grams, passages = (np.concatenate(column) for column in zip(*found, strict=True))
+    return heads, grams, passages
+
+
+def _members(known: np.ndarray, hashes: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(at, place in `known`) of the hashes that are in the sorted `known`."""
+    place = np.searchsorted(known, hashes)
+    inside = known[np.minimum(place, len(known) - 1)] == hashes
+    return at[inside], place[inside]
+
+
+def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first, second, how often) of the distinct pairs, sorted; int64, below 2**31 each."""
+    pairs, counts = np.unique(first << 32 | second, return_counts=True)
+    return pairs >> 32, pairs & 0xFFFFFFFF, counts
+
+
+def _files(name: str, pattern: str) -> list[Path]:
+    found = sorted(Path(path) for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    if not found:
+        raise ValueError(
+            f"[filter] benchmarks: {name} = {pattern!r} matches no file. Download the benchmark's items as JSON lines "
+            "(.jsonl, .jsonl.gz) or Parquet to that place, or leave the benchmark out of the recipe"
+        )
+    wrong = [path for path in found if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))]
+    if wrong:
+        raise ValueError(f"benchmark {name}: {wrong[0]} must end in .jsonl, .jsonl.gz or .parquet")
+    return found
+
+
+def _items(path: Path) -> Iterator[list[str]]:
+    """The passages of every item of a file."""
+    if path.suffix == ".parquet":
+        for batch in pq.ParquetFile(path).iter_batches(1024):
+            yield from (list(_strings(row)) for row in batch.to_pylist())
+        return
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield list(_strings(json.loads(line)))
+                except ValueError as error:
+                    raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
+
+
+def _strings(value: Any, inside_list: bool = False) -> Iterator[str]:
+    """All strings of an item, except in lists within lists: those are arguments of tests, such as pangrams."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _strings(inner, inside_list)
+    elif isinstance(value, list) and not inside_list:
+        for inner in value:
+            yield from _strings(inner, True)

@@ -1,0 +1,193 @@
+"""filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts worth training on with their ids.
+
+Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A document that is dropped counts
+for the first reason that holds: not_utf8, empty, too_short, too_long, contaminated (`decontaminate`). Order is kept.
+The bytes written depend on the input and pyarrow's version alone: no dictionaries, no statistics, row groups cut by
+size. Memory is bounded by a row group, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from data_mixtures import shards
+from data_mixtures.recipe import Recipe
+from data_mixtures.stages import decontaminate, plan, stage
+
+RAW = "raw.parquet"
+DOCUMENTS = "documents.parquet"
+CONTAMINATION = "contamination.json"
+REASONS = ("not_utf8", "empty", "too_short", "too_long", "contaminated")
+SCHEMA = pa.schema([pa.field("doc_id", pa.binary(16)), pa.field("text", pa.string())])
+_BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
+_ROW_GROUP_BYTES = 64 << 20
+_MODULES = ("stages/filter.py", *decontaminate.CODE)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One unit: the documents of one raw Parquet file. The index of the benchmarks must be there (`make_index`)."""
+
+    recipe: Recipe
+    out: Path
+    sources: tuple[str, ...]
+    name: ClassVar[str] = "filter"
+
+    def units(self) -> list[stage.Unit]:
+        return [unit for source in self.sources for unit in plan.units(self.out, source)]
+
+    def key(self, unit: stage.Unit) -> str:
+        before, column = plan.raw_text(self.out, unit)
+        receipt = stage.read_receipt(self.out, before, unit)
+        limits = [self.recipe.filter.min_chars, self.recipe.filter.max_chars]
+        files = receipt["files"] if receipt is not None else None
+        index = decontaminate.identity(self.out, self.recipe.filter.benchmarks)
+        return stage.key_of(_MODULES, pa.__version__, limits, column, index, files)
+
+    def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
+        before, column = plan.raw_text(self.out, unit)
+        raw, _ = stage.result(self.out, before, unit)
+        limits = self.recipe.filter
+        sieve = Sieve(limits.min_chars, limits.max_chars, decontaminate.load(self.out, limits.benchmarks))
+        write(folder / DOCUMENTS, (sieve.kept(batch) for batch in raw_texts(raw / RAW, column)))
+        shards.write_json(folder / CONTAMINATION, {name: hit["items"] for name, hit in sieve.contamination().items()})
+        return sieve.counts()
+
+
+class Sieve:
+    """What stays of texts, and counts of the rest. `index` is None where no benchmarks are to be kept out."""
+
+    def __init__(self, min_chars: int, max_chars: int, index: decontaminate.Index | None) -> None:
+        self.min_chars, self.max_chars, self.index = min_chars, max_chars, index
+        self._read = self._kept = self._bytes = 0
+        self._dropped = Counter(dict.fromkeys(REASONS, 0))
+        self._documents: Counter[str] = Counter()
+        self._items: dict[str, Counter[int]] = {}
+
+    def kept(self, raw: list[bytes | None]) -> list[bytes]:
+        """The texts that stay, as UTF-8, in their order."""
+        self._read += len(raw)
+        texts = [text for each in raw if (text := self._readable(each)) is not None]
+        if self.index is not None:
+            held = self.index.find(texts)
+            texts = [text for text, items in zip(texts, held, strict=True) if not items]
+            for items in filter(None, held):
+                self._count_contaminated(items)
+        encoded = [text.encode() for text in texts]
+        self._kept += len(encoded)
+        self._bytes += sum(map(len, encoded))
+        return encoded
+
+    def _readable(self, raw: bytes | None) -> str | None:
+        try:
+            text = (raw or b"").decode("utf-8")
+        except UnicodeDecodeError:
+            self._dropped["not_utf8"] += 1
+            return None
+        length = len(text.strip())
+        if self.min_chars <= length and len(text) <= self.max_chars and length:
+            return text
+        self._dropped["empty" if not length else "too_short" if length < self.min_chars else "too_long"] += 1
+        return None
+
+    def _count_contaminated(self, items: list[tuple[str, int]]) -> None:
+        self._dropped["contaminated"] += 1
+        self._documents.update({name for name, _ in items})
+        for name, number in items:
+            self._items.setdefault(name, Counter())[number] += 1
+
+    def contamination(self) -> dict[str, dict[str, Any]]:
+        """{benchmark: {"documents": dropped for it, "items": {item: documents that hold it}}}"""
+        return {
+            name: {"documents": self._documents[name], "items": {str(n): c for n, c in sorted(items.items())}}
+            for name, items in sorted(self._items.items())
+        }
+
+    def counts(self) -> dict[str, Any]:
+        """{"read", "kept", "bytes", "dropped", "contamination"} for the receipt, which outlives the files."""
+        assert self._read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
+        counts = {"read": self._read, "kept": self._kept, "bytes": self._bytes}
+        return {**counts, "dropped": dict(self._dropped), "contamination": self.contamination()}
+
+
+def raw_texts(path: Path, column: str) -> Iterator[list[bytes | None]]:
+    """The column's values in batches of about 4 MiB, as the bytes that stand in the file."""
+    with pq.ParquetFile(path, memory_map=True) as parquet:
+        place = parquet.schema_arrow.get_field_index(column)
+        if place < 0:
+            raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(parquet.schema_arrow.names)}")
+        for number in range(parquet.num_row_groups):
+            group = parquet.metadata.row_group(number)
+            row_bytes = _column_bytes(group, column) // max(group.num_rows, 1)
+            rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
+            for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column]):
+                yield batch.column(0).cast(pa.large_binary()).to_pylist()
+
+
+def _column_bytes(group: pq.RowGroupMetaData, column: str) -> int:
+    columns = (group.column(i) for i in range(group.num_columns))
+    return next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
+
+
+def write(path: Path, batches: Iterable[list[bytes]]) -> None:
+    """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, and `text`; valid UTF-8 is taken for granted."""
+    options = {"compression": "zstd", "compression_level": 3, "use_dictionary": False, "write_statistics": False}
+    with pq.ParquetWriter(path, SCHEMA, **options) as writer:
+        for texts in _row_groups(batches):
+            ids = pa.array([xxhash.xxh3_128_digest(text) for text in texts], pa.binary(16))
+            writer.write_table(pa.Table.from_arrays([ids, _strings(texts)], schema=SCHEMA), row_group_size=len(texts))
+
+
+def _row_groups(batches: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+    group: list[bytes] = []
+    size = 0
+    for batch in batches:
+        group += batch
+        size += sum(map(len, batch))
+        if size >= _ROW_GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _strings(texts: list[bytes]) -> pa.Array:
+    array = pa.array(texts, pa.binary())
+    return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
+
+
+def contamination(out: Path, sources: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What the filter found of each benchmark, summed over units, from receipts.
+
+    {benchmark: {"items": all of them, "searchable": those with a passage long enough, "items_found",
+    "documents": dropped, "sources": {source: the last two}}}
+    """
+    return {each.name: _found(out, each, sources) for each in decontaminate.known_benchmarks(out)}
+
+
+def _found(out: Path, benchmark: decontaminate.Benchmark, sources: Iterable[str]) -> dict[str, Any]:
+    everywhere: set[str] = set()
+    parts = {}
+    for source in sources:
+        items: set[str] = set()
+        documents = 0
+        for unit in plan.units(out, source):
+            receipt = stage.read_receipt(out, Filter.name, unit)
+            if receipt is None:
+                raise ValueError(f"{out}: {unit} has not been through {Filter.name!r} yet; run that stage first")
+            hit = receipt["counts"]["contamination"].get(benchmark.name, {"documents": 0, "items": {}})
+            documents += hit["documents"]
+            items.update(hit["items"])
+        everywhere |= items
+        parts[source] = {"items_found": len(items), "documents": documents}
+    total = sum(part["documents"] for part in parts.values())
+    known = {"items": benchmark.items, "searchable": benchmark.searchable}
+    return {**known, "items_found": len(everywhere), "documents": total, "sources": parts}

@@ -1,0 +1,173 @@
+"""hydrate: metadata of code (repository, commit, path) -> DIR/hydrate/<source>/unit-NNNNN/raw.parquet with the text.
+
+The datasets of code list files without their content. A resolver finds it: "local:FOLDER" looks into
+FOLDER/<repo>/<commit>/<path>; "module:attribute" names a callable of your own that takes a list of rows and returns,
+for each, its bytes or why there are none. What is missing is counted by reason, and too much of it stops the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from data_mixtures.recipe import HubSource, Recipe
+from data_mixtures.stages import fetch, plan, stage
+from data_mixtures.stages.stage import Unit, key_of
+
+BLOB_COLUMN = "blob_id"  # sha1 of the git object, where the metadata has it
+ROWS = 1024  # asked of a resolver at once
+
+
+class Row(NamedTuple):
+    """One file of a repository; blob_id is the sha1 of its git object, if the metadata says it."""
+
+    repo: str
+    commit_id: str
+    rel_path: str
+    blob_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a resolver has no content for a row; counted under this name."""
+
+    reason: str
+
+
+Resolver = Callable[[list[Row]], Iterable[bytes | Missing]]
+
+
+@dataclass(frozen=True)
+class Hydrate:
+    """One unit: the rows of one fetched Parquet file, in their order, those without content left out."""
+
+    recipe: Recipe
+    out: Path
+    sources: tuple[str, ...]
+    name: ClassVar[str] = "hydrate"
+
+    def units(self) -> list[Unit]:
+        self.check()
+        return [unit for name in self._to_hydrate() for unit in plan.units(self.out, name)]
+
+    def _to_hydrate(self) -> list[str]:
+        hub = [each for each in self.recipe.sources if isinstance(each, HubSource) and each.name in self.sources]
+        return [each.name for each in hub if each.needs_hydration]
+
+    def check(self) -> None:
+        """There is a resolver, if one is needed. ValueError says what to do."""
+        if not (names := self._to_hydrate()):
+            return
+        if self.recipe.hydrate is None:
+            raise ValueError(
+                f"{', '.join(names)} list files without their text: add [hydrate] with a resolver to the recipe, or "
+                "leave them out (without = [...]), as the recipes named no-hydration do"
+            )
+        resolver(self.recipe.hydrate.resolver)
+
+    def key(self, unit: Unit) -> str:
+        settings = self.recipe.hydrate
+        assert settings is not None, "units() has refused a recipe without a resolver"
+        receipt = stage.read_receipt(self.out, "fetch", unit)
+        files = receipt["files"] if receipt is not None else None
+        # a resolver is known by its name: when what it finds has changed, remove DIR/hydrate
+        return key_of(("stages/hydrate.py",), settings.resolver, settings.max_missing_share, files)
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        settings = self.recipe.hydrate
+        assert settings is not None, "units() has refused a recipe without a resolver"
+        raw, _ = stage.result(self.out, "fetch", unit)
+        counts = {"rows": 0, "documents": 0, "bytes": 0}
+        missing: Counter[str] = Counter()
+        resolve = resolver(settings.resolver)
+        with pyarrow.parquet.ParquetWriter(folder / fetch.RAW, fetch.TEXT_SCHEMA, compression="zstd") as writer:
+            for rows in _rows(raw / fetch.RAW):
+                texts = _texts(rows, resolve, settings.resolver, missing)
+                counts["rows"] += len(rows)
+                counts["documents"] += len(texts)
+                counts["bytes"] += sum(len(text.encode()) for text in texts)
+                writer.write_batch(pyarrow.record_batch([texts], schema=fetch.TEXT_SCHEMA))
+        assert counts["rows"] == counts["documents"] + missing.total(), "rows must be hydrated or counted as missing"
+        share = missing.total() / max(counts["rows"], 1)
+        if share > settings.max_missing_share:
+            raise ValueError(
+                f"{missing.total():,} of {counts['rows']:,} files ({share:.2%}) have no content from "
+                f"{settings.resolver} ({', '.join(f'{k} {v:,}' for k, v in missing.most_common())}); "
+                f"hydrate.max_missing_share is {settings.max_missing_share}"
+            )
+        return {**counts, "dropped": dict(sorted(missing.items()))}
+
+
+def _rows(path: Path) -> Iterator[list[Row]]:
+    with pyarrow.parquet.ParquetFile(path) as parquet:
+        columns = [name for name in Row._fields if name in parquet.schema_arrow.names]
+        for batch in parquet.iter_batches(ROWS, columns=columns):
+            yield [Row(**row) for row in batch.to_pylist()]
+
+
+def _texts(rows: list[Row], resolve: Resolver, name: str, missing: Counter[str]) -> list[str]:
+    contents = list(itertools.islice(resolve(rows), len(rows) + 1))
+    if len(contents) != len(rows):
+        raise ValueError(
+            f"resolver {name!r} answered {len(contents)} times to {len(rows)} rows; it must answer each one"
+        )
+    texts = []
+    for row, content in zip(rows, contents, strict=True):
+        if isinstance(content, Missing):
+            missing[content.reason] += 1
+        elif row.blob_id is not None and git_blob_sha1(content) != row.blob_id:
+            missing["wrong_sha1"] += 1
+        else:
+            try:
+                texts.append(content.decode("utf-8"))
+            except UnicodeDecodeError:
+                missing["not_utf8"] += 1
+    return texts
+
+
+def git_blob_sha1(content: bytes) -> str:
+    """The name that git gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def resolver(name: str) -> Resolver:
+    """A resolver by its name in a recipe. ValueError when there is no such folder, module or attribute."""
+    kind, _, where = name.partition(":")
+    if kind == "local":
+        if not Path(where).is_dir():
+            raise ValueError(f"hydrate.resolver = {name!r}: there is no such folder")
+        return LocalFolder(Path(where))
+    try:
+        return getattr(importlib.import_module(kind), where)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"hydrate.resolver = {name!r} cannot be imported: {error}") from error
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """Content from ROOT/<repo>/<commit>/<path>."""
+
+    root: Path
+
+    def __call__(self, rows: list[Row]) -> Iterator[bytes | Missing]:
+        root = self.root.resolve()
+        for row in rows:
+            path = (root / row.repo / row.commit_id / row.rel_path).resolve()
+            if not path.is_relative_to(root):  # a path of the metadata must not lead out of the folder
+                yield Missing("unsafe_path")
+                continue
+            try:
+                yield path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                yield Missing("not_there")
+            except (IsADirectoryError, PermissionError):
+                yield Missing("not_readable")

@@ -1,0 +1,174 @@
+"""The manifest of a source: its finished shards under DIR/<source>/, with source.json that says what they are.
+
+Files are hard links of what `shuffle` wrote (copies where the file system cannot link), and the folder appears by one
+rename. Every document that was read is in source.json: read == kept + sum(dropped). It is a pure function of the texts,
+the plan, the tokenizer, the recipe's numbers and the code: no time, no host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from data_mixtures import mixture, shards, tokenizer
+from data_mixtures.recipe import Recipe
+from data_mixtures.stages import shuffle, stage
+from data_mixtures.stages.plan import source as planned
+from data_mixtures.stages.stage import Unit
+from data_mixtures.stages.tokenize_units import TOKENIZER
+
+_BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
+# modules that decide no byte of a shard: they run, read, check or report
+_RUN = ("__init__", "__main__", "command", "execute", "executors", "prepare", "stage", "table")
+_READ = ("manifest", "mixture", "order", "quarantine", "stats", "stats_page", "verify", "window_files")
+
+
+def write(plan: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
+    """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
+
+    ValueError when a stage before is not finished, or counts do not add up.
+    """
+    made = {}
+    for source in sources:
+        made[source] = _publish(plan, out, source)
+        console.print(f"{out / source}: {made[source]}", highlight=False, soft_wrap=True)
+    for phase, weights in plan.phases.items():
+        if all((out / name / shards.MANIFEST).is_file() for name in weights):
+            console.print(f"{mixture.write_lock(out, phase, plan)}", highlight=False, soft_wrap=True)
+        else:
+            missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
+            console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
+    return made
+
+
+def code_version() -> str:
+    """A hash of the modules that decide the bytes of a source."""
+    package = Path(__file__).parents[1]
+    paths = sorted(path for path in package.rglob("*.py") if path.stem not in (*_RUN, *_READ))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def _publish(plan: Recipe, out: Path, source: str) -> str:
+    work = shuffle.Shuffle(plan, out, (source,))
+    receipts = shuffle.receipts(out, shuffle.SHUFFLE, source, work.shards(source) + 1)
+    entries = [receipt["counts"] for receipt in receipts]
+    description = _description(plan, out, source, entries)
+    files = _files(out, source, receipts)
+    final = out / source
+    if _is_published(final, description, files):
+        return "reused"
+    partial = out / f".{source}.partial"
+    for left in (partial, out / f".{source}.old"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir()
+    try:
+        for name, path in files.items():
+            _link(path, partial / name)
+        shards.write_json(partial / shards.MANIFEST, description)
+        shards.publish(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return "built"
+
+
+def _files(out: Path, source: str, receipts: tuple[dict[str, Any], ...]) -> dict[str, Path]:
+    folders = [stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) for number in range(len(receipts))]
+    pairs = zip(folders, receipts, strict=True)
+    return {name: folder / name for folder, receipt in pairs for name in receipt["files"]}
+
+
+def _is_published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> bool:
+    """Whether the folder holds this description and these files; a freed file of `shuffle` must only be there."""
+    try:
+        if shards.read_manifest(final) != json.loads(json.dumps(description)):
+            return False
+        shards.check_sizes(final, description)
+    except ValueError:
+        return False
+    return all(
+        (final / name).is_file() and (not path.exists() or _same(path, final / name)) for name, path in files.items()
+    )
+
+
+def _same(path: Path, published: Path) -> bool:
+    """The same file, or a copy that nobody touched since."""
+    one, other = path.stat(), published.stat()
+    return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+
+
+def _link(path: Path, link: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing and {link.name} is not published; run the stage {shuffle.SHUFFLE!r} again")
+    try:
+        os.link(path, link)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(path, link)
+
+
+def _description(plan: Recipe, out: Path, source: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    *train, valid = entries
+    model = tokenizer.load(out / TOKENIZER)
+    layout = shuffle.Shuffle(plan, out, (source,)).layout
+    return {
+        "format": shards.FORMAT,
+        "source": source,
+        "category": next(each.category for each in plan.sources if each.name == source),
+        "plan_hash": planned(out, source)["plan_hash"],
+        "code_version": code_version(),
+        **asdict(layout),
+        "tokenizer_sha256": tokenizer.sha256(out / TOKENIZER),
+        "vocab_size": model.vocab_size(),
+        **_counts(out, source),
+        "contamination": _contamination(out, source),
+        "windows": sum(entry["windows"] for entry in train),
+        "shards": train,
+        "valid": valid,
+    }
+
+
+def _counts(out: Path, source: str) -> dict[str, Any]:
+    """Documents, tokens and bytes that are kept, and all that was read, with the reasons why the rest is not there."""
+    filtered, tokenized = (_all_counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
+    ordered = _all_counts(out, shuffle.ORDER, source)
+    parts = [counts[part] for counts in ordered for part in ("train", "valid")]
+    kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
+    dropped = Counter({"duplicate": sum(counts["duplicate"] for counts in ordered)})
+    read = sum(counts["read"] for counts in filtered)
+    for name in _BEFORE_FILTER:
+        lost = Counter[str]()
+        for counts in _all_counts(out, name, source) if (out / name / source).is_dir() else ():
+            lost.update({**counts.get("dropped", {}), **counts.get("missing", {})})
+        dropped.update(lost)
+        read += lost.total()
+    for counts in filtered:
+        dropped.update(counts["dropped"])
+    if sum(counts["documents"] for counts in tokenized) != sum(counts["kept"] for counts in filtered):
+        raise ValueError(f"source {source!r} was filtered again after it was tokenized; run the stages from there on")
+    if read != kept["documents"] + dropped.total():
+        raise ValueError(
+            f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "
+            f"counted as dropped ({dict(dropped)}); receipts of different runs are mixed, run the stages again"
+        )
+    return {**kept, "read": read, "kept": kept["documents"], "dropped": dict(sorted(dropped.items()))}
+
+
+def _all_counts(out: Path, name: str, source: str) -> list[dict[str, Any]]:
+    return [receipt["counts"] for receipt in shuffle.receipts(out, name, source)]
+
+
+def _contamination(out: Path, source: str) -> dict[str, Any]:
+    """{benchmark: {"documents": dropped for it, "items": how many of its items they held}}"""
+    documents, items = Counter[str](), dict[str, set[str]]()
+    for counts in _all_counts(out, "filter", source):
+        for benchmark, found in counts["contamination"].items():
+            documents[benchmark] += found["documents"]
+            items.setdefault(benchmark, set()).update(found["items"])
+    return {name: {"documents": documents[name], "items": len(items[name])} for name in sorted(items)}

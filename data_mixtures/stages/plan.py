@@ -1,0 +1,231 @@
+"""plan: a recipe -> DIR/plan.json, every file that will be read, before any is.
+
+First all repositories are asked whether they may be read, and all that refuse are named at once. Then every source gets
+its units in a stable order: one unit a Parquet file, with its size and hash, or a run of local files. The columns are
+read from the footer of each folder's first file, never assumed. What is planned for a source of the hub stays planned,
+as a revision does not change; local files are looked up anew at every start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from data_mixtures import shards
+from data_mixtures.readers import collect, origins
+from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, check_known
+from data_mixtures.stages.stage import Unit
+
+PLAN = "plan.json"
+FORMAT = 1
+UNIT_BYTES = 64 << 20  # local files of about so many bytes are one unit
+METADATA_COLUMNS = ("repo", "commit_id", "rel_path")
+Entry = dict[str, Any]
+
+
+def read(out: Path) -> dict[str, Any]:
+    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError when there is none."""
+    path = out / PLAN
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first")
+    status = path.stat()
+    return _read(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    if plan.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has format {plan.get('format')!r}, this code reads {FORMAT}; remove it and plan again"
+        )
+    return plan
+
+
+def source(out: Path, name: str) -> Entry:
+    """What is planned for a source. ValueError when the plan lacks it."""
+    planned = read(out)["sources"]
+    if name not in planned:
+        raise ValueError(f"{out / PLAN} lacks source {name!r}; plan it first (python -m data_mixtures plan)")
+    return planned[name]
+
+
+def units(out: Path, name: str) -> list[Unit]:
+    """The units of a source, in their order; the same from fetch to tokenize."""
+    return [Unit(name, entry["number"]) for entry in source(out, name)["units"]]
+
+
+def unit(out: Path, wanted: Unit) -> Entry:
+    return source(out, wanted.source)["units"][wanted.number]
+
+
+def raw_text(out: Path, wanted: Unit) -> tuple[str, str]:
+    """(stage, column): raw.parquet of which stage holds the unit's text, and the name of its column."""
+    entry = unit(out, wanted)
+    if entry["kind"] == "parquet" and entry["text_column"] is not None:
+        return "fetch", entry["text_column"]
+    return ("fetch" if entry["kind"] == "local" else "hydrate"), "text"
+
+
+def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> dict[str, Any]:
+    """Plan the named sources (others in plan.json stay) and write plan.json. ValueError names all that is refused."""
+    before = read(out)["sources"] if (out / PLAN).is_file() else {}
+    chosen = [each for each in recipe.sources if each.name in set(names)]
+    check_known("source", names, [each.name for each in recipe.sources])
+    planned = {each.name: _local(each) for each in chosen if isinstance(each, LocalSource)}
+    hub = [each for each in chosen if isinstance(each, HubSource)]
+    same = [each for each in hub if before.get(each.name, {}).get("spec") == _spec(each)]
+    planned |= {each.name: before[each.name] for each in same}
+    new = [each for each in hub if each not in same]
+    if new:
+        planned |= _ask(origins.origin(mirror), new)
+    order = [each.name for each in recipe.sources]
+    known = {**before, **planned}
+    plan = {"format": FORMAT, "sources": {name: known[name] for name in order if name in known}}
+    if not (out / PLAN).is_file() or plan != read(out):
+        out.mkdir(parents=True, exist_ok=True)
+        shards.write_json(out / PLAN, plan)
+    return plan
+
+
+def _spec(each: HubSource) -> Entry:
+    """What of a source decides its files and columns; not what others counted, nor its category."""
+    names = ("repo", "revision", "configs", "text_columns", "needs_hydration", "licence", "gate")
+    return json.loads(json.dumps({name: getattr(each, name) for name in names}))
+
+
+def _hashed(entry: Entry, decides: Any) -> Entry:
+    text = json.dumps(decides, sort_keys=True)
+    return {**entry, "plan_hash": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _local(each: LocalSource) -> Entry:
+    """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
+    parts: list[tuple[Input, list[list[Any]]]] = []
+    for source_input in each.inputs:
+        found = [[_name(path), *_size_and_time(path)] for path in collect.files(source_input)]
+        runs = [found] if source_input.max_bytes is not None else _runs(found)
+        parts += [(source_input, run) for run in runs if run or not source_input.paths]
+    entries = [
+        {"source": each.name, "number": number, "kind": "local", "input": asdict(part), "files": files}
+        for number, (part, files) in enumerate(parts)
+    ]
+    # files get other times and folders without other content: they are then read again, but the data is the same
+    decides = [[asdict(part), [[collect.portable(path), size] for path, size, _ in files]] for part, files in parts]
+    return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
+
+
+def _name(path: Path) -> str:
+    name = str(path)
+    try:
+        name.encode("utf-8")  # as JSON will want it
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it") from error
+    return name
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _runs(found: list[list[Any]]) -> list[list[list[Any]]]:
+    runs: list[list[list[Any]]] = []
+    size = UNIT_BYTES
+    for entry in found:
+        if size >= UNIT_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(entry)
+        size += entry[1]
+    return runs
+
+
+def _ask(origin: origins.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
+    """Access first, for all; then files and columns, for all. One error names every source that fails, and why."""
+    revisions: dict[tuple[str, str], str] = {}
+    refused: dict[str, list[str]] = {}
+    for each in wanted:
+        try:
+            if (each.repo, each.revision) not in revisions:
+                revisions[each.repo, each.revision] = origin.revision(each.repo, each.revision)
+        except ValueError as error:
+            refused.setdefault(f"{each.repo} @ {each.revision}: {error}", []).append(each.name)
+    _stop_at(refused, f"{len(refused)} repositories refuse to be read")
+    planned = {}
+    for each in wanted:
+        try:
+            planned[each.name] = _hub(origin, each, revisions[each.repo, each.revision])
+        except ValueError as error:
+            refused.setdefault(str(error), []).append(each.name)
+    _stop_at(refused, f"{len(refused)} sources are not as the recipe says")
+    return planned
+
+
+def _stop_at(refused: dict[str, list[str]], what: str) -> None:
+    if refused:
+        lines = [f"  {', '.join(names)}: {why}" for why, names in refused.items()]
+        raise ValueError("\n".join([f"{what}; nothing was read:", *lines]))
+
+
+def _hub(origin: origins.Origin, each: HubSource, revision: str) -> Entry:
+    entries: list[Entry] = []
+    for config in each.configs:
+        found = origin.files(each.repo, revision, config)
+        if not found:
+            near = difflib.get_close_matches(config, there := origin.folders(each.repo, revision), n=1)
+            raise ValueError(
+                f"{each.repo} @ {revision} has no Parquet file in {config}/; "
+                + (f"did you mean {near[0]!r}?" if near else f"its folders: {there}")
+            )
+        column = _text_column(origin, each, revision, found[0].path)
+        for file in found:
+            number = {"source": each.name, "number": len(entries), "kind": "parquet"}
+            entries.append({**number, **dataclasses.asdict(file), "text_column": column})
+    facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
+    terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
+    # a mirror knows no hashes: its plan and the hub's plan of the same files are not the same plan
+    return _hashed({**facts, **terms, "units": entries}, [each.repo, revision, entries])
+
+
+def _text_column(origin: origins.Origin, each: HubSource, revision: str, path: str) -> str | None:
+    """The column of text by the file's footer; None for metadata, whose columns are checked instead."""
+    try:
+        with origin.open(each.repo, revision, path) as file:
+            schema = pyarrow.parquet.read_schema(file)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{each.repo} @ {revision}: {path} has no readable Parquet footer: {error}") from error
+    return text_column(schema, each, f"{each.repo}/{path}")
+
+
+def text_column(schema: pyarrow.Schema, each: HubSource, where: str) -> str | None:
+    """Which column of a file holds the text. ValueError names the columns of a layout that is not known."""
+    columns = (
+        f"its columns: {', '.join(f'{name} ({kind})' for name, kind in zip(schema.names, schema.types, strict=True))}"
+    )
+    texts = {
+        field.name
+        for field in schema
+        if pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type)
+    }
+    if each.needs_hydration:
+        if not texts.issuperset(METADATA_COLUMNS):
+            raise ValueError(f"{where} must have the columns {', '.join(METADATA_COLUMNS)} of strings; {columns}")
+        return None
+    found = [name for name in each.text_columns if name in texts]
+    if len(found) != 1:
+        raise ValueError(
+            f"{where} must have exactly one column of strings named {' or '.join(each.text_columns)}; {columns}. "
+            "Look at the file and name its column of text as text_columns of the source"
+        )
+    return found[0]

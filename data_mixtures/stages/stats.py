@@ -1,0 +1,177 @@
+"""Statistics of prepared data: DIR/stats.json, and DIR/stats.html to look at.
+
+Tokens by source and category against the mixtures, how often a run of given length reads each source, lengths of
+documents, what was dropped and why, which sources share documents, and some documents as the model will see them.
+Shared documents are counted exactly: all tokenized units are sorted by the same key, so one merge over ranges of keys
+meets equal ids, whatever source they come from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from data_mixtures import shards, tokenizer
+from data_mixtures.mixture import Mixture
+from data_mixtures.recipe import check_integer, check_known
+from data_mixtures.stages import shuffle, stage, stats_page
+from data_mixtures.stages.plan import units as planned_units
+from data_mixtures.stages.tokenize_units import TOKENIZER
+
+JSON, PAGE = "stats.json", "stats.html"
+LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
+TEXT_CHARS = 1200  # of a document are shown
+TEXT_TOKENS = 500
+_FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "windows")
+
+
+def write(
+    out: Path,
+    sources: tuple[str, ...],
+    console: Console,
+    sequences: Mapping[str, int] | None = None,
+    documents_per_source: int = 3,
+    workers: int | None = None,
+) -> dict[str, Any]:
+    """Write stats.json and stats.html; returns what stats.json holds.
+
+    sequences: phase -> how many sequences of it a run would read, for the epochs of each source. ValueError for a phase
+    without a lock, or a source without a manifest.
+    """
+    manifests = {source: shards.read_manifest(out / source) for source in sources}
+    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        facts = {
+            source: {**{name: manifest[name] for name in _FACTS}, "valid_windows": manifest["valid"]["windows"]}
+            | {"quarantined": len(manifest.get("quarantined", ())), "lengths": _lengths(out / source, manifest, pool)}
+            for source, manifest in manifests.items()
+        }
+        result = {
+            "seed": next(iter(manifests.values()))["seed"],
+            "seq_len": next(iter(manifests.values()))["seq_len"],
+            "sources": facts,
+            "phases": _phases(out, dict(sequences or {})),
+            "shared_documents": shared_documents(out, sources, pool),
+            "documents": [
+                document
+                for source in sources
+                for document in look(out, source, manifests[source], documents_per_source)
+            ],
+        }
+    shards.write_json(out / JSON, result)
+    stats_page.write(out / PAGE, result)
+    console.print(f"{out / JSON}, {out / PAGE}", highlight=False, soft_wrap=True)
+    return result
+
+
+def _lengths(folder: Path, manifest: dict[str, Any], pool: Executor) -> dict[str, Any]:
+    """Lengths in tokens of the documents that begin in a window of the source: histogram, mean, longest."""
+    entries = manifest["shards"]
+    found = list(pool.map(lambda entry: _lengths_of(folder / entry["docs"]["name"]), entries))
+    histogram = np.sum([each[0] for each in found], axis=0)
+    documents = int(histogram.sum())
+    mean = sum(each[1] for each in found) / documents if documents else 0.0
+    return {"histogram": histogram.tolist(), "mean": round(mean, 2), "longest": max(each[2] for each in found)}
+
+
+def _lengths_of(path: Path) -> tuple[np.ndarray, int, int]:
+    lengths = shards.read_documents(path)[1]
+    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # exact: the exponent of a power of two
+    return np.bincount(bins, minlength=LENGTH_BINS), int(lengths.sum(dtype=np.int64)), int(lengths.max(initial=0))
+
+
+def _phases(out: Path, sequences: dict[str, int]) -> dict[str, Any]:
+    """Shares of every phase that is pinned; with `sequences`, how often each source was read at its end."""
+    locks = {path.name.removesuffix(".lock.json"): path for path in sorted(out.glob("*.lock.json"))}
+    check_known("phase in sequences:", sequences, locks)
+    phases = dict[str, dict[str, Any]]()
+    consumed: dict[str, int] = {}  # phases follow each other
+    for phase, path in locks.items():
+        mixture = Mixture.open(path, consumed)
+        total = sum(mixture.weights)
+        shares = {s: weight / total for s, weight in zip(mixture.source_names, mixture.weights, strict=True)}
+        phases[phase] = {"fingerprint": mixture.fingerprint, "shares": shares, "categories": mixture.categories}
+        if phase in sequences:
+            check_integer(f"sequences of {phase}", sequences[phase], low=0)
+            consumed = mixture.windows_per_source(sequences[phase])
+            windows = {source: shards.read_manifest(out / source)["windows"] for source in consumed}
+            epochs = {source: round(consumed[source] / windows[source], 4) for source in consumed}
+            phases[phase] |= {"sequences": sequences[phase], "epochs_at_end": epochs}
+    return phases
+
+
+def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dict[str, Any]:
+    """How many documents two sources have in common, by exact comparison of their 128-bit ids.
+
+    {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units are not there any more.
+    """
+    for source in sources:
+        for unit in planned_units(out, source):
+            receipt = stage.read_receipt(out, shuffle.UPSTREAM, unit)
+            if receipt is None or receipt.get("freed"):
+                return {"unknown": f"{stage.unit_folder(out, shuffle.UPSTREAM, unit)} is not there any more"}
+    documents = sum(r["counts"]["documents"] for s in sources for r in shuffle.receipts(out, shuffle.UPSTREAM, s))
+    ranges = -(-documents // shuffle.DOCUMENTS_PER_RANGE)
+    bounds = [shuffle.range_bounds(number, ranges) for number in range(ranges)]
+    shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
+    for found in pool.map(lambda keys: _shared_in_range(out, sources, *keys), bounds):
+        shared += found
+    pairs = [(int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b]]
+    pairs.sort(key=lambda pair: (-pair[0], *pair[1:]))
+    return {"pairs": [{"sources": [sources[a], sources[b]], "documents": count} for count, a, b in pairs]}
+
+
+def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -> np.ndarray:
+    """int64 (sources, sources), upper triangle: common documents with low <= key < high."""
+    parts = []
+    for index, source in enumerate(sources):
+        part = shuffle.merge(shuffle.read_slices(out, source, low, high)[0])  # each id once
+        part["unit"] = index
+        parts.append(part)
+    documents, shared = shuffle.in_order(parts), np.zeros((len(sources), len(sources)), dtype=np.int64)
+    for apart in range(1, len(sources)):  # equal ids lie in a row, in the order of the sources
+        left, right = documents[:-apart], documents[apart:]
+        equal = shuffle.same_id(left, right)
+        if not equal.any():
+            break
+        np.add.at(shared, (left["unit"][equal], right["unit"][equal]), 1)
+    return shared
+
+
+def look(out: Path, source: str, manifest: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Some documents of a source, drawn with the seed of the data, decoded from the tokens of its shards."""
+    listed = np.cumsum([entry["docs"]["documents"] for entry in manifest["shards"]])
+    draw = np.random.Generator(np.random.PCG64([manifest["seed"], *source.encode()]))
+    numbers = np.sort(draw.choice(listed[-1], size=min(count, int(listed[-1])), replace=False))
+    return [_document(out, source, manifest, int(number), listed) for number in numbers]
+
+
+def _document(out: Path, source: str, manifest: dict[str, Any], number: int, listed: np.ndarray) -> dict[str, Any]:
+    shard = int(np.searchsorted(listed, number, side="right"))
+    entry = manifest["shards"][shard]
+    place = number - int(listed[shard]) + entry["docs"]["documents"]
+    ids, lengths = shards.read_documents(out / source / entry["docs"]["name"])
+    tokens = np.memmap(out / source / entry["name"], dtype="<u2", mode="r")
+    offset = _first_begin(tokens) + int(lengths[:place].sum(dtype=np.int64))
+    shown = tokens[offset : offset + min(int(lengths[place]), TEXT_TOKENS)].tolist()
+    text = tokenizer.load(out / TOKENIZER).decode([t for t in shown if t not in (tokenizer.BOS, tokenizer.EOS)])
+    place_of = {"source": source, "shard": entry["name"], "token_offset": offset, "tokens": int(lengths[place])}
+    whole = len(shown) == lengths[place] and len(text) <= TEXT_CHARS
+    return {**place_of, "id": f"{int(ids[place]):016x}", "whole": bool(whole), "text": text[:TEXT_CHARS]}
+
+
+def _first_begin(tokens: np.ndarray) -> int:
+    """Where the first document of a shard begins; what lies before it belongs to the shard before."""
+    for start in range(0, len(tokens), 1 << 20):
+        begins = np.flatnonzero(tokens[start : start + (1 << 20)] == tokenizer.BOS)
+        if begins.size:
+            return start + int(begins[0])
+    raise ValueError(
+        f"{getattr(tokens, 'filename', 'a shard')} lists documents, but none begins in it; verify the data"
+    )

@@ -1,0 +1,193 @@
+"""tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy, tokens.bin}, in shuffled order.
+
+Both files list the unit's documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low, seed). So
+any range of keys is one slice of every unit, and the order of a whole source is a merge. Before that, the tokenizer is
+brought along, or trained on the documents with the smallest keys: a sample that does not depend on units or workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import sentencepiece
+import xxhash
+
+from data_mixtures import shards, tokenizer
+from data_mixtures.recipe import Recipe
+from data_mixtures.stages import filter, plan, stage
+
+TOKENIZER = "tokenizer.model"
+DOCUMENTS, TOKENS = "documents.npy", "tokens.bin"
+DOCUMENT = np.dtype([("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")])
+_BATCH_ROWS = 256
+_COPY_TOKENS = 8 << 20
+_MODULES = ("stages/tokenize_units.py", "tokenizer.py")
+_SLACK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """One unit: the documents that the filter kept of one file. `make_tokenizer` must have run before."""
+
+    recipe: Recipe
+    out: Path
+    sources: tuple[str, ...]
+    name: ClassVar[str] = "tokenize"
+
+    def units(self) -> list[stage.Unit]:
+        return [unit for source in self.sources for unit in plan.units(self.out, source)]
+
+    def key(self, unit: stage.Unit) -> str:
+        receipt = stage.read_receipt(self.out, filter.Filter.name, unit)
+        documents = receipt["files"][filter.DOCUMENTS] if receipt is not None else None
+        return stage.key_of(_MODULES, self.recipe.seed, tokenizer.sha256(self.out / TOKENIZER), documents)
+
+    def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
+        filtered, _ = stage.result(self.out, filter.Filter.name, unit)
+        model = self.out / TOKENIZER
+        processor, unsorted = _processor(model, model.stat().st_mtime_ns), folder / f".{TOKENS}.unsorted"
+        rows = []
+        with unsorted.open("wb") as file:
+            for ids, texts in read_documents(filtered / filter.DOCUMENTS):
+                tokens, lengths = tokenizer.encode(processor, [text.decode("utf-8") for text in texts])
+                file.write(tokens.tobytes())
+                rows.append(describe(ids, self.recipe.seed, lengths, list(map(len, texts))))
+        documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
+        order = np.lexsort((documents["low"], documents["high"], documents["key"]))
+        np.save(folder / DOCUMENTS, documents[order])
+        write_ordered(folder / TOKENS, unsorted, documents["length"], order)
+        unsorted.unlink()
+        tokens_and_bytes = (int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes"))
+        return dict(zip(("documents", "tokens", "bytes"), (len(documents), *tokens_and_bytes), strict=True))
+
+
+@functools.lru_cache(maxsize=1)
+def _processor(model: Path, mtime_ns: int) -> sentencepiece.SentencePieceProcessor:
+    return tokenizer.load(model)
+
+
+def read_documents(path: Path) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """(ids, texts as UTF-8) of documents.parquet, some hundred at a time."""
+    with pq.ParquetFile(path, memory_map=True) as parquet:
+        for batch in parquet.iter_batches(_BATCH_ROWS):
+            yield batch.column("doc_id").to_pylist(), batch.column("text").cast(pa.binary()).to_pylist()
+
+
+def describe(ids: list[bytes], seed: int, lengths: np.ndarray, sizes: list[int]) -> np.ndarray:
+    """The rows of documents.npy: key and halves of the ids, lengths in tokens, sizes in bytes."""
+    rows = np.empty(len(ids), DOCUMENT)
+    halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
+    rows["high"], rows["low"] = halves[:, 0], halves[:, 1]
+    rows["key"] = [key_of_id(identity, seed) for identity in ids]
+    rows["length"], rows["bytes"] = lengths, sizes
+    return rows
+
+
+def key_of_id(identity: bytes, seed: int) -> int:
+    """What the shuffle sorts by: xxh3_64 of the id's low half, little-endian."""
+    return xxhash.xxh3_64_intdigest(identity[:7:-1], seed=seed)
+
+
+def write_ordered(path: Path, unsorted: Path, lengths: np.ndarray, order: np.ndarray) -> None:
+    """Documents of a token file, lengths as they stand in it, written in another order."""
+    if not len(order):
+        path.touch()
+        return
+    tokens = np.memmap(unsorted, dtype="<u2", mode="r")
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = ends - lengths
+    ordered_ends = np.cumsum(lengths[order], dtype=np.int64)
+    cuts = np.searchsorted(ordered_ends, np.arange(0, ordered_ends[-1], _COPY_TOKENS), side="right")
+    with path.open("wb") as file:
+        for first, last in zip(cuts, [*cuts[1:], len(order)], strict=True):
+            if first < last:
+                file.write(np.concatenate([tokens[starts[i] : ends[i]] for i in order[first:last]]).tobytes())
+
+
+def make_tokenizer(recipe: Recipe, out: Path) -> None:
+    """Write DIR/tokenizer.model, unless it is there: the recipe's file, or trained on what was kept of all sources."""
+    path, receipt, training = out / TOKENIZER, out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
+    key = _tokenizer_key(recipe, out)
+    made = json.loads(receipt.read_text(encoding="utf-8")) if receipt.is_file() else None
+    if path.is_file() and made == {"key": key, "sha256": tokenizer.sha256(path)}:
+        return
+    if isinstance(training, Path):
+        model = training.read_bytes()
+    else:
+        model = tokenizer.train(training_sample(recipe, out, training.train_bytes), training)
+    partial = path.with_name(f".{TOKENIZER}.partial")
+    partial.write_bytes(model)
+    partial.replace(path)
+    shards.write_json(receipt, {"key": key, "sha256": tokenizer.sha256(path)})
+
+
+def _tokenizer_key(recipe: Recipe, out: Path) -> str:
+    training = recipe.tokenizer
+    if isinstance(training, Path):
+        tokenizer.load(training)
+        return tokenizer.sha256(training)
+    receipts = [_filtered(out, source.name) for source in recipe.sources]
+    files = [[receipt["files"][filter.DOCUMENTS] for receipt in source] for source in receipts]
+    return stage.key_of(_MODULES, asdict(training), recipe.seed, recipe.valid_per_10000, files)
+
+
+def _filtered(out: Path, source: str) -> list[dict[str, Any]]:
+    """The receipts of all filtered units of a source. ValueError when one is missing."""
+    receipts = []
+    for unit in plan.units(out, source):
+        receipt = stage.read_receipt(out, filter.Filter.name, unit)
+        if receipt is None:
+            raise ValueError(
+                f"the tokenizer is trained on all sources, and {unit} is not filtered yet; filter it first"
+            )
+        receipts.append(receipt)
+    return receipts
+
+
+def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
+    """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
+    sizes = {s.name: sum(r["counts"]["bytes"] for r in _filtered(out, s.name)) for s in recipe.sources}
+    sample = []
+    for source, size in sizes.items():
+        budget = train_bytes * size // max(sum(sizes.values()), 1)
+        documents = (
+            document
+            for unit in plan.units(out, source)
+            for batch in read_documents(stage.result(out, filter.Filter.name, unit)[0] / filter.DOCUMENTS)
+            for document in zip(*batch, strict=True)
+        )
+        sample += first_documents(documents, budget, recipe)
+    return sample
+
+
+def first_documents(documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe) -> list[str]:
+    """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
+    held_out = recipe.valid_per_10000 * 2**64 // 10_000
+    known: dict[tuple[int, bytes], bytes] = {}
+    size = 0
+    for identity, text in documents:
+        if int.from_bytes(identity[8:], "big") >= held_out:
+            known[key_of_id(identity, recipe.seed), identity] = text
+            size += len(text)
+            if size > 2 * budget + _SLACK_BYTES:
+                known = _first(known, budget)
+                size = sum(map(len, known.values()))
+    return [text.decode("utf-8") for text in _first(known, budget).values()]
+
+
+def _first(known: dict[tuple[int, bytes], bytes], budget: int) -> dict[tuple[int, bytes], bytes]:
+    first = {}
+    for place in sorted(known):
+        if budget <= 0:
+            break
+        first[place] = known[place]
+        budget -= len(known[place])
+    return first

@@ -1,0 +1,289 @@
+"""Answers to the problems of a code benchmark, and which part of an answer is the solution.
+
+An answer comes from a model folder through the engine or from an OpenAI-compatible endpoint, and is kept as it came,
+one line each, so that an interrupted run continues and any later scoring starts from the same text. An answer in a
+chat can hold several blocks of code, of which EvalPlus's sanitize keeps the longest text that parses; `target_function`
+first chooses the block that defines the asked function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+from evals.code.score import Dataset
+from records.files import append_line, write_atomically
+
+INSTRUCTION = (
+    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
+    "```python\n{prompt}\n```"
+)
+# where a completion leaves the function it was asked to write; those of the data set are the likelier ones
+STOPS = ("\nif __name__", "\ndef main(", "\nprint(", "\nassert ")
+STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp": ('\n"""',)}
+FENCE = re.compile(r"\s*(`{3,})\s*([^`]*)$")
+ATTEMPTS, FIRST_WAIT_S = 6, 1.0
+TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn: temperature 0 is greedy, one answer a problem; else `n` answers a problem."""
+
+    n: int = 1
+    """answers a problem"""
+    temperature: float = 0.0
+    """0 is greedy"""
+    top_p: float = 1.0
+    """only the fewest likely tokens that reach this probability"""
+    seed: int = 0
+    """of the sampling"""
+    max_new_tokens: int = 768
+    """of an answer"""
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"{self}: n and max_new_tokens must be 1 or more, temperature 0 or more, top_p in 0 to 1")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n = {self.n} greedy answers would all be the same; give a --temperature, such as 0.8")
+
+    def seed_of(self, task_id: str, sample: int) -> int:
+        """A seed of its own for every answer, whatever the order in which they are made; 31 bits."""
+        digest = hashlib.sha256(f"{self.seed}:{task_id}:{sample}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 1
+
+
+GREEDY = Sampling()
+SamplingFlags = Annotated[Sampling, tyro.conf.OmitArgPrefixes]  # --n, --temperature, ... as flags of the command itself
+
+
+class Model(Protocol):
+    """Who answers. `parallel`: so many questions at a time."""
+
+    identity: dict[str, str]
+    parallel: int
+
+    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
+        """The answer to a prompt and why it ended: "stop" or "length"."""
+        ...
+
+
+class EngineModel:
+    """A model folder through the engine; `chat`: the prompt is a user's turn of the folder's chat template."""
+
+    parallel = 1
+
+    def __init__(self, folder: Path, chat: bool, sampling: Sampling, device: str = "auto"):
+        from laneformer import Engine  # the compiled part: an endpoint does not need it
+
+        weights = hashlib.sha256()
+        for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja")]):
+            with open(path, "rb") as file:
+                weights.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        self.identity = {"model": folder.resolve().name, "model_sha256": weights.hexdigest()}
+        self.sampling, self.template = sampling, chat_template(folder) if chat else None
+        self.engine = Engine.from_pretrained(folder, device=device)
+        if self.engine.tokenizer is None:
+            raise ValueError(f"{folder} holds no tokenizer.json, which text needs")
+        self.tokenizer = self.engine.tokenizer
+
+    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
+        from laneformer.engine.text import StopStrings, TextStream, text_of
+
+        tokenizer, s = self.tokenizer, self.sampling
+        text = self.template(prompt) if self.template else prompt
+        ids = tokenizer.encode(text, add_special_tokens=self.template is None).ids
+        room = min(s.max_new_tokens, self.engine.config.max_position_embeddings - len(ids))
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in a context of "
+                f"{self.engine.config.max_position_embeddings}; evaluate a model with a longer context"
+            )
+        made: list[int] = []
+
+        def tokens() -> Generator[int, None, None]:
+            options = {"temperature": s.temperature, "top_p": s.top_p, "seed": seed}
+            with contextlib.closing(self.engine.stream(ids, max_new_tokens=room, **options)) as stream:
+                for token in stream:
+                    made.append(token)
+                    yield token
+
+        stop_strings = StopStrings(stops)
+        answer = "".join(text_of(tokens(), TextStream(tokenizer, ids), stop_strings))
+        ended = bool(stop_strings.found) or (bool(made) and made[-1] in self.engine.eos_ids)
+        return answer, "stop" if ended else "length"
+
+
+def chat_template(folder: Path) -> Any:
+    """A function from a user's message to the text that asks for the answer, by the folder's own template."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise ValueError(f"{folder} has no chat template; ask it for completions: --prompt completion")
+
+    def render(message: str) -> str:
+        turns = [{"role": "user", "content": message}]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    return render
+
+
+class EndpointModel:
+    """An OpenAI-compatible endpoint; the key, if it needs one, is in OPENAI_API_KEY."""
+
+    def __init__(self, base_url: str, model: str, chat: bool, sampling: Sampling, parallel: int, timeout_s: float):
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--base-url {base_url!r} must begin with http:// or https://, and end before /completions"
+            )
+        self.identity = {"model": model, "base_url": base_url}
+        self.url = f"{base_url.rstrip('/')}/{'chat/' * chat}completions"
+        self.chat, self.sampling, self.parallel, self.timeout_s = chat, sampling, parallel, timeout_s
+
+    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
+        s = self.sampling
+        body: dict[str, Any] = {"model": self.identity["model"], "n": 1, "seed": seed, "max_tokens": s.max_new_tokens}
+        body |= {"temperature": s.temperature, "top_p": s.top_p}
+        body |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        body |= {"stop": list(stops[:4])} if stops else {}  # four are allowed
+        try:
+            choice = self._post(body)["choices"][0]
+            text = choice["message"]["content"] if self.chat else choice["text"]
+            whole = text or ""
+            answer = cut(whole, stops)
+            return answer, "stop" if len(answer) < len(whole) else choice.get("finish_reason") or "stop"
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{self.url} gave an answer without a choice or its text ({error!r})") from None
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply as JSON. A busy or broken server is asked again, a few times and ever later; then ValueError."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
+                    return json.load(reply)
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+                if error.code not in TRY_AGAIN:
+                    raise ValueError(f"{self.url} refused a question, {reason}") from None
+            except (OSError, ValueError) as error:  # no connection, a timeout, not JSON
+                reason = repr(error)
+        raise ValueError(f"{self.url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
+
+
+def cut(text: str, stops: tuple[str, ...]) -> str:
+    """The text before the first stop string."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def prompt_of(problem: dict[str, Any], chat: bool) -> str:
+    prompt = problem["prompt"].strip()
+    return INSTRUCTION.format(prompt=prompt) if chat else prompt + "\n"
+
+
+def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, folder: Path) -> list[dict[str, Any]]:
+    """All answers, in the order of problems and samples; those in `folder`/answers.jsonl are not asked for again.
+
+    ValueError when that file was made with another model, data set or sampling.
+    """
+    settings = {**model.identity, "data_md5": dataset.md5, "prompt": "chat" if chat else "completion"}
+    check_settings(folder / "settings.json", settings | asdict(sampling))
+    path = folder / "answers.jsonl"
+    known = {(row["task_id"], row["sample"]): row for row in read_rows(path)}
+    wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(sampling.n)}
+    missing = [key for key in wanted if key not in known]
+    stops = () if chat else STOPS_OF[dataset.name] + STOPS
+
+    def ask(key: tuple[str, int]) -> dict[str, Any]:
+        seed = sampling.seed_of(*key)
+        text, finish = model.answer(prompt_of(wanted[key], chat), seed, stops)
+        return {"task_id": key[0], "sample": key[1], "seed": seed, "finish_reason": finish, "answer": text}
+
+    with ThreadPoolExecutor(model.parallel) as pool:
+        asked = [pool.submit(ask, key) for key in missing]
+        try:
+            for future in track(as_completed(asked), "answers", len(asked), console=Console(stderr=True)):
+                row = future.result()
+                append_line(path, json.dumps(row))
+                known[row["task_id"], row["sample"]] = row
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [known[key] for key in wanted]
+
+
+def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Note how the answers of a folder are made; ValueError when answers there were made otherwise."""
+    if path.exists():
+        before = json.loads(path.read_text())
+        other = sorted(name for name in settings | before if settings.get(name) != before.get(name))
+        if other:
+            raise ValueError(
+                f"{path.parent} holds answers made with other settings: "
+                + ", ".join(f"{name} {before.get(name)!r}, not {settings.get(name)!r}" for name in other)
+                + "; give another --results folder"
+            )
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(settings, indent=1) + "\n")
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The answers of a file; a line that a crash cut short is no answer."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def fenced_blocks(text: str) -> list[str]:
+    """The fenced code blocks of a text, with any or no language tag; the last one may lack its end."""
+    blocks: list[list[str]] = []
+    fence = ""
+    for line in text.splitlines():
+        mark = FENCE.match(line)
+        if mark and (not fence or mark[2].strip()):  # a fence with a tag opens a block even where one was left open
+            fence = mark[1]
+            blocks.append([])
+        elif mark and len(mark[1]) >= len(fence):
+            fence = ""
+        elif fence:
+            blocks[-1].append(line)
+    return [textwrap.dedent("\n".join(block)) for block in blocks]
+
+
+def target_function(text: str, entry_point: str) -> str:
+    """The code of an answer: the first fenced block that defines `entry_point`, else the first that names it.
+
+    Without either the first block, without blocks the whole text.
+    """
+    blocks = fenced_blocks(text)
+    name = re.escape(entry_point)
+    for pattern in (rf"^\s*(async\s+)?def\s+{name}\s*\(", rf"\b{name}\b", ""):
+        for block in blocks:
+            if re.search(pattern, block, re.MULTILINE):
+                return block
+    return text

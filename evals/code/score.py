@@ -1,0 +1,214 @@
+"""Scores of solutions by EvalPlus, from an environment of its own and inside the sandbox.
+
+EvalPlus brings versions of libraries that ours cannot share, so it lives in a virtual environment beside ours, with
+only the modules that sanitize and evaluate import. What it computes once for a data set, the expected outputs, is kept
+between runs; it is written by the run of the reference solutions, in which no code of a model takes part.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import comb, fsum
+from pathlib import Path
+from typing import Any
+
+from evals.code.sandbox import run_sandboxed
+from records.files import write_atomically
+
+EVALPLUS = "0.3.1"
+REQUIREMENTS = (
+    f"evalplus=={EVALPLUS}", "appdirs==1.4.4", "numpy==2.4.6", "psutil==7.2.2", "rich==15.0.0", "termcolor==3.3.0",
+    "tqdm==4.70.1", "tree-sitter==0.26.1", "tree-sitter-python==0.25.0",
+)  # fmt: skip
+UNUSED = ("datasets", "tempdir", "wget")  # imported for downloads, which do not happen here
+# md5 of the unpacked file, as EvalPlus itself names a data set: name, version
+VERSIONS = {
+    "fe585eb4df8c88d844eeb463ea4d0302": ("humaneval", "v0.1.10"),
+    "ee43ecabebf20deef4bb776a405ac5b1": ("mbpp", "v0.2.0"),
+}
+PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
+OVERRIDES = {"humaneval": "HUMANEVAL_OVERRIDE_PATH", "mbpp": "MBPP_OVERRIDE_PATH"}
+FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "contract", "atol")
+KNOWN_FAILURES = {
+    "HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so that no solution of it can pass"
+}
+LIMITS = {"memory_bytes": 4 * 2**30, "processes": 64, "file_bytes": 64 * 2**20, "cpu_s": 300}  # of one solution
+SANITIZE_S = 20.0
+LONGEST_CHECK_S = 65.0  # of one solution on one list of inputs: EvalPlus's own 60 s and what it adds
+DOWNLOADS = (
+    "HumanEval+ is HumanEvalPlus.jsonl.gz of release v0.1.10 of evalplus/humanevalplus_release on GitHub, MBPP+ is "
+    "MbppPlus.jsonl.gz of release v0.2.0 of evalplus/mbppplus_release"
+)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set in EvalPlus's format: `content` is the unpacked file."""
+
+    name: str
+    version: str
+    md5: str
+    content: bytes
+    problems: list[dict[str, Any]]
+
+
+def open_dataset(path: Path) -> Dataset:
+    """Read a .jsonl or .jsonl.gz file; its version is known by its md5. ValueError when missing or something else."""
+    if not path.is_file():
+        raise ValueError(f"no data set at {path}; {DOWNLOADS}: fetch it and give its path as --dataset")
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        problems = [json.loads(line) for line in content.splitlines() if line.strip()]
+        lacking = sorted({field for problem in problems for field in FIELDS if field not in problem})
+        names = {name for prefix, name in PREFIXES.items() for p in problems if p["task_id"].startswith(prefix)}
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a data set in EvalPlus's format ({error!r}); {DOWNLOADS}") from None
+    if lacking or len(names) != 1 or len({p["task_id"] for p in problems}) != len(problems):
+        raise ValueError(
+            f"{path} is not a data set in EvalPlus's format: fields {lacking} are missing, or its task ids are not "
+            f"distinct and all of one of {sorted(PREFIXES)}; {DOWNLOADS}"
+        )
+    md5 = hashlib.md5(content).hexdigest()
+    name, version = VERSIONS.get(md5, (names.pop(), f"unknown, {len(problems)} problems, md5 {md5}"))
+    return Dataset(name, version, md5, content, problems)
+
+
+def evalplus_environment() -> Path:
+    """The folder of EvalPlus's environment: beside the libraries that this Python uses."""
+    return Path(sys.prefix) / f"evalplus-{EVALPLUS}"
+
+
+def set_up(environment: Path) -> None:
+    """Make EvalPlus's environment with this Python and pip; a folder that is there is whole and stays."""
+    if environment.exists():
+        return
+    part = environment.with_name(f"{environment.name}.{os.getpid()}")
+    try:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(part)], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(part), "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "--only-binary", ":all:", *REQUIREMENTS], check=True)
+        (packages,) = part.glob("lib/python*/site-packages")
+        for module in UNUSED:
+            (packages / f"{module}.py").write_text("load_dataset = None  # EvalPlus imports this for downloads only\n")
+        subprocess.run([part / "bin/python", "-c", "import evalplus.evaluate, evalplus.sanitize"], check=True)
+        part.rename(environment)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class EvalPlus:
+    """EvalPlus on one data set. folder: where logs and work go. cache: where expected outputs stay between runs."""
+
+    dataset: Dataset
+    environment: Path
+    sandbox: str
+    folder: Path
+    cache: Path
+    parallel: int = 1
+    min_time_limit_s: float = 10.0  # EvalPlus's default of 1 s fails right solutions on a slow machine
+
+    def __post_init__(self) -> None:
+        if not (self.environment / "bin/python").exists():
+            raise ValueError(f"EvalPlus is not at {self.environment}; make it: python -m evals.code --setup")
+
+    def control(self) -> dict[str, Any]:
+        """The reference solutions: passed, total, known_failures {task: reason}, unexpected_failures [task]."""
+        rows = [{"task_id": p["task_id"], "solution": reference(p)} for p in self.dataset.problems]
+        scored = self.evaluate(rows, "control")
+        failed = [task for task, samples in scored.items() if samples[0] != (True, True)]
+        return {
+            "passed": len(scored) - len(failed),
+            "total": len(scored),
+            "known_failures": {task: KNOWN_FAILURES[task] for task in failed if task in KNOWN_FAILURES},
+            "unexpected_failures": [task for task in failed if task not in KNOWN_FAILURES],
+        }
+
+    def sanitize(self, selected: list[dict[str, str]]) -> list[str | None]:
+        """EvalPlus's sanitize of {"text", "entry_point"}; None where it took too long."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as name:
+            work = Path(name)
+            files = {"selected": str(work / "selected.json"), "sanitized": str(work / "sanitized.json")}
+            (work / "selected.json").write_text(json.dumps(selected))
+            self._run(work, "sanitize", {**files, "sanitize_s": SANITIZE_S}, 60 + SANITIZE_S * len(selected))
+            return json.loads((work / "sanitized.json").read_text())
+
+    def evaluate(self, rows: Iterable[dict[str, Any]], name: str) -> dict[str, list[tuple[bool, bool]]]:
+        """Score {"task_id", "solution"} rows: for each task and sample whether (base, base and plus) tests pass.
+
+        Leaves `name`.jsonl, `name`_eval_results.json and evalplus.log in the folder.
+        """
+        listed = list(rows)
+        text = "".join(json.dumps(row) + "\n" for row in listed)
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as work_name:
+            work = Path(work_name)
+            (work / f"{name}.jsonl").write_text(text)
+            (work / "cache/evalplus").mkdir(parents=True)
+            outputs = Path("evalplus") / f"{self.dataset.md5}.pkl"
+            if (self.cache / outputs).exists():
+                shutil.copy(self.cache / outputs, work / "cache" / outputs)
+            timeout_s = 600 + 2 * LONGEST_CHECK_S * len(listed) / self.parallel
+            request = {"samples": str(work / f"{name}.jsonl"), "min_time_limit_s": self.min_time_limit_s}
+            self._run(work, "evaluate", request, timeout_s)
+            if name == "control" and not (self.cache / outputs).exists():
+                (self.cache / outputs).parent.mkdir(parents=True, exist_ok=True)
+                part = self.cache / outputs.with_suffix(f".{os.getpid()}")
+                shutil.copyfile(work / "cache" / outputs, part)
+                part.rename(self.cache / outputs)
+            results = (work / f"{name}_eval_results.json").read_text()
+        write_atomically(self.folder / f"{name}.jsonl", text)
+        write_atomically(self.folder / f"{name}_eval_results.json", results)
+        return {
+            task: [(s["base_status"] == "pass", s["base_status"] == s["plus_status"] == "pass") for s in samples]
+            for task, samples in json.loads(results)["eval"].items()
+        }
+
+    def _run(self, work: Path, verb: str, request: dict[str, Any], timeout_s: float) -> None:
+        shutil.copyfile(Path(__file__).with_name("jail.py"), work / "jail.py")
+        (work / "dataset.jsonl").write_bytes(self.dataset.content)
+        request = {
+            **request, "folder": str(work), "sandbox": self.sandbox, "limits": LIMITS, "parallel": self.parallel,
+            "dataset": self.dataset.name,
+        }  # fmt: skip
+        (work / "request.json").write_text(json.dumps(request))
+        env = {
+            "PATH": "/usr/bin:/bin", "HOME": str(work), "TMPDIR": str(work), "XDG_CACHE_HOME": str(work / "cache"),
+            "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
+            OVERRIDES[self.dataset.name]: str(work / "dataset.jsonl"),
+        }  # fmt: skip
+        command = [str(self.environment / "bin/python"), str(work / "jail.py"), verb, str(work / "request.json")]
+        readable = [self.environment, self._base]
+        run_sandboxed(self.sandbox, command, work, readable, env, self.folder / "evalplus.log", timeout_s)
+
+    @cached_property
+    def _base(self) -> Path:
+        """Where the Python of EvalPlus's environment has its standard library."""
+        for line in (self.environment / "pyvenv.cfg").read_text().splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "home":
+                return Path(value.strip()).resolve().parent
+        raise ValueError(f"{self.environment}/pyvenv.cfg names no home; remove the folder and make it again")
+
+
+def reference(problem: dict[str, Any]) -> str:
+    """The data set's own solution, whole."""
+    return problem["prompt"] + problem["canonical_solution"]
+
+
+def pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
+    """Mean over problems of the chance that k of n samples hold one of the c that pass: 1 - C(n - c, k) / C(n, k).
+
+    counts: (n, c) of every problem. The estimator of Chen et al., arXiv 2107.03374, in exact integers.
+    """
+    chances = [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
+    return fsum(chances) / len(chances)

@@ -1,0 +1,210 @@
+"""What the model is asked: the token sequences of an item, under one of two protocols that give different scores.
+
+`nanochat`: rows shuffled with seed 1337, then the first n; each row draws its examples with a seed of its own; examples
+    end in a blank line; whole prompts become ids, and the answer is where the prompts of an item differ; one BOS.
+`dclm` (llm-foundry): rows in file order; one generator draws the examples of all rows, one after the other; examples
+    are lines; examples, context and answer become ids apart; special tokens as the tokenizer puts them; jeopardy
+    category by category. A subset is every k-th row, whose prompts are those of a full run.
+
+A prompt that is too long loses its beginning, in both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from evals.core.tasks import Row, Task, TaskType
+from evals.scorer import TextEncoder, common_prefix
+
+Protocol = Literal["nanochat", "dclm"]
+PROTOCOLS: tuple[Protocol, ...] = ("nanochat", "dclm")
+FEWSHOT_SEED = 1234
+ORDER_SEED = 1337
+
+
+class Unscorable(ValueError):
+    """An item that cannot be asked: its answer is longer than the model's context, or there are too few examples."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, of which those from `start` on are scored."""
+
+    ids: list[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt for each option, and the index of the right one; a single prompt where the answer is to be produced."""
+
+    prompts: list[Prompt]
+    gold: int
+    group: str = ""
+
+
+def items(
+    task: Task, rows: Sequence[Row], protocol: Protocol, encoder: TextEncoder, max_length: int, most: int | None = None
+) -> Iterator[Item]:
+    """The items of a task, at most `most` of them. max_length: tokens that fit. Unscorable as there."""
+    if protocol == "nanochat":
+        yield from _nanochat_items(task, rows, encoder, max_length, most)
+        return
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
+    needs_space = len(encoder.encode(" a")) == 1  # GPT-2's tokens begin with their space; SentencePiece adds it itself
+    for number, (group, members) in enumerate(groups.items()):
+        share = None if most is None else (most + number) // len(groups)
+        chosen = spaced(len(members), share)
+        for index, examples in enumerate(dclm_examples(len(members), task.shots)):
+            if index in chosen:
+                shown = [members[i] for i in examples]
+                prompts = dclm_prompts(task, members[index], shown, encoder, needs_space, max_length)
+                yield Item(prompts, members[index].get("gold", 0), group)
+
+
+def spaced(count: int, most: int | None) -> set[int]:
+    """At most `most` of `count` indices, evenly spaced."""
+    kept = count if most is None else min(most, count)
+    return {i * count // kept for i in range(kept)}
+
+
+# --- nanochat
+
+
+def nanochat_order(count: int, most: int | None) -> list[int]:
+    """The rows that are asked, by their place in the file."""
+    order = list(range(count))
+    random.Random(ORDER_SEED).shuffle(order)
+    return order[:most]
+
+
+def nanochat_examples(index: int, count: int, shots: int) -> list[int]:
+    """The examples of row `index` among the `count` rows that are asked."""
+    if shots == 0:
+        return []
+    if shots > count - 1:
+        raise Unscorable(f"{shots} examples are needed beside each row, but only {count} rows are asked")
+    others = [i for i in range(count) if i != index]
+    return random.Random(FEWSHOT_SEED + index).sample(others, shots)
+
+
+def _nanochat_items(
+    task: Task, rows: Sequence[Row], encoder: TextEncoder, max_length: int, most: int | None
+) -> Iterator[Item]:
+    if encoder.bos_id is None:
+        raise ValueError("the tokenizer has neither BOS nor EOS, with which each prompt of nanochat's protocol begins")
+    asked = [rows[i] for i in nanochat_order(len(rows), most)]
+    for index, row in enumerate(asked):
+        examples = [asked[i] for i in nanochat_examples(index, len(asked), task.shots)]
+        texts = nanochat_texts(task, row, examples)
+        sequences = [[encoder.bos_id, *encoder.encode(text)] for text in texts]
+        prompts = answer_spans(sequences, task.type)
+        yield Item([cropped(prompt, max_length) for prompt in prompts], row.get("gold", 0))
+
+
+def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
+    """The prompt of each option; for a text task those without and with the answer."""
+    between = task.delimiter
+    shown = "".join(
+        f"{context}{between}{answer}\n\n" for context, answer in (_answered(e, task.type) for e in examples)
+    )
+    if task.type == "multiple_choice":
+        return [f"{shown}{row['query']}{between}{choice}" for choice in row["choices"]]
+    if task.type == "schema":
+        return [f"{shown}{context}{between}{row['continuation']}" for context in row["context_options"]]
+    without = f"{shown}{row['context'].strip()}{between}"
+    # the space before the answer belongs to the answer's first token
+    return [without.strip(), without + row["continuation"]]
+
+
+def _answered(row: Row, type_: TaskType) -> tuple[str, str]:
+    """Context and right answer of an example."""
+    if type_ == "multiple_choice":
+        return row["query"], row["choices"][row["gold"]]
+    if type_ == "schema":
+        return row["context_options"][row["gold"]], row["continuation"]
+    return row["context"].strip(), row["continuation"]
+
+
+def answer_spans(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
+    """The answer is what differs at the end (choices), what is alike at the end (schema), or what was added (text).
+
+    Where the added text changes the tokens before it, which nanochat refuses, the answer begins at the first change.
+    """
+    if type_ == "language_modeling":
+        without, whole = sequences
+        return [Prompt(whole, min(common_prefix(without, whole), len(whole) - 1))]
+    if type_ == "multiple_choice":
+        start = min(common_prefix(sequences[0], other) for other in sequences)
+        return [Prompt(ids, start) for ids in sequences]
+    alike = min(common_prefix(sequences[0][::-1], other[::-1]) for other in sequences)
+    return [Prompt(ids, len(ids) - alike) for ids in sequences]
+
+
+def cropped(prompt: Prompt, max_length: int) -> Prompt:
+    """The last `max_length` ids."""
+    cut = max(0, len(prompt.ids) - max_length)
+    if prompt.start - cut < 1:
+        raise Unscorable(f"an answer of {len(prompt.ids) - prompt.start} tokens does not fit into {max_length}")
+    return Prompt(prompt.ids[cut:], prompt.start - cut)
+
+
+# --- dclm
+
+
+def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
+    """The examples of rows 0, 1, ..., in the order of the set's iteration, as llm-foundry shows them."""
+    generator = random.Random(FEWSHOT_SEED)
+    for index in range(count):
+        yield _dclm_draw(generator, index, count, shots)
+
+
+def _dclm_draw(generator: random.Random, index: int, count: int, shots: int) -> set[int]:
+    if shots == 0:
+        return set()  # the generator is drawn from only for examples
+    chosen = set(generator.sample(range(count), min(count - 1, shots)))
+    if index not in chosen:
+        return chosen
+    chosen.remove(index)
+    if len(chosen) >= count - 1:
+        return chosen
+    other = generator.choice(range(count))
+    while other in chosen or other == index:
+        other = generator.choice(range(count))
+    chosen.add(other)
+    return chosen
+
+
+def dclm_prompts(
+    task: Task, row: Row, examples: Sequence[Row], encoder: TextEncoder, needs_space: bool, max_length: int
+) -> list[Prompt]:
+    """Examples, context and answer of each option, encoded apart."""
+    between = task.delimiter
+    answered = [_answered({k: _stripped(v) for k, v in e.items()}, task.type) for e in examples]
+    shown = "\n".join(f"{context}{between}{answer}" for context, answer in answered)
+    row = {name: _stripped(value) for name, value in row.items()}
+    newline = "\n" if shown else ""
+    if task.type == "schema":
+        end = between.rstrip() if shown else ""
+        contexts = [f"{newline}{context}{end}" for context in row["context_options"]]
+    else:
+        query = row["query" if task.type == "multiple_choice" else "context"]
+        contexts = [f"{newline}{query}{between}".rstrip()]
+    answers = row["choices"] if task.type == "multiple_choice" else [row["continuation"]]
+    if needs_space:
+        answers = [answer if answer.startswith(" ") else f" {answer}" for answer in answers]
+    preamble = encoder.encode(shown, special_tokens=True)
+    if len(preamble) > 1 and preamble[-1] == encoder.eos_id:
+        preamble = preamble[:-1]
+    heads = [preamble + encoder.encode(context) for context in contexts]
+    tails = [encoder.encode(answer) for answer in answers]
+    return [cropped(Prompt(head + tail, len(head)), max_length) for head in heads for tail in tails]
+
+
+def _stripped(value: object) -> object:
+    return value.strip() if isinstance(value, str) else value

@@ -1,0 +1,76 @@
+"""A large corpus from Debian packages: sources of C, Go, Rust, Java and Python programs, manuals in several languages.
+
+    python -m examples.debian_corpus --out runs/corpus
+    python -m data_mixtures.prepare data_mixtures/debian.toml --out runs/debian
+
+The packages are downloaded as files and unpacked into the folder; nothing is installed. A package that is there already
+is not fetched again, so a broken download is continued by the same command.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+PACKAGES = (
+    "linux-source-6.12", "gcc-12-source", "binutils-source", "glibc-source", "golang-1.19-src", "rust-src",
+    "openjdk-17-source", "perl-doc", "python3.11-doc", "postgresql-doc-15", "linux-doc-6.1", "libboost1.74-doc",
+    "manpages-dev", "manpages-de", "manpages-es", "manpages-fr", "manpages-ja", "manpages-pl", "manpages-pt-br",
+    "manpages-ru", "manpages-zh",
+)  # fmt: skip
+console = Console()
+
+
+def main(out: Path = Path("runs/corpus")) -> None:
+    """Download and unpack PACKAGES into `out` (about 5 GB); needs apt-get and dpkg-deb, but no rights."""
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise SystemExit(f"{tool} is not on this machine: this corpus is made of Debian packages")
+    done = out / ".unpacked"
+    done.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in PACKAGES if not (done / name).exists()]
+    for name in track(missing, description="unpacking", console=console):
+        package = download(name, out / ".packages")
+        subprocess.run(["dpkg-deb", "-x", str(package), str(out)], check=True)
+        package.unlink()
+        (done / name).touch()
+    inner = [*out.glob("usr/src/**/*.tar.*"), *out.glob("usr/lib/jvm/**/src.zip")]
+    for archive in track(inner, description="archives", console=console):
+        unpack(archive)
+    files = [path for path in out.rglob("*") if path.is_file()]
+    console.print(f"{out}: {len(files):,} files, {sum(path.stat().st_size for path in files) / 1e9:.2f} GB")
+
+
+def download(name: str, folder: Path) -> Path:
+    """The .deb of a package by name, in `folder`. SystemExit with apt's own words when there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result = subprocess.run(["apt-get", "download", "-q", name], cwd=folder, capture_output=True, text=True)
+    found = sorted(folder.glob(f"{name}_*.deb"))
+    if result.returncode or not found:
+        raise SystemExit(f"apt-get download {name} failed; try `apt-get update` first. It said: {result.stderr[-500:]}")
+    return found[-1]
+
+
+def unpack(archive: Path) -> None:
+    """Unpack an inner archive beside itself, then delete it."""
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as zipped:
+            zipped.extractall(archive.parent)
+    elif tarfile.is_tarfile(archive):
+        with tarfile.open(archive) as tar:
+            # test data of compilers holds links that lead out of the archive
+            tar.extractall(archive.parent, filter=lambda m, to: m if m.isfile() or m.isdir() else None)
+    else:
+        return
+    archive.unlink()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

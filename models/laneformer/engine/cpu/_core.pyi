@@ -1,0 +1,5 @@
+"""The compiled core; see csrc/bindings.cpp."""
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...

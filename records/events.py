@@ -1,0 +1,79 @@
+"""What happened to a run: events.jsonl, one line an event, and outcome.json, how the last attempt ended.
+
+torchrun hides the exit status of its workers, so the worker that knows why the job ends leaves it in outcome.json.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from records.exit_codes import CRASHED
+from records.files import append_line, write_atomically
+
+REASON_CHARS = 2000
+
+
+def host_name() -> str:
+    """The name under which Slurm knows this node, else the machine's own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def record_event(run: Path, kind: str, **facts: Any) -> None:
+    """Append one line to RUN/events.jsonl; `rank` is null when the supervisor speaks."""
+    rank = int(os.environ["RANK"]) if "RANK" in os.environ else None
+    event = {"time": time.time(), "kind": kind, "rank": rank, "host": host_name(), **facts}
+    try:
+        append_line(run / "events.jsonl", json.dumps(event))
+    except OSError as problem:  # a full disk is one of the events that must not end the job
+        logging.getLogger().warning(f"events.jsonl cannot be written ({problem}): {event}")
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """All events of a run, oldest first; a line that a crash cut is left out."""
+    path = run / "events.jsonl"
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) -> None:
+    """Leave RUN/outcome.json. The first word of an attempt stands: what other ranks say later are consequences."""
+    before = read_outcome(run)
+    if before is None or before["attempt"] != attempt:
+        outcome = {"attempt": attempt, "code": code, "step": step, "reason": reason[:REASON_CHARS]}
+        write_atomically(run / "outcome.json", json.dumps(outcome) + "\n")
+
+
+def read_outcome(run: Path) -> dict[str, Any] | None:
+    """The last outcome, None if there is none; the supervisor removes the file before every start."""
+    try:
+        return json.loads((run / "outcome.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def crash_on_record(run: Path, attempt: int, step: Any) -> Iterator[None]:
+    """Write down what ended this worker before it is gone. step: a callable, asked when it happens."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as problem:  # DCP's CheckpointException is no Exception
+        reason = f"{type(problem).__name__}: {problem}"
+        run.mkdir(parents=True, exist_ok=True)
+        write_outcome(run, attempt, CRASHED, step(), reason)
+        record_event(run, "crash", attempt=attempt, step=step(), reason=reason[:REASON_CHARS])
+        raise

@@ -1,0 +1,191 @@
+"""What a run folder says: its logged steps in the order in which they count, its evaluations, configs and starts.
+
+A run folder holds metrics.jsonl, evals.jsonl, config.toml, model.json itself, or in one subfolder a phase (phase1/,
+phase2/), or both. The files of a running job are read as they are: a half-written last line is left out, and what is
+missing stays None. A step that was logged again, after a roll-back or a resume, counts as it went the last time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from records.attempts import Stretch, merge_attempts, place_on_one_axis
+
+FIGURES = (
+    "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
+    "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
+)  # fmt: skip
+BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
+FILES = (
+    "metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl", "config.toml", "model.json", "lineage.json"
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """Everything that the page says about one run."""
+
+    name: str
+    stretches: list[Stretch] = field(default_factory=list)
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)  # with `phase`, and `x_step` and `x_tokens` or None
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    lineages: dict[str, dict[str, Any]] = field(default_factory=dict)  # by phase
+    origins: dict[str, tuple[float, float]] = field(default_factory=dict)  # (steps, tokens) before each phase
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def phases(self) -> list[str]:
+        return list(dict.fromkeys(s.phase for s in self.stretches))
+
+    @property
+    def kept_rows(self) -> list[dict[str, Any]]:
+        return [row for s in self.stretches if s.kept for row in s.rows]
+
+    def evals_of(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in self.evals if e.get("kind") == kind]
+
+
+def read_jsonl(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    """All JSON objects of a file, NaN as None; lines that are none are left out, and told unless it is the last one."""
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")  # the last entry is empty, or what is being written right now
+    records, bad = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line, parse_constant=lambda name: None) if line.strip() else None
+        except ValueError:
+            record = False
+        if isinstance(record, dict):
+            records.append(record)
+        elif record is not None and number < len(lines):
+            bad.append(number)
+    if bad:
+        warnings.append(
+            f"{path.parent.name}/{path.name}: {len(bad)} unreadable line(s) left out, the first is line {bad[0]}"
+        )
+    return records
+
+
+def number(value: Any) -> float | None:
+    """The value as a finite float, else None: NaN, infinity, null, text and missing values are all "not measured"."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
+    step, attempt = number(row.get("step")), number(row.get("attempt"))
+    if step is None:
+        return None
+    identity = {"step": int(step), "attempt": int(attempt or 1), "phase": str(row.get("phase") or folder)}
+    figures: dict[str, Any] = {key: number(row.get(key)) for key in FIGURES}
+    for key in BY_SOURCE:
+        by_source = row.get(key)
+        figures[key] = by_source if isinstance(by_source, dict) else {}
+    wait, seconds = figures["data_s"], figures["seconds"]
+    figures["data_percent"] = 100 * wait / seconds if wait is not None and seconds else None
+    return {**row, **figures, **identity}
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["phase"], row["attempt"], row["step"], row["time"]
+
+
+def places_of(folder: Path) -> list[Path]:
+    """The folder and its phases."""
+    return [folder, *sorted(p for p in folder.glob("phase*") if p.is_dir())]
+
+
+def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:
+    """Names, sizes and times of everything that `read_run` reads: equal means that nothing has changed."""
+    files = [place / name for folder in folders for place in places_of(folder) for name in FILES]
+    return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder and its phase subfolders; a folder without any run file is refused (ValueError)."""
+    places = places_of(folder)
+    if not any((place / name).is_file() for place in places for name in ("metrics.jsonl", "config.toml", "model.json")):
+        raise ValueError(f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json")
+    run = Run(name=folder.resolve().name)
+    rows: list[dict[str, Any]] = []
+    for place in places:
+        rows += _read_place(run, place, "training" if place == folder else place.name, {_key(row) for row in rows})
+    starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a.get("attempt"))) is not None
+              and (s := number(a.get("step"))) is not None}  # fmt: skip
+    run.stretches = merge_attempts(rows, starts)
+    run.origins = place_on_one_axis(run.stretches, run.lineages)
+    by_step = {p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases}
+    for event in run.events:
+        _place_event(event, by_step.get(event["phase"], []))
+    run.warnings += _losses_not_finite(run)
+    return run
+
+
+def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Add what one folder holds to the run; returns its rows but those read elsewhere.
+
+    A run may keep its phases' rows twice: in a subfolder, and together.
+    """
+    config = _read_object(place / "config.toml", run.warnings)
+    phase = str(config.get("phase", {}).get("name") or name)
+    read = read_jsonl(place / "metrics.jsonl", run.warnings)
+    clean = [row for row in (_clean(row, name) for row in read) if row]
+    if len(clean) < len(read):
+        run.warnings.append(f"metrics.jsonl: {len(read) - len(clean)} row(s) without a step left out")
+    run.evals += [e for e in read_jsonl(place / "evals.jsonl", run.warnings) if e not in run.evals]
+    run.model = run.model or _read_object(place / "model.json", run.warnings)
+    lineage = _read_object(place / "lineage.json", run.warnings)
+    if lineage:
+        run.lineages.setdefault(phase, lineage)
+    if config:
+        run.configs.setdefault(phase, config)
+    run.attempts += [{"phase": phase, **start} for start in read_jsonl(place / "attempts.jsonl", run.warnings)]
+    run.events += [{"phase": phase, **event} for event in read_jsonl(place / "events.jsonl", run.warnings)]
+    return [row for row in clean if _key(row) not in elsewhere]
+
+
+def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Give an event its place on both axes: at its step, or where its phase stood at its time; rows by step."""
+    event["x_step"] = event["x_tokens"] = None
+    step, time = number(event.get("step")), number(event.get("time"))
+    if step is not None:
+        near = rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)] if rows else None
+    else:  # from outside the job: the supervisor, the launcher
+        earlier = [row for row in rows if time is not None and row["time"] is not None and row["time"] <= time]
+        near = max(earlier, key=lambda row: row["time"], default=None)
+    if near is None:
+        return
+    beyond = 0 if step is None else step - near["step"]
+    event["x_step"] = near["x_step"] + beyond
+    if near["x_tokens"] is not None and near["tokens"] is not None and near["step"]:
+        event["x_tokens"] = near["x_tokens"] + beyond * near["tokens"] / near["step"]
+
+
+def _losses_not_finite(run: Run) -> list[str]:
+    steps = [f"{row['phase']} step {row['step']:,}" for row in run.kept_rows if row["loss"] is None]
+    more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+    return [f"the loss is not a finite number at {', '.join(steps[:5])}{more}"] if steps else []
+
+
+def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        warnings.append(f"{path.name} is unreadable: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}

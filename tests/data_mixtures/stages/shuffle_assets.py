@@ -1,0 +1,229 @@
+"""Units as the stages before write them, of made-up texts, and the plain in-memory way to the same shards."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from rich.console import Console
+
+from data_mixtures import shards, tokenizer
+from data_mixtures.recipe import LocalSource, Recipe, TokenizerTraining
+from data_mixtures.stages import manifest, shuffle, stage
+from data_mixtures.stages.stage import Unit
+from data_mixtures.stages.tokenize_units import DOCUMENT
+
+SEED = 7
+
+
+def plan_of(sources: Sequence[str] = ("notes",), seq_len=8, windows_per_shard=5, valid_per_10000=1500) -> Recipe:
+    weights = {name: 1 + i for i, name in enumerate(sources)}
+    local = tuple(LocalSource(name, "web", ()) for name in sources)
+    numbers = (SEED, seq_len, windows_per_shard, valid_per_10000, 1000, 3)
+    return Recipe(*numbers, Path("unused"), local, {"phase1": weights})
+
+
+def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
+    """Texts of 1 to 60 characters; about every `repeats`-th one occurred before."""
+    draw = random.Random(seed)
+    texts: list[str] = []
+    for i in range(count):
+        again = texts and draw.randrange(repeats) == 0
+        texts.append(draw.choice(texts) if again else f"{i} " + "abc"[i % 3] * draw.randrange(60))
+    return texts
+
+
+def tokens_of(text: str) -> list[int]:
+    """BOS, a token for each byte, EOS."""
+    return [1, *(3 + byte for byte in text.encode()), 2]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return bytes(token - 3 for token in tokens if token > 2).decode()
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """The contract of the stage `tokenize` over texts that are given with their units."""
+
+    out: Path
+    source: str
+    texts: tuple[tuple[str, ...], ...]
+    name: str = "tokenize"
+
+    def units(self) -> list[Unit]:
+        return [Unit(self.source, n) for n in range(len(self.texts))]
+
+    def key(self, unit: Unit) -> str:
+        return stage.key_of((), self.texts[unit.number])
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        rows = sorted(_row(text) for text in self.texts[unit.number])
+        tokens = [np.array(tokens_of(text), "<u2") for *_, text in rows]
+        documents = np.array(
+            [(*ids, len(t), len(text.encode())) for (*ids, text), t in zip(rows, tokens, strict=True)], DOCUMENT
+        )
+        np.save(folder / "documents.npy", documents)
+        np.concatenate([np.empty(0, "<u2"), *tokens]).tofile(folder / "tokens.bin")
+        sizes = {"tokens": int(documents["length"].sum()), "bytes": int(documents["bytes"].sum())}
+        return {"documents": len(rows), **sizes}
+
+
+def _row(text: str) -> tuple[int, int, int, str]:
+    high, low = divmod(xxhash.xxh3_128_intdigest(text.encode()), 2**64)
+    return xxhash.xxh3_64_intdigest(low.to_bytes(8, "little"), seed=SEED), high, low, text
+
+
+def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:
+    """The texts in so many parts of unequal size."""
+    cuts = [len(texts) * i * i // units**2 for i in range(units + 1)]
+    return tuple(tuple(texts[a:b]) for a, b in pairwise(cuts))
+
+
+def run(work: stage.Stage) -> None:
+    for unit in work.units():
+        stage.do(work, unit)
+
+
+def write_plan(out: Path, source: str, units: int) -> None:
+    path = out / "plan.json"
+    sources = read_json(path)["sources"] if path.exists() else {}
+    sources[source] = {"plan_hash": f"plan of {source}", "units": [{"number": number} for number in range(units)]}
+    out.mkdir(parents=True, exist_ok=True)
+    shards.write_json(path, {"format": 1, "sources": sources})
+
+
+def tokenized(out: Path, source: str, texts: tuple[tuple[str, ...], ...]) -> None:
+    write_plan(out, source, len(texts))
+    run(Tokenize(out, source, texts))
+
+
+def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> None:
+    """Tokenize, order and shuffle every source of texts."""
+    for source, given in texts.items():
+        tokenized(out, source, split(given, units))
+    run(shuffle.Order(plan, out, tuple(texts)))
+    run(shuffle.Shuffle(plan, out, tuple(texts)))
+
+
+def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int], list[int]]:
+    """Texts by their hash, and the hashes of training and held-out documents in their order."""
+    unique: dict[int, str] = {}
+    for text in texts:
+        unique.setdefault(xxhash.xxh3_128_intdigest(text.encode()), text)
+
+    def shuffled_key(digest: int) -> tuple[int, int]:
+        low = (digest % 2**64).to_bytes(8, "little")
+        return xxhash.xxh3_64_intdigest(low, seed=plan.seed), digest
+
+    ordered, held_out = sorted(unique, key=shuffled_key), plan.valid_per_10000 * 2**64 // 10_000
+    train = [digest for digest in ordered if digest % 2**64 >= held_out]
+    return unique, train, [digest for digest in ordered if digest % 2**64 < held_out]
+
+
+def unique_train(texts: Iterable[str], plan: Recipe) -> list[str]:
+    """Training documents in their final order."""
+    unique, train, _ = select(texts, plan)
+    return [unique[digest] for digest in train]
+
+
+def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
+    """The reference: every text and token in memory at once; the bytes of every file, the document index unpacked."""
+    unique, train, valid = select(texts, plan)
+    files = {}
+    for name, digests in (("train", train), ("valid", valid)):
+        stream = [token for digest in digests for token in tokens_of(unique[digest])]
+        windows = max(len(stream) - 1, 0) // plan.seq_len
+        if name == "valid":
+            files[shards.VALID] = np.array(stream[: windows * plan.seq_len + 1], "<u2").tobytes()
+            continue
+        starts = np.cumsum([0, *(len(tokens_of(unique[digest])) for digest in digests)])
+        for number, before in enumerate(range(0, windows, plan.windows_per_shard)):
+            first, last = (w * plan.seq_len for w in (before, min(before + plan.windows_per_shard, windows)))
+            here = [i for i in range(len(digests)) if first <= starts[i] < last]
+            ids = np.array([digests[i] % 2**64 for i in here], "<u8")
+            lengths = np.array([starts[i + 1] - starts[i] for i in here], "<u4")
+            files[f"shard-{number:05d}.bin"] = np.array(stream[first : last + 1], "<u2").tobytes()
+            files[f"shard-{number:05d}.docs.zst"] = len(here).to_bytes(8, "little") + ids.tobytes() + lengths.tobytes()
+    return files
+
+
+def shuffled_files(out: Path, source: str) -> dict[str, bytes]:
+    """The files that `shuffle` wrote, the document indexes unpacked, in the form of `in_memory`."""
+    files = {}
+    for path in sorted((out / "shuffle" / source).glob("unit-*/*")):
+        if path.name.endswith(".docs.zst"):
+            ids, lengths = shards.read_documents(path)
+            files[path.name] = len(ids).to_bytes(8, "little") + ids.tobytes() + lengths.tobytes()
+        elif path.name != stage.RECEIPT:
+            files[path.name] = path.read_bytes()
+    return files
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Filter:
+    """The counts that `filter` leaves for the manifest."""
+
+    out: Path
+    source: str
+    texts: tuple[Sequence[str], ...]
+    too_short: int = 1  # by unit
+    lie: int = 0
+    name: str = "filter"
+
+    def units(self) -> list[Unit]:
+        return [Unit(self.source, n) for n in range(len(self.texts))]
+
+    def key(self, unit: Unit) -> str:
+        return stage.key_of((), self.texts[unit.number])
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        kept, dropped = len(self.texts[unit.number]), {"too_short": self.too_short, "contaminated": 1}
+        hits = {"quiz": {"documents": 1, "items": {"12": 1, str(100 + unit.number): 1}}}
+        return {"read": kept + 1 + self.too_short + self.lie, "kept": kept, "dropped": dropped, "contamination": hits}
+
+
+@dataclass(frozen=True)
+class Fetch(Filter):
+    """What `fetch` leaves for the manifest: counts of what its readers dropped."""
+
+    name: str = "fetch"
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        return {"dropped": {"not_utf8": 1} if unit.number == 0 else {}}
+
+
+def prepared(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> Path:
+    """All stages from fetch to manifest over these texts."""
+    for source, given in texts.items():
+        write_plan(out, source, units)
+        run(Fetch(out, source, split(given, units)))
+        run(Filter(out, source, split(given, units)))
+    shuffled(out, plan, texts, units)
+    (out / "tokenizer.model").write_bytes(tokenizer_model())
+    manifest.write(plan, out, tuple(texts), Console(quiet=True))
+    return out
+
+
+@functools.cache
+def tokenizer_model() -> bytes:
+    """A sentencepiece model with the conventions of the project; its pieces are not those of tokens_of."""
+    lines = ["some words to learn from, 1 2 3"] * 20
+    return tokenizer.train(lines, TokenizerTraining(vocab_size=300, train_bytes=1000, character_coverage=1.0))

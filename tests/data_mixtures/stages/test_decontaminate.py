@@ -1,0 +1,170 @@
+"""Decontamination against a plain reference, on planted passages, near misses and boilerplate."""
+
+import gzip
+import json
+import unicodedata
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_mixtures.stages import decontaminate, word_hashes
+
+LICENCE = """Redistribution and use in source and binary forms, with or without modification, are permitted provided
+that the following conditions are met: redistributions of source code must retain the above copyright notice and this
+list."""
+QUESTION = (
+    "A baker fills seven trays with eleven rolls each and sells all but nine of them before noon; "
+    "how many rolls does she have to bake again if the hotel asks for ninety?"
+)
+SHORT = "Which of these rivers runs through four capitals?"
+CODE = "def middle(values):\n    ordered = sorted(values)\n    return ordered[len(ordered) // 2] if ordered else None\n"
+
+
+def words(text: str) -> list[str]:
+    """The definition, letter by letter."""
+    kept = [c if unicodedata.category(c)[0] in "LMN" else " " for c in text]
+    return "".join(c.lower() if len(c.lower()) == 1 else c for c in kept).split(" ")
+
+
+def grams(text: str, length: int) -> set[tuple[str, ...]]:
+    found = [word for word in words(text) if word]
+    return {tuple(found[i : i + length]) for i in range(len(found) - length + 1)}
+
+
+def telling(gram: tuple[str, ...]) -> bool:
+    return sum(sum(c.isalpha() for c in word) >= 2 for word in gram) >= 3
+
+
+def holds(text: str, passage: str) -> bool:
+    """The rule of the module's first lines."""
+    length = min(len([word for word in words(passage) if word]), 13)
+    if length < 8:
+        return False
+    wanted = {gram for gram in grams(passage, length) if telling(gram)}
+    return bool(wanted) and len(wanted & grams(text, length)) >= (len(wanted) + 1) // 2
+
+
+def index_of(*items: list[str]) -> decontaminate.Index:
+    return decontaminate.Index((decontaminate.Benchmark("b", len(items), len(items), {}),), decontaminate.build(items))
+
+
+def found(index: decontaminate.Index, *texts: str) -> list[set[int]]:
+    return [{number for _, number in items} for items in index.find(list(texts))]
+
+
+VOCABULARY = ["one", "Two", "ÜBER", "9", "x", "don't", "naïve", "İs", "東京", "a1", "rain,", "\n", "“quoted”", "हिन्दी"]
+TEXT = st.lists(st.sampled_from(VOCABULARY), max_size=40).map(" ".join) | st.text(max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    items=st.lists(st.lists(TEXT, max_size=3), max_size=4),
+    texts=st.lists(TEXT, max_size=4),
+    plant=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 40)), max_size=3),
+    window=st.sampled_from([16, 64, 1 << 16]),
+)
+def test_equal_to_the_reference(items, texts, plant, window):
+    """Whatever the batches: parts of passages stand in some texts, and texts are longer than a window."""
+    passages = [passage for item in items for passage in item]
+    for number, start, size in plant:
+        if passages and texts:
+            part = words(passages[number % len(passages)])[start : start + size]
+            texts[number % len(texts)] += " / " + " ".join(part) + " / end"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(word_hashes, "WINDOW_CHARS", window)
+        whole = all(len(word) < window for text in (*texts, *passages) for word in words(text))
+        expected = [{n for n, item in enumerate(items) if any(holds(text, p) for p in item)} for text in texts]
+        if whole:  # a word longer than a window is cut
+            assert found(index_of(*items), *texts) == expected
+
+
+def test_planted_passages_are_found_and_near_misses_are_not():
+    index = index_of([QUESTION, "7"], [SHORT, "Danube"], [CODE], [LICENCE])
+    around = (
+        "Yesterday somebody asked me the following thing, and I had no answer at all. {} Do you know more about it?"
+    )
+    other = QUESTION.replace("seven", "six").replace("hotel", "inn").replace("all but", "most of")
+    texts = [
+        around.format(QUESTION),
+        around.format(QUESTION.upper().replace(" ", "\n* ")),
+        around.format(QUESTION[: len(QUESTION) * 3 // 4]),
+        around.format(QUESTION[: len(QUESTION) // 3]),
+        around.format(other),
+        around.format(SHORT.replace("?", " !!")),
+        around.format(SHORT.replace("capitals", "countries")),
+        "import os\n\n\n" + CODE.replace("    ", "\t"),
+        "import os\nimport sys\nfrom typing import Any\n\ndef middle(values):\n    return sorted(values)\n",
+        "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15",
+    ]
+    assert found(index, *texts) == [{0}, {0}, {0}, set(), set(), {1}, set(), {2}, set(), set()]
+
+
+def test_boilerplate_that_an_item_carries_does_not_trigger():
+    item = LICENCE + "\n" + " ".join(f"word{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(120))
+    assert found(index_of([item]), LICENCE, item) == [set(), {0}]
+    assert found(
+        index_of([" ".join("abcdefghijklmnop"), " ".join(map(str, range(40)))]), "a b c d e f g h i j k l m n"
+    ) == [set()]
+
+
+def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
+    question = "What is the {} that you can see behind the old station in the north of our town?"
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        for noun in ("tower", "tree"):
+            arguments = [[["the quick brown fox jumps over the lazy dog every day of the week"]]]
+            row = {"task_id": "x/1", "q": {"text": question.format(noun)}, "choices": ["a", "b"], "inputs": arguments}
+            file.write(json.dumps(row) + "\n")
+        file.write('\n{"q": "too short to be looked for"}\n')
+    pq.write_table(pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet")
+    names = {"first": str(tmp_path / "*.jsonl.gz"), "second": str(tmp_path / "b.parquet")}
+    decontaminate.make_index(names, tmp_path)
+    index = decontaminate.load(tmp_path, names)
+    assert index is not None
+    assert [(b.name, b.items, b.searchable) for b in index.benchmarks] == [("first", 3, 2), ("second", 1, 1)]
+    texts = ["Question: " + question.format("tree"), question.format("wall"), "the quick brown fox jumps over the lazy"]
+    assert index.find([*texts, " ".join(arguments[0][0] * 3)]) == [[("first", 1)], [("second", 0)], [], []]
+    assert b"station" not in (tmp_path / decontaminate.INDEX).read_bytes()
+
+    before = (tmp_path / decontaminate.INDEX).stat().st_mtime_ns
+    identity = decontaminate.identity(tmp_path, names)
+    decontaminate.make_index(names, tmp_path)
+    assert (tmp_path / decontaminate.INDEX).stat().st_mtime_ns == before
+    pq.write_table(pa.table({"q": ["another " + question]}), tmp_path / "b.parquet")
+    decontaminate.make_index(names, tmp_path)
+    assert decontaminate.identity(tmp_path, names) != identity
+    decontaminate.make_index({}, tmp_path)
+    assert decontaminate.load(tmp_path, {}) is None
+    with pytest.raises(ValueError, match="make the index first"):
+        decontaminate.load(tmp_path, names)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        (None, b"", "matches no file. Download"),
+        ("a.csv", b"a,b", "must end in .jsonl"),
+        ("a.jsonl", b'{"q": "ok"}\n{broken', "line 2 is not JSON"),
+    ],
+)
+def test_wrong_benchmark_files_are_named(tmp_path, file, content, said):
+    if file:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        decontaminate.make_index({"mine": str(tmp_path / "a*")}, tmp_path)
+    assert not (tmp_path / decontaminate.INDEX).exists()
+
+
+def test_a_long_text_is_cut_between_words(monkeypatch):
+    monkeypatch.setattr(word_hashes, "WINDOW_CHARS", 300)
+    filler = " ".join(f"filler{i}" for i in range(500))
+    text = filler + " " + QUESTION + " " + filler
+    assert found(index_of([QUESTION]), text, filler, "x" * 10_000 + " " + QUESTION) == [{0}, set(), {0}]
+
+
+def test_no_texts_and_an_empty_index():
+    assert found(index_of(), "some text of no weight") == [set()]
+    assert index_of([QUESTION]).find([]) == []
+    assert found(index_of([QUESTION]), "", "", QUESTION, "") == [set(), set(), {0}, set()]

@@ -1,0 +1,178 @@
+"""Units on datatrove's executors: what is done, what is done again, and what becomes of workers that die."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data_mixtures.stages import execute, stage
+from data_mixtures.stages.execute import Options
+from data_mixtures.stages.stage import Unit
+from tests.data_mixtures.stages.toy_stage import Toy, run
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKERS = pytest.mark.parametrize("workers", [1, 3])
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    (tmp_path / "faults").mkdir()
+    return Toy(tmp_path / "out", tmp_path / "faults")
+
+
+def results(toy: Toy) -> dict[str, bytes]:
+    """Every file of the stage; what is not finished, and the logs, are not part of it."""
+    folder = toy.out / toy.name
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def start(toy: Toy, workers: int = 2, wait_s: float = 0.3) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", str(toy.out), str(toy.faults)]
+    command += [str(workers), str(wait_s)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+
+
+def receipts(toy: Toy) -> int:
+    return len(list((toy.out / toy.name).glob("*/unit-*/receipt.json")))
+
+
+def workers_at_work(toy: Toy) -> list[int]:
+    claims = (toy.out / ".logs" / toy.name / "workers").glob("*")
+    return [int(claim.name.rpartition(":")[2]) for claim in claims if claim.read_text()]
+
+
+def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
+    other = Toy(tmp_path / "other", toy.faults)
+    assert "6 units done" in run(toy, Options(workers=1))
+    assert "6 units done" in run(other, Options(workers=3))
+    assert results(toy) == results(other)
+    assert len(results(toy)) == 18
+    assert "0 units done, 6 as before" in run(other, Options(workers=3))
+    (other.out / "toy/a/unit-00003/number").unlink()
+    (other.out / "toy/b/unit-00004/receipt.json").write_text("{")
+    assert "2 units done, 4 as before" in run(other, Options(workers=3))
+    assert results(toy) == results(other)
+    assert capfd.readouterr().err == ""  # the executors' logs are in files
+
+
+def test_receipts_and_summary(toy):
+    with stage.exclusive(toy.out), execute.Executor(Options()) as executor:
+        found = execute.run(toy, executor, execute.Console(quiet=True))
+    assert [unit.number for unit in found] == list(range(6))
+    assert found[Unit("a", 3)]["counts"] == {"documents": 3, "dropped": {"empty": 1, "too_long": 2}}
+    console = execute.Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(execute.summary("toy", found))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert ["source", "units", "documents", "dropped"] in rows
+    assert ["b", "3", "6", "9"] in rows
+    assert ["a", "3", "9", "9"] in rows
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("value", ValueError, r"^toy b/unit-00004: the third row has no text$"),
+        ("disk", ValueError, r"^toy b/unit-00004: \[Errno 28\] No space left on device$"),
+        ("bug", (KeyError, RuntimeError), "nobody thought of this"),
+    ],
+)
+def test_a_failing_unit_is_named_and_leaves_nothing(toy, workers, fault, error, message):
+    (toy.faults / "4").write_text(fault)
+    with pytest.raises(error, match=message):
+        run(toy, Options(workers=workers))
+    assert not list(toy.out.rglob("*.partial"))
+    assert not (toy.out / "toy/b/unit-00004").exists()
+    (toy.faults / "4").unlink()
+    run(toy, Options(workers=workers))
+    assert receipts(toy) == 6
+
+
+def test_a_killed_worker_is_an_error_that_names_its_unit_not_a_hang(toy):
+    (toy.faults / "3").write_text("kill")
+    with pytest.raises(ValueError, match=r"worker at a/unit-00003 was killed.*start the same command again"):
+        run(toy, Options(workers=2))
+    assert not list(toy.out.rglob("*.partial"))
+    (toy.faults / "3").unlink()
+    run(toy, Options(workers=2))
+    assert receipts(toy) == 6
+
+
+def test_a_worker_killed_between_units_is_found_too(toy, monkeypatch):
+    # the lock of the pool's queue may die with it; then nobody gets work any more
+    monkeypatch.setattr(execute, "IDLE_LOSS_S", 0.0)
+    monkeypatch.setattr(execute, "lost_workers", lambda job: [""])
+    with pytest.raises(ValueError, match="the worker at no unit was killed"):
+        run(Toy(toy.out, toy.faults, wait_s=1), Options(workers=2))
+
+
+def test_the_end_of_the_main_process_is_the_end_of_all(toy):
+    run(Toy(toy.out.with_name("undisturbed"), toy.faults, 12), Options())
+    process = start(toy)
+    wait_for(lambda: receipts(toy) >= 2 and workers_at_work(toy), "a unit after two that are finished")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 4  # the executor, its manager, two workers
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family), "the end")
+    assert 2 <= receipts(toy) < 12
+    (toy.out / "toy/a/.unit-00001.killed.partial").mkdir(exist_ok=True)
+    again = start(toy, wait_s=0)
+    assert again.wait() == 0, again.stderr.read()
+    assert results(toy) == results(Toy(toy.out.with_name("undisturbed"), toy.faults))
+
+
+def test_a_killed_executor_is_an_error(toy):
+    process = start(toy)
+    wait_for(lambda: workers_at_work(toy), "work")
+    executor = psutil.Process(psutil.Process(workers_at_work(toy)[0]).ppid())
+    assert executor.ppid() == process.pid
+    executor.kill()
+    assert process.wait() == 1
+    assert "the executor's process was killed; start the same command again" in process.stderr.read()
+
+
+def test_ctrl_c_ends_all_and_leaves_nothing(toy):
+    process = start(toy)
+    wait_for(lambda: workers_at_work(toy), "work")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert process.stderr.read() == "stopped; start the same command again: it goes on with what is not finished\n"
+    wait_for(lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family), "the end")
+    assert not list(toy.out.rglob("*.partial"))
+
+
+def test_one_preparation_of_a_folder_at_a_time(toy):
+    toy.out.mkdir()
+    with (toy.out / ".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is preparing"):
+            run(toy, Options())
+
+
+def test_freed_files_are_not_made_again_and_are_missed_by_name(toy):
+    run(toy, Options())
+    unit = Unit("a", 3)
+    assert stage.free(toy.out, "toy", unit) == len("half") + len("3")
+    assert [path.name for path in (toy.out / "toy/a/unit-00003").iterdir()] == ["receipt.json"]
+    assert stage.is_done(toy, unit)
+    assert "0 units done, 6 as before" in run(toy, Options())
+    with pytest.raises(ValueError, match=r"unit-00003 was freed, and is needed again; remove .*toy/a and run 'toy'"):
+        stage.result(toy.out, "toy", unit)
+    assert stage.free(toy.out, "toy", unit) == 0

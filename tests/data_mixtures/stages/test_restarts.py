@@ -1,0 +1,104 @@
+"""kill -9 over the whole chain, of main process and workers: the next start goes on, and the bytes are the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from data_mixtures import prepare
+from data_mixtures.stages import execute
+from tests.data_mixtures.conftest import write_notes
+from tests.data_mixtures.stages.hub_assets import HEADER, REPO, SOURCE, write_parquet
+
+ROOT = Path(__file__).resolve().parents[3]
+PUBLISHED = ("tokenizer.model", "phase1.lock.json", "numbers/*", "notes/*", "fetch/*/*/*", "filter/*/*/*",
+             "tokenize/*/*/*", "order/*/*/*", "shuffle/*/*/*")  # fmt: skip
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    """Eight Parquet files of a mirror and two inputs of local text: 10 units from fetch to tokenize, 2 and 25 after."""
+    for number in range(8):
+        write_parquet(tmp_path / "mirror" / REPO / f"4plus/part_{number:06d}.parquet", 50 * number, 60)
+    write_notes(tmp_path / "notes")
+    local = f"""
+[sources.notes]
+category = "web"
+min_bytes = 1000
+inputs = [
+  {{ kind = "text", paths = ["{tmp_path}/notes/*.txt"] }},
+  {{ kind = "arithmetic", max_bytes = 20_000 }},
+]
+"""
+    hub = SOURCE.format(name="numbers", repo=REPO, revision="abcdef0", configs='["4plus"]', more="")
+    path = tmp_path / "both.toml"
+    header = HEADER.replace("windows_per_shard = 40", "windows_per_shard = 100")
+    path.write_text("\n".join([header, hub, local, "[phase1]\nnumbers = 3\nnotes = 1\n"]))
+    return path
+
+
+def start(path: Path, out: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "data_mixtures.prepare", str(path), "--out", str(out), "--workers", "2"]
+    command += ["--mirror", str(path.parent / "mirror")]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def receipts(out: Path) -> int:
+    # os.walk, since folders come and go meanwhile, which glob does not survive
+    return sum("receipt.json" in files for folder, _, files in os.walk(out) if Path(folder).name.startswith("unit-"))
+
+
+def workers_at_work(out: Path) -> list[int]:
+    found = []
+    with suppress(FileNotFoundError):
+        for claim in out.glob(".logs/*/workers/*"):
+            if claim.read_text():
+                found.append(int(claim.name.rpartition(":")[2]))
+    return found
+
+
+def published(out: Path) -> dict[str, bytes]:
+    found = {path for pattern in PUBLISHED for path in out.glob(pattern)}
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(found) if path.is_file()}
+
+
+def test_kills_at_any_moment_change_nothing(recipe_path, tmp_path):
+    quiet = execute.Console(quiet=True)
+    prepare.prepare(recipe_path, tmp_path / "whole", execute.Options(), quiet, str(tmp_path / "mirror"))
+    expected = published(tmp_path / "whole")
+    total, out, draw = receipts(tmp_path / "whole"), tmp_path / "out", random.Random(20)
+    assert total > 50
+    moments = sorted(draw.sample(range(1, total), 6))
+    killed = {"main": 0, "worker": 0}
+    for number, moment in enumerate(moments):
+        process = start(recipe_path, out)
+        while process.poll() is None and receipts(out) < moment:
+            time.sleep(0.005)
+        victims = workers_at_work(out) if number % 2 else []
+        if victims:
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(victims), signal.SIGKILL)
+                killed["worker"] += 1
+        else:
+            process.kill()
+            killed["main"] += 1
+        error = process.communicate(timeout=120)[1]
+        if victims and process.returncode:  # otherwise it was between two units, and had nothing to lose
+            assert process.returncode == 1, error
+            assert "was killed" in error
+            assert "start the same command again" in error
+    final = start(recipe_path, out)
+    _, error = final.communicate(timeout=120)
+    assert final.returncode == 0, error
+    assert killed["main"] >= 3
+    assert published(out) == expected
+    assert not list(out.rglob("*.partial"))
+    assert not list(out.rglob("*.old"))

@@ -1,0 +1,131 @@
+"""The commands, one stage at a time: sources in turn, freeing what is used up, verifying, options that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_mixtures import __main__ as stages_command
+from data_mixtures import command, prepare
+from data_mixtures.mixture import Mixture
+from data_mixtures.stages import execute
+from data_mixtures.stages import table as stages
+from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
+
+SOURCES = ({"name": "plus"}, {"name": "mind", "configs": '["4plus_MIND"]'})
+IN_A_ROW = (*stages.TO_SHARDS, "manifest")
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    write_mirror(tmp_path / "mirror")
+    write_parquet(tmp_path / "mirror" / REPO / "4plus_MIND/part_000000.parquet", 5000, 300)
+    return recipe(tmp_path, *SOURCES)
+
+
+@pytest.fixture
+def run(recipe_path: Path, tmp_path: Path):
+    """Run one stage as its command does, on one process; returns what was printed."""
+
+    def run_stage(name: str, *more: str, out: str = "out") -> str:
+        console = execute.Console(record=True, width=160)
+        line = [name, str(recipe_path), "--out", str(tmp_path / out), "--mirror", str(tmp_path / "mirror")]
+        stages_command.run(stages_command.parser().parse_args([*line, "--workers", "1", *more]), console)
+        return console.export_text()
+
+    return run_stage
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_stage_by_stage_is_what_prepare_does(run, recipe_path, tmp_path):
+    printed = {name: run(name) for name in IN_A_ROW}
+    prepare.prepare(
+        recipe_path, tmp_path / "whole", execute.Options(), execute.Console(quiet=True), str(tmp_path / "mirror")
+    )
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert "4 units of 2 sources" in printed["plan"]
+    rows = [line.split() for line in printed["filter"].splitlines()]
+    assert ["source", "units", "read", "kept", "bytes", "dropped", "contamination"] in rows
+    assert [row[:4] for row in rows if row and row[0] == "plus"] == [["plus", "3", "120", "120"]]
+
+
+def test_sources_can_go_through_one_after_the_other_and_be_freed(run, tmp_path):
+    run("plan")
+    with pytest.raises(ValueError, match=r"unknown source 'mid'; did you mean 'mind'"):
+        run("fetch", "--sources", "plus,mind,mid")
+    for name in ("plus", "mind"):
+        run("fetch", "--sources", name)
+        with pytest.raises(ValueError, match=rf"fetch of '{name}' is still needed: \d units are not through filter"):
+            run("free", "--stage", "fetch", "--sources", name)
+        run("filter", "--sources", name)
+        assert f"{name}: " in run("free", "--stage", "fetch", "--sources", name)
+        assert not list((tmp_path / "out/fetch" / name).rglob("*.parquet"))
+    for name in ("tokenize", "shuffle"):
+        run(name)
+    for name in ("filter", "tokenize"):
+        run("free", "--stage", name)
+        assert not [p for p in (tmp_path / "out" / name).rglob("*") if p.is_file() and p.suffix != ".json"]
+    run("manifest")
+    for name in IN_A_ROW:
+        run(name, out="whole")
+    kept = {name: data for name, data in files_of(tmp_path / "out").items() if name.split("/")[0] in ("plus", "mind")}
+    assert kept
+    assert kept.items() <= files_of(tmp_path / "whole").items()
+    assert Mixture.open(tmp_path / "out/phase1.lock.json").sequences(0, 4)[0].shape == (4, 33)
+    for name in IN_A_ROW:  # nothing of what was freed is made again
+        assert "done, 0 as before" not in run(name)
+
+
+def test_what_was_freed_and_is_needed_again_is_named(run, tmp_path, recipe_path):
+    for name in ("plan", "fetch", "filter"):
+        run(name)
+    run("free", "--stage", "fetch")
+    recipe_path.write_text(recipe_path.read_text().replace("[phase1]", "[filter]\nmin_chars = 70\n[phase1]"))
+    with pytest.raises(
+        ValueError, match=r"filter plus/unit-00000: .*was freed, and is needed again; remove .*fetch/plus"
+    ):
+        run("filter")
+
+
+def test_a_stage_before_its_time_says_which_is_missing(run):
+    with pytest.raises(ValueError, match=r"plan.json does not exist; run `python -m data_mixtures plan"):
+        run("fetch")
+    run("plan")
+    with pytest.raises(
+        ValueError, match=r"filter plus/unit-00000: .* has not been through 'fetch' yet; run that stage"
+    ):
+        run("filter")
+
+
+def test_verify_finds_damage_and_quarantine_takes_it_out(run, tmp_path):
+    for name in IN_A_ROW:
+        run(name)
+    assert "0 damaged" in run("verify")
+    shard = tmp_path / "out/mind/shard-00001.bin"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ValueError, match=r"\d+ damaged, named above; --quarantine"):
+        run("verify")
+    before = Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint
+    assert "shard-00001" in run("verify", "--quarantine")
+    assert Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint != before
+
+
+def test_options_that_do_not_fit_are_refused(run):
+    for more, message in (
+        (("--partition", "cpu"), "--partition is for --executor slurm, this is --executor local"),
+        (("--workers", "0"), "--workers = 0 must be an integer from 1"),
+        (("--sources", "plsu"), "unknown source 'plsu'; did you mean 'plus'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("plan", *more)
+    with pytest.raises(ValueError, match="free needs --stage, one of fetch, hydrate, filter, tokenize"):
+        run("free")
+    line = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--partition", "cpu", "--cpus-per-task", "2"]
+    options = command.options(stages_command.parser().parse_args([*line, "--workers", "9"]))
+    assert options == execute.Options(9, "slurm", {"partition": "cpu", "cpus-per-task": "2"})

@@ -1,0 +1,122 @@
+"""Statistics: counted again by hand, from the texts; documents that are really there; a page that stands alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from data_mixtures import shards, tokenizer
+from data_mixtures.mixture import Mixture
+from data_mixtures.stages import shuffle, stage, stats, stats_page
+from data_mixtures.stages.stage import Unit
+from tests.data_mixtures.stages.shuffle_assets import (
+    plan_of,
+    prepared,
+    read_json,
+    texts_of,
+    tokens_of,
+    unique_train,
+)
+
+SOURCES = ("notes", "sums", "odds")
+TEXTS = {
+    "notes": texts_of(150),
+    "sums": [*texts_of(90, seed=1), *texts_of(150)[40:80]],
+    "odds": [*(f"odd {i} <b> & so" for i in range(90)), *texts_of(150)[60:90], *texts_of(90, seed=1)[:20]],
+}
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "DOCUMENTS_PER_RANGE", 50)
+    return prepared(tmp_path / "data", plan_of(SOURCES, windows_per_shard=40), TEXTS, units=3)
+
+
+def write(data, **options):
+    return stats.write(data, SOURCES, Console(quiet=True), **options)
+
+
+def test_counts(data):
+    found = write(data, sequences={"phase1": 60})
+    assert read_json(data / "stats.json") == found
+    for source in SOURCES:
+        facts, unique = found["sources"][source], set(TEXTS[source])
+        assert facts["documents"] == len(unique)
+        assert facts["tokens"] == sum(len(tokens_of(text)) for text in unique)
+        assert facts["dropped"]["duplicate"] == len(TEXTS[source]) - len(unique)
+        train = unique_train(TEXTS[source], plan_of())
+        ends = np.cumsum([len(tokens_of(text)) for text in train])
+        begins = ends - [len(tokens_of(text)) for text in train]
+        lengths = (ends - begins)[begins < facts["windows"] * 8]
+        expected = Counter(int(length).bit_length() - 1 for length in lengths)
+        assert {k: n for k, n in enumerate(facts["lengths"]["histogram"]) if n} == dict(expected)
+        assert facts["lengths"]["longest"] == max(lengths)
+        assert facts["lengths"]["mean"] == round(float(np.mean(lengths)), 2)
+
+
+def test_shared_documents_are_counted_exactly(data):
+    pairs = {tuple(pair["sources"]): pair["documents"] for pair in write(data)["shared_documents"]["pairs"]}
+    sets = {source: set(texts) for source, texts in TEXTS.items()}
+    expected = {(a, b): len(sets[a] & sets[b]) for a, b in (("notes", "sums"), ("notes", "odds"), ("sums", "odds"))}
+    assert pairs == {pair: count for pair, count in expected.items() if count}
+    assert len(sets["notes"] & sets["sums"] & sets["odds"]) > 5  # so one document in three sources is three pairs
+
+
+def test_shared_documents_are_unknown_when_units_are_freed(data):
+    stage.free(data, "tokenize", Unit("sums", 1))
+    assert "sums/unit-00001 is not there any more" in write(data)["shared_documents"]["unknown"]
+    assert "Not counted" in (data / "stats.html").read_text()
+
+
+def test_epochs_are_those_that_the_mixture_serves(data):
+    mixture = Mixture.open(data / "phase1.lock.json")
+    found = write(data, sequences={"phase1": 60})["phases"]["phase1"]
+    served = Counter(mixture.source_names[i] for i in mixture.sequences(0, 60)[1])
+    windows = {source: shards.read_manifest(data / source)["windows"] for source in SOURCES}
+    assert found["epochs_at_end"] == {source: round(served[source] / windows[source], 4) for source in SOURCES}
+    assert found["shares"] == {"notes": 1 / 6, "sums": 2 / 6, "odds": 3 / 6}
+    with pytest.raises(ValueError, match="phase in sequences: 'phase3'; did you mean 'phase1'"):
+        write(data, sequences={"phase3": 1})
+
+
+def test_random_documents_are_documents(data, monkeypatch):
+    class Bytes:
+        """The made-up tokens of the assets as text."""
+
+        def decode(self, tokens):
+            return bytes(token - 3 for token in tokens).decode()
+
+    monkeypatch.setattr(tokenizer, "load", lambda path: Bytes())
+    found = write(data, documents_per_source=5)["documents"]
+    assert [each["source"] for each in found] == [source for source in SOURCES for _ in range(5)]
+    for each in found:
+        train = unique_train(TEXTS[each["source"]], plan_of())
+        text = next(t for t in train if t.startswith(each["text"]) and len(tokens_of(t)) == each["tokens"])
+        assert each["whole"] == (text == each["text"])
+        tokens = np.fromfile(data / each["source"] / each["shard"], "<u2")[each["token_offset"] :]
+        assert tokens[: each["tokens"]].tolist() == tokens_of(text)[: len(tokens)]
+    assert any(each["whole"] for each in found)
+    assert write(data, documents_per_source=5)["documents"] == found
+    html = (data / "stats.html").read_text()
+    assert "&lt;b&gt; &amp; so" in html  # text is never markup
+
+
+def test_the_page_needs_nothing_else(data):
+    write(data, sequences={"phase1": 60})
+    html = (data / "stats.html").read_text()
+    body = html[html.index("<body>") :]
+    assert not re.search(r'(?:src|href)="', body)
+    for word in ("Categories", "Epochs", "Lengths of documents", "Dropped", "share", "A look at"):
+        assert word in body
+    assert body.count("Plotly.newPlot") == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (999, "999"), (1_234_567, "1.23 M"), (6e12, "6 T"), (999_900, "1 M")]
+)
+def test_short(value, text):
+    assert stats_page.short(value) == text

@@ -1,0 +1,69 @@
+"""A stage whose units take as long, fail, or are killed as a test wants; `python -m` runs it in a process of its own.
+
+A file with a unit's number in the folder `faults` says what befalls that unit: "value", "bug", "disk" or "kill".
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+
+from data_mixtures import command
+from data_mixtures.stages import execute, stage
+from data_mixtures.stages.stage import Unit, key_of
+
+
+@dataclass(frozen=True)
+class Toy:
+    out: Path
+    faults: Path
+    count: int = 6
+    wait_s: float = 0.0
+    name: ClassVar[str] = "toy"
+
+    def units(self) -> list[Unit]:
+        return [Unit("a" if number % 2 else "b", number) for number in range(self.count)]
+
+    def key(self, unit: Unit) -> str:
+        return key_of((), unit.number)
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        (folder / "half").write_bytes(b"half")
+        time.sleep(self.wait_s)
+        fault = self.faults / str(unit.number)
+        match fault.read_text() if fault.is_file() else "":
+            case "value":
+                raise ValueError("the third row has no text")
+            case "bug":
+                raise KeyError("nobody thought of this")
+            case "disk":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        (folder / "number").write_text(str(unit.number))
+        return {"documents": unit.number, "dropped": {"empty": 1, "too_long": 2}}
+
+
+def run(toy: Toy, options: execute.Options) -> str:
+    """Run it as a command does; returns what was printed."""
+    console = Console(record=True, width=200, force_terminal=False)
+    with stage.exclusive(toy.out), execute.Executor(options) as executor:
+        execute.run(toy, executor, console)
+    return console.export_text()
+
+
+SLURM = execute.Options(workers=3, kind="slurm", sbatch={"partition": "p", "time": "10", "mem-per-cpu": "100M"})
+
+if __name__ == "__main__":
+    out, faults, workers, wait_s = sys.argv[1:]
+    toy = Toy(Path(out), Path(faults), 12, float(wait_s))
+    options = SLURM if workers == "slurm" else execute.Options(workers=int(workers))
+    sys.exit(command.reported(lambda: run(toy, options)))

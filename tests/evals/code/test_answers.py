@@ -1,0 +1,233 @@
+"""Which code is selected from an answer, and answers from an endpoint and from the engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.code import answers as code_answers
+from evals.code.answers import (
+    INSTRUCTION,
+    STOPS,
+    EndpointModel,
+    EngineModel,
+    Sampling,
+    collect,
+    cut,
+    prompt_of,
+    target_function,
+)
+from evals.code.score import open_dataset
+from tests.evals.code.code_assets import PROBLEMS, write_dataset
+from tests.laneformer.engine.engine_assets import random_model, small_config, write_folder
+
+ADD = "def add(a, b):\n    return a + b"
+HELPER = "import math\n\nclass Helper:\n    def one(self):\n        return 1\n\n    def two(self):\n        return 2"
+TESTS = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n    assert add(0, 0) == 0"
+
+
+def fenced(code: str, tag: str = "python") -> str:
+    return f"```{tag}\n{code}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        pytest.param("Sure!\n" + fenced(HELPER) + "then\n" + fenced(ADD), ADD, id="a longer block before it"),
+        pytest.param(fenced(ADD) + "and tests:\n" + fenced(TESTS), ADD, id="a longer block of tests after it"),
+        pytest.param(fenced(TESTS) + fenced(ADD), ADD, id="naming it is less than defining it"),
+        pytest.param(fenced(HELPER) + fenced("add = lambda a, b: a + b"), "add = lambda a, b: a + b", id="named only"),
+        pytest.param(fenced(HELPER) + fenced("x = 1"), HELPER, id="neither: the first block"),
+        pytest.param(ADD + "\n\nThat is all.", ADD + "\n\nThat is all.", id="no block: the whole text"),
+        pytest.param(fenced(ADD, ""), ADD, id="no tag"),
+        pytest.param("```py title=add\n" + ADD, ADD, id="the end is missing"),
+        pytest.param("```python\n" + HELPER + "\n" + fenced(ADD), ADD, id="an end is missing before it"),
+        pytest.param("1. So:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", ADD, id="in a list"),
+        pytest.param("````\n" + ADD + "\n```\n````\n", ADD + "\n```", id="a longer fence"),
+        pytest.param(fenced("async " + ADD), "async " + ADD, id="async"),
+        pytest.param(fenced("class S:\n    def add(self): 0"), "class S:\n    def add(self): 0", id="a method defines"),
+        pytest.param(fenced("def add_all(x): 0") + fenced(ADD), ADD, id="another name that begins alike"),
+        pytest.param("", "", id="empty"),
+    ],
+)
+def test_the_code_of_an_answer(answer: str, code: str) -> None:
+    assert target_function(answer, "add") == code
+    assert target_function(answer.replace("\n", "\r\n"), "add").splitlines() == code.splitlines()
+
+
+def test_where_a_completion_ends() -> None:
+    body = "    return a + b\n"
+    assert cut(body + "\nprint(add(1, 2))", STOPS) == body
+    assert cut(body, STOPS) == body
+
+
+@pytest.mark.parametrize("wrong", [{"n": 2}, {"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}])
+def test_sampling_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        Sampling(**wrong)
+
+
+def test_every_answer_has_a_seed_of_its_own() -> None:
+    sampling = Sampling(n=3, temperature=1.0, seed=5)
+    seeds = [s.seed_of(f"HumanEval/{i}", k) for s in (sampling, Sampling(seed=6)) for i in range(50) for k in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sampling.seed_of("HumanEval/7", 1) == Sampling(seed=5).seed_of("HumanEval/7", 1)
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Answers with the reference solution of the asked problem; the next replies can be set to fail."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen: list[dict[str, Any]] = []
+        self.failures: list[int] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body | {"path": self.path, "authorization": self.headers["Authorization"]})
+        asked = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+        (problem,) = [p for p in PROBLEMS if p["prompt"].strip() in asked]
+        code = problem["canonical_solution"]
+        if "messages" in body:
+            text = f"Here it is.\n```python\n{problem['prompt']}{code}```"
+            choice: dict[str, Any] = {"message": {"content": text}}
+        else:
+            choice = {"text": code + "\nprint(1)\n", "finish_reason": "length"}
+        status = self.server.failures.pop(0) if self.server.failures else 200
+        reply = json.dumps({"choices": [{"finish_reason": "stop", **choice}]} if status == 200 else {"error": "no"})
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply.encode())
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_answers, "FIRST_WAIT_S", 0.0)
+
+
+def ask(server: Endpoint, sampling: Sampling, chat: bool = True, parallel: int = 1) -> EndpointModel:
+    return EndpointModel(server.url, "m", chat, sampling, parallel, timeout_s=30)
+
+
+def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
+    sampling = Sampling(n=2, temperature=0.8, seed=3)
+    endpoint.failures = [503, 429, 500]
+    rows = collect(dataset, ask(endpoint, sampling, parallel=2), sampling, True, tmp_path / "chat")
+    assert [(r["task_id"], r["sample"]) for r in rows] == [(p["task_id"], k) for p in PROBLEMS for k in range(2)]
+    assert all("```python" in r["answer"] for r in rows)
+    assert len(endpoint.seen) == 6 + 3
+    first = endpoint.seen[0]
+    assert first["path"] == "/v1/chat/completions"
+    assert first["authorization"] == "Bearer k"
+    assert first["messages"] == [{"role": "user", "content": INSTRUCTION.format(prompt=PROBLEMS[0]["prompt"].strip())}]
+    assert {body["seed"] for body in endpoint.seen} == {r["seed"] for r in rows}
+    completions = collect(dataset, ask(endpoint, Sampling(), False), Sampling(), False, tmp_path / "completions")
+    assert endpoint.seen[-1]["path"] == "/v1/completions"
+    assert completions[0]["answer"] == PROBLEMS[0]["canonical_solution"]  # up to the stop string
+    assert completions[0]["finish_reason"] == "stop", "which the endpoint did not know"
+    assert endpoint.seen[-1]["stop"][0] == "\ndef ", "of the eight the four likeliest"
+
+
+def test_a_run_continues_where_it_ended(endpoint: Endpoint, tmp_path: Path) -> None:
+    dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling()
+    endpoint.failures = [200, *[503] * 50]
+    with pytest.raises(ValueError, match=r"no answer in 6 attempts.*HTTP 503.*run again to continue"):
+        collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+    path = tmp_path / "r/answers.jsonl"
+    kept = path.read_text()
+    assert len(kept.splitlines()) == 1
+    path.write_text(kept + '{"task_id": "HumanEval/901", "sam')  # as a crash leaves it
+    endpoint.failures, endpoint.seen = [], []
+    rows = collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+    assert [r["task_id"] for r in rows] == [p["task_id"] for p in PROBLEMS]
+    assert len(endpoint.seen) == 2
+    assert path.read_text().startswith(kept)
+    collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+    assert len(endpoint.seen) == 2
+    other = Sampling(seed=1)
+    with pytest.raises(ValueError, match="other settings: seed 0, not 1; give another --results"):
+        collect(dataset, ask(endpoint, other), other, True, tmp_path / "r")
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_refusal_is_not_asked_again(endpoint: Endpoint, tmp_path: Path, status: int) -> None:
+    endpoint.failures = [status]
+    with pytest.raises(ValueError, match=f"refused a question, HTTP {status}"):
+        ask(endpoint, Sampling()).answer(PROBLEMS[0]["prompt"], 0, ())
+    assert len(endpoint.seen) == 1
+
+
+def test_a_base_url_must_be_one() -> None:
+    with pytest.raises(ValueError, match=r"must begin with http"):
+        EndpointModel("localhost:8000", "m", True, Sampling(), 1, 1.0)
+
+
+@pytest.fixture(scope="module")
+def model_folder(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from laneformer.hf.tokenizer import write_tokenizer
+
+    config = small_config(vocab_size=512, max_position_embeddings=512)
+    folder = write_folder(tmp_path_factory.mktemp("hf"), random_model(config), eos_token_id=2)
+    write_tokenizer(prepared_data / "tokenizer.model", folder, 512)
+    return folder
+
+
+def test_the_engine_answers_a_chat_as_its_template_says(model_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from laneformer import Engine
+
+    sampling = Sampling(temperature=0.9, max_new_tokens=12)
+    answer, finish = EngineModel(model_folder, True, sampling).answer("double it", 11, ())
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    turns = [{"role": "user", "content": "double it"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    with Engine.from_pretrained(model_folder) as engine:
+        made = engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)
+    assert answer.strip() == tokenizer.decode(made, skip_special_tokens=True).strip()
+    assert finish == ("stop" if made[-1] == 2 else "length")
+
+
+def test_the_engine_completes_a_function(model_folder: Path) -> None:
+    from laneformer import Engine
+
+    prompt = prompt_of(PROBLEMS[0], chat=False)
+    model = EngineModel(model_folder, False, Sampling(max_new_tokens=12))
+    whole, finish = model.answer(prompt, 0, ())
+    with Engine.from_pretrained(model_folder) as engine:
+        assert whole == engine.generate_text(prompt, max_new_tokens=12)
+    assert finish == "length"
+    stop = whole[3:6]
+    assert model.answer(prompt, 0, (stop,)) == (whole[: whole.index(stop)], "stop")
+    with pytest.raises(ValueError, match="leaves no room"):
+        model.answer("x " * 2000, 0, ())

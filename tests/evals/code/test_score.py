@@ -1,0 +1,256 @@
+"""EvalPlus in its sandbox: right, wrong and hostile solutions for real, and the command from end to end."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import socket
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from evals.code import __main__ as code
+from evals.code import sandbox
+from evals.code.sandbox import KINDS, find_sandbox, run_sandboxed, why_not
+from evals.code.score import LIMITS, EvalPlus, evalplus_environment, open_dataset, pass_at_k, reference
+from records.evals import About
+from records.run import read_run
+from tests.evals.code.code_assets import (
+    ANSWER,
+    HOSTILE,
+    PROBLEMS,
+    connects,
+    deletes,
+    problem,
+    reads,
+    write_dataset,
+    writes,
+)
+from tests.evals.code.test_answers import Endpoint, endpoint  # noqa: F401
+from tools.dashboard.scores import code_card
+
+needs_evalplus = pytest.mark.skipif(
+    not evalplus_environment().exists(), reason="no EvalPlus here: python -m evals.code --setup"
+)
+missing = {kind: why_not(kind) for kind in KINDS}
+needs_sandbox = pytest.mark.skipif(all(missing.values()), reason=f"no sandbox here: {missing}")
+each_sandbox = pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.skipif(bool(why), reason=why)) for k, why in missing.items()]
+)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (5, 2), (6, 6), (20, 10)])
+def test_pass_at_k_is_the_mean_over_all_choices(n: int, k: int) -> None:
+    for passed in range(n + 1):
+        if n > 6:
+            continue
+        choices = list(itertools.combinations([i < passed for i in range(n)], k))
+        exact = Fraction(sum(map(any, choices)), len(choices))
+        # one division and one subtraction of numbers up to 1
+        assert pass_at_k([(n, passed)], k) == pytest.approx(float(exact), abs=2**-52)
+    assert pass_at_k([(n, n), (n, 0)], k) == 0.5
+
+
+def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
+    dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
+    assert (dataset.name, len(dataset.problems)) == ("humaneval", 3)
+    assert dataset.version == f"unknown, 3 problems, md5 {dataset.md5}"
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(dataset.content))
+    assert open_dataset(tmp_path / "d.jsonl.gz").md5 == dataset.md5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no data set at .*HumanEvalPlus.jsonl.gz of release v0.1.10"),
+        ("no json", "is not a data set in EvalPlus's format"),
+        (json.dumps({"task_id": "HumanEval/1"}), r"fields \['atol', 'base_input'"),
+        ("", "is not a data set"),
+        ("\n".join(json.dumps(p) for p in [PROBLEMS[0]] * 2), "not distinct"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_dataset(tmp_path / "d.jsonl")
+
+
+def test_no_sandbox_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "why_not", lambda kind: f"no {kind}")
+    with pytest.raises(ValueError, match=r"no bubblewrap; no unshare.*--unsafe-no-sandbox"):
+        find_sandbox()
+    assert find_sandbox(unsafe=True) == "none"
+
+
+def test_a_missing_environment_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
+    with pytest.raises(ValueError, match=r"python -m evals\.code --setup"):
+        EvalPlus(dataset, tmp_path / "none", "none", tmp_path, tmp_path)
+
+
+@each_sandbox
+def test_a_command_that_fails_or_does_not_end_is_an_error_with_its_log(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "work").mkdir()
+
+    def run(script: str, timeout_s: float) -> None:
+        env = {"PATH": "/usr/bin:/bin"}
+        run_sandboxed(kind, ["sh", "-c", script], tmp_path / "work", [], env, tmp_path / "log", timeout_s)
+
+    run("echo fine; id -u", 60)
+    assert "fine" in (tmp_path / "log").read_text()
+    with pytest.raises(ValueError, match=r"exit status 3 in the sandbox(.|\n)*the reason"):
+        run("echo the reason >&2; exit 3", 60)
+    with pytest.raises(ValueError, match="did not end within 1 s"):
+        run("sleep 600", 1)
+
+
+def scorer(folder: Path, kind: str) -> EvalPlus:
+    dataset = open_dataset(write_dataset(folder / "d.jsonl"))
+    return EvalPlus(dataset, evalplus_environment(), kind, folder, folder / "cache", 2, min_time_limit_s=1.0)
+
+
+@needs_evalplus
+@each_sandbox
+def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, kind: str) -> None:
+    """All in one evaluation with right solutions, which must still be found right."""
+    evalplus = scorer(tmp_path, kind)
+    assert evalplus.control()["passed"] == 3  # also makes the expected outputs
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    victim.chmod(0o666)
+    tmp_path.chmod(0o777)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hostile = {
+            **HOSTILE,
+            "delete a file": deletes(victim),
+            "delete the results": LIBCALL_ON_RESULTS,
+            "write a file": writes(tmp_path / "new"),
+            "write to the system": writes(Path("/usr/new")),
+            "connect": connects(server.getsockname()[1]),
+        }
+        if kind == "bubblewrap":
+            hostile["read a file"] = reads(victim)
+        solutions = [*hostile.values(), ANSWER, "def double(x):\n    return 0", "def double(x):"]
+        rows = [{"task_id": "HumanEval/900", "solution": text} for text in solutions]
+        rows += [{"task_id": p["task_id"], "solution": reference(p)} for p in PROBLEMS[1:]]
+        scored = evalplus.evaluate(rows, "samples")
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    got = dict(zip([*hostile, "right", "wrong", "no code"], scored["HumanEval/900"], strict=True))
+    assert got == {name: (name == "right",) * 2 for name in got}
+    assert scored["HumanEval/901"] == scored["HumanEval/902"] == [(True, True)]
+    assert victim.read_text() == "whole"
+    assert not (tmp_path / "new").exists()
+    assert not Path("/usr/new").exists()
+    assert not list(tmp_path.glob(".work-*"))
+
+
+# the folder of the evaluation is the home of the environment that a solution inherits
+LIBCALL_ON_RESULTS = (
+    "import os\ndef double(x):\n    home = os.environ['HOME']\n    assert os.listdir(home)\n    return 2 * x\n"
+)
+
+
+@needs_evalplus
+@needs_sandbox
+def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
+    evalplus = scorer(tmp_path, find_sandbox())
+    evalplus.control()
+    solutions = ["def absolute(x):\n    return x", reference(PROBLEMS[1])]
+    rows = [{"task_id": "HumanEval/901", "solution": text} for text in solutions]
+    rows += [{"task_id": PROBLEMS[i]["task_id"], "solution": reference(PROBLEMS[i])} for i in (0, 2)]
+    scored = evalplus.evaluate(rows, "samples")
+    assert scored["HumanEval/901"] == [(True, False), (True, True)]
+    figures = code.figures_of(scored, 1)
+    assert figures["pass@1_base"] == 1
+    # 1/2, 1 and 1 of three problems: one rounding each in the sum and in the mean
+    assert figures["pass@1_plus"] == pytest.approx(2.5 / 3, rel=2**-51)
+
+
+@needs_evalplus
+@needs_sandbox
+def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every solution is forked with the expected outputs, here 64 MiB in the parent and again in its worker."""
+    size, limit = 2**26, 3 * 2**25
+    monkeypatch.setattr("evals.code.score.LIMITS", {**LIMITS, "memory_bytes": limit})
+    (tmp_path / "d.jsonl").write_text(json.dumps(problem(903, "zeros", "return bytes(x)", [[size]], [[1]])))
+    dataset = open_dataset(tmp_path / "d.jsonl")
+    evalplus = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache")
+    once, twice = "def zeros(x):\n    return bytes(x)", "def zeros(x):\n    held = bytes(x)\n    return bytes(x)"
+    rows = [{"task_id": "HumanEval/903", "solution": solution} for solution in (once, twice)]
+    assert evalplus.evaluate(rows, "memory") == {"HumanEval/903": [(True, True), (False, False)]}
+
+
+@needs_evalplus
+@needs_sandbox
+def test_sanitize_keeps_the_function_and_gives_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.code.score.SANITIZE_S", 2.0)
+    noise = "".join(f"word {i} of no Python(\n" for i in range(4000))  # 8 million texts to parse
+    texts = ["Sure:\n" + ANSWER + "\nprint(double(2))\nDone!", noise, "(" * 100_000]
+    got = scorer(tmp_path, find_sandbox()).sanitize([{"text": t, "entry_point": "double"} for t in texts])
+    assert got[0] == ANSWER.strip()
+    assert got[1] is None
+
+
+@needs_evalplus
+@needs_sandbox
+def test_the_command(
+    endpoint: Endpoint,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Chat answers of an endpoint, in two calls: the second one finds its answers and its expected outputs."""
+    path = write_dataset(tmp_path / "d.jsonl")
+    out = tmp_path / "evals.jsonl"
+    for step in (1, 2):
+        code.main(
+            dataset=path, results=tmp_path / "r", base_url=endpoint.url, cache=tmp_path / "cache",
+            about=About(out, step),
+        )  # fmt: skip
+    assert len(endpoint.seen) == 3
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == records[1]
+    record = records[1]
+    assert (record["kind"], record["step"], record["dataset"]) == ("code", 2, "humaneval+")
+    assert (record["pass@1_base"], record["pass@1_plus"]) == (1, 1)
+    assert record["control"] == {"passed": 3, "total": 3, "known_failures": {}, "unexpected_failures": []}
+    assert (record["protocol"], record["n"], record["sandbox"]) == ("greedy", 1, find_sandbox())
+    (outputs,) = (tmp_path / "cache/evalplus").iterdir()
+    assert outputs.name == f"{open_dataset(path).md5}.pkl"
+    (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
+    shown = code_card(read_run(tmp_path))
+    for told in (
+        f"<td>humaneval+ {record['version']}</td><td>greedy, chat</td><td>3 × 1</td>",
+        "3 / 3",
+        find_sandbox(),
+    ):
+        assert told in shown, "the dashboard reads the record"
+    samples = [json.loads(line) for line in (tmp_path / "r/samples.jsonl").read_text().splitlines()]
+    assert all(s["selected"].startswith("def ") and s["sanitized"] for s in samples)
+    assert (tmp_path / "r/samples_eval_results.json").exists()
+
+
+@needs_evalplus
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.skipif("LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data")
+@pytest.mark.parametrize(
+    ("file", "known", "total", "failing"),
+    [
+        ("HumanEvalPlus.jsonl.gz", ("humaneval", "v0.1.10"), 164, ["HumanEval/32"]),
+        ("MbppPlus.jsonl.gz", ("mbpp", "v0.2.0"), 378, []),
+    ],
+)
+def test_the_reference_solutions(
+    tmp_path: Path, file: str, known: tuple[str, str], total: int, failing: list[str]
+) -> None:
+    dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
+    assert (dataset.name, dataset.version) == known
+    control = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache", 2).control()
+    assert (control["passed"], control["total"]) == (total - len(failing), total)
+    assert list(control["known_failures"]) == failing

@@ -1,0 +1,231 @@
+"""CORE from rows to record, by real small models: answers against plain log-softmax sums, missing tasks, resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evals.core import __main__ as core
+from evals.core.__main__ import is_right, main, score_task
+from evals.core.prompts import Item, Prompt, Protocol, items
+from evals.core.tasks import TASKS, Task
+from evals.scorer import EngineScorer, Scores, open_scorer
+from laneformer import Laneformer
+from records.evals import About
+from tests.evals.core.core_assets import ROWS, task, write_bundle, write_laneformer, write_llama
+
+LABELS = ["copa", "winograd", "coqa"]
+
+
+@torch.no_grad()
+def right_by_hand(model: torch.nn.Module, item: Item) -> tuple[bool, float]:
+    """Whether an item is answered right, by one pass over each whole prompt in float64; and how close the call was."""
+    losses, leads = [], []
+    for prompt in item.prompts:
+        found = model(torch.tensor([prompt.ids]))
+        logits = getattr(found, "logits", found)[0]
+        logp = torch.log_softmax(logits, -1)
+        total = 0.0
+        for position in range(prompt.start, len(prompt.ids)):
+            total -= float(logp[position - 1, prompt.ids[position]])
+            others = logp[position - 1].clone()
+            others[prompt.ids[position]] = -np.inf
+            leads.append(float(logp[position - 1, prompt.ids[position]] - others.max()))
+        losses.append(total / (len(prompt.ids) - prompt.start))
+    if len(losses) == 1:
+        return all(lead > 0 for lead in leads), min(abs(lead) for lead in leads)
+    ordered = sorted(losses)
+    return losses[item.gold] == ordered[0], ordered[1] - ordered[0]
+
+
+def few_shot(label: str) -> Task:
+    return dataclasses.replace(task(label), shots=2)
+
+
+@pytest.mark.parametrize("write", [write_laneformer, write_llama], ids=["engine", "transformers"])
+def test_answers_of_each_type_against_plain_sums(tmp_path: Path, write: Any) -> None:
+    model = write(tmp_path / "model").double()
+    scorer = open_scorer(tmp_path / "model", device="cpu")
+    bundle = write_bundle(tmp_path, LABELS)
+    outcomes = []
+    for protocol in ("nanochat", "dclm"):
+        for label in LABELS:
+            for chosen in (task(label), few_shot(label)):
+                right = []
+                for item in items(chosen, ROWS[chosen.type], protocol, scorer, scorer.max_length):
+                    expected, margin = right_by_hand(model, item)
+                    # float32 on this model is off by about 1e-5; the rows are no ties
+                    assert margin > 1e-3
+                    assert is_right(scorer, item) == expected
+                    right.append(expected)
+                figures = score_task(chosen, bundle, protocol, scorer, None)
+                assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
+                assert figures["n"] == figures["n_total"] == len(right)
+                outcomes += right if chosen.type != "language_modeling" else []
+    assert 0.2 < sum(outcomes) / len(outcomes) < 0.8, "a random model is right by chance, not always or never"
+    scorer.close()
+
+
+class Favourite:
+    """Likes some ids: log p of each is what the table says, and an id is greedy if it is the table's best."""
+
+    name, max_length, bos_id, eos_id = "favourite", 99, 1, 2
+
+    def __init__(self, table: dict[int, float]):
+        self.table = table
+
+    def score(self, ids: list[int], start: int) -> Scores:
+        assert 1 <= start < len(ids)
+        logprobs = np.array([self.table[i] for i in ids[start:]], dtype=np.float64)
+        return Scores(logprobs, logprobs == max(self.table.values()))
+
+
+def test_choices_have_the_lowest_mean_and_texts_every_token() -> None:
+    model: Any = Favourite({5: -1.0, 6: -2.0, 7: -1.6})
+    # means -1.5 and -1.6
+    assert is_right(model, Item([Prompt([1, 5, 6], 1), Prompt([1, 7, 7], 1)], gold=0))
+    # the mean decides, not the sum: -1.6 of one token has the higher sum, -1.33 of three the lower mean loss
+    assert is_right(model, Item([Prompt([1, 7], 1), Prompt([1, 5, 5, 6], 1)], gold=1))
+    assert is_right(model, Item([Prompt([1, 5], 1), Prompt([1, 5, 5], 1)], gold=0)), "the first of equals"
+    assert is_right(model, Item([Prompt([1, 5, 5], 1)], gold=0))
+    assert not is_right(model, Item([Prompt([1, 5, 6], 1)], gold=0))
+    # an option without a token of its own is chosen only when it is the first, as a comparison with nan has it
+    assert not is_right(model, Item([Prompt([1, 5], 1), Prompt([1], 1)], gold=1))
+    assert is_right(model, Item([Prompt([1], 1), Prompt([1, 5], 1)], gold=0))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> dict[str, Any]:
+    main(*arguments, **options)
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    assert isinstance(write_laneformer(folder), Laneformer)
+    return folder
+
+
+def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_bundle(tmp_path, LABELS)
+    out = tmp_path / "run" / "evals.jsonl"
+    record = run(capsys, model_dir, tmp_path, max_per_task=3, about=About(out, 7, 70, "phase1"))
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [record]
+    assert list(out.parent.iterdir()) == [out], "nothing else stays"
+    assert (record["kind"], record["protocol"], record["seed"], record["max_per_task"]) == ("core", "nanochat", 1234, 3)
+    assert (record["step"], record["tokens_total"], record["phase"]) == (7, 70, "phase1")
+    assert [record[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [None] * 4
+    assert set(record["tasks"]) == set(LABELS)
+    assert record["tasks"]["copa"]["n"] == 3
+    assert record["tasks"]["copa"]["n_total"] == 5
+    assert len(record["missing"]) == 19
+    assert "copy commonsense_reasoning/piqa.jsonl there" in record["missing"]["piqa"]
+    assert len(record["data_sha256"]) == len(record["tokenizer_sha256"]) == 64
+    assert "not_core" not in record
+    shutil.copy(core.__file__.replace("core.py", "demo_bundle/NOT_CORE"), tmp_path)
+    dclm = run(capsys, model_dir, tmp_path, protocol="dclm", tasks=("copa",))
+    assert (dclm["protocol"], list(dclm["tasks"])) == ("dclm", ["copa"])
+    assert dclm["missing"]["winograd"] == "not chosen by --tasks"
+    assert dclm["not_core"].startswith("not CORE: a toy bundle")
+
+
+def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_laneformer(tmp_path / "model", context=6)
+    write_bundle(tmp_path, LABELS)
+    record = run(capsys, tmp_path / "model", tmp_path)
+    assert "coqa" in record["tasks"]
+    assert "does not fit into 6" in record["missing"]["copa"]
+    assert record["core_v1"] is None
+
+
+def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = write_bundle(tmp_path, [t.label for t in TASKS])
+    record = run(capsys, model_dir, tmp_path, protocol="dclm")
+    assert record["missing"] == {}
+    assert len(record["tasks"]) == len(bundle.tasks) == 22
+    for version in ("v1", "v2"):
+        centered = [t[f"centered_{version}"] for t in record["tasks"].values()]
+        assert record[f"core_{version}"] == pytest.approx(sum(centered) / 22, abs=1e-12)
+    assert record["core_v2"] != record["core_v1"]
+
+
+def test_an_interrupted_evaluation_goes_on(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bundle(tmp_path / "data", LABELS)
+    out = tmp_path / "evals.jsonl"
+    whole = run(capsys, model_dir, tmp_path / "data")
+    scored: list[str] = []
+
+    def interrupted(chosen: Task, *arguments: Any) -> dict[str, Any]:
+        if chosen.label == stop_at:
+            raise KeyboardInterrupt
+        scored.append(chosen.label)
+        return score_task(chosen, *arguments)
+
+    monkeypatch.setattr(core, "score_task", interrupted)
+    stop_at = "winograd"
+    with pytest.raises(KeyboardInterrupt):
+        main(model_dir, tmp_path / "data", about=About(out))
+    assert not out.exists()
+    assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 1
+    stop_at = ""
+    # another protocol has other figures, and does not take them
+    run(capsys, model_dir, tmp_path / "data", protocol="dclm", tasks=("copa",))
+    record = run(capsys, model_dir, tmp_path / "data", about=About(out))
+    assert sorted(scored) == ["copa", "copa", "coqa", "winograd"], "copa again only for the other protocol"
+    assert record["tasks"] == whole["tasks"]
+    assert not list(tmp_path.glob(".evals.jsonl.core-*"))
+
+
+@pytest.mark.parametrize("change", ["model", "data"])
+def test_kept_tasks_of_another_model_or_data_are_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    write_laneformer(tmp_path / "model")
+    bundle = write_bundle(tmp_path / "data", ["copa"])
+    out = tmp_path / "evals.jsonl"
+    monkeypatch.setattr(core.Partial, "remove", lambda self: None)
+    run(capsys, tmp_path / "model", tmp_path / "data", about=About(out))
+    changed = tmp_path / "model" / "config.json" if change == "model" else bundle.file(task("copa"))
+    changed.write_text(changed.read_text() + "\n")
+    run(capsys, tmp_path / "model", tmp_path / "data", about=About(out))
+    assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 2
+
+
+@pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
+def test_the_plan_counts_what_the_engine_reads(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: Protocol
+) -> None:
+    bundle = write_bundle(tmp_path, LABELS)
+    got = run(capsys, model_dir, tmp_path, protocol=protocol, plan_only=True, tokens_per_s=1000.0)
+    scorer = EngineScorer(model_dir, "cpu")
+    asked = whole = fresh = 0
+    for chosen in (task(label) for label in got["tasks"]):
+        for item in items(chosen, bundle.rows(chosen), protocol, scorer, 128):
+            asked += 1
+            for prompt in item.prompts:
+                scorer.score(prompt.ids, prompt.start)
+                whole += len(prompt.ids) - 1
+                fresh += len(prompt.ids) - 1 - scorer._engine.statistics.reused_tokens
+    scorer.close()
+    assert (got["items"], got["tokens"], got["tokens_shared"]) == (asked, whole, fresh)
+    assert fresh < whole
+    assert set(got["missing"]) == set(bundle.chosen([])[1])
+
+
+def test_bad_input(model_dir: Path, tmp_path: Path) -> None:
+    write_bundle(tmp_path, ["copa"])
+    with pytest.raises(ValueError, match="at least 1 item"):
+        main(model_dir, tmp_path, max_per_task=0)
+    with pytest.raises(ValueError, match="are not in CORE"):
+        main(model_dir, tmp_path, tasks=("mmlu",))
+    with pytest.raises(ValueError, match="holds none of CORE's tasks"):
+        main(model_dir, tmp_path / "nothing")

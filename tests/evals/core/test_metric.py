@@ -1,0 +1,111 @@
+"""CORE from task accuracies: the public results of two models to 1e-12, errors by hand, and never a partial mean."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+
+from evals.core.metric import VERSIONS, aggregate, centered, task_figures
+from evals.core.tasks import TASKS
+from tests.evals.core.core_assets import eval_data, task
+
+# accuracies in TASKS' order, CORE v1 and v2: exp_data/evals of mlfoundations/dclm, google/gemma-2b and allenai/OLMo-1B
+GEMMA_2B = (
+    0.694184422492981, 0.4106133937835693, 0.7071502208709717, 0.7420033812522888, 0.45392492413520813,
+    0.7799999713897705, 0.5904995799064636, 0.7894450426101685, 0.3880000114440918, 0.6371045708656311,
+    0.7018522024154663, 0.831501841545105, 0.6479873657226562, 0.25699999928474426, 0.25217390060424805,
+    0.44924241304397583, 0.4571428596973419, 0.125, 0.5436140298843384, 0.4256545305252075, 0.7492354512214661,
+    0.29600000381469727,
+)  # fmt: skip
+OLMO_1B = (
+    0.6224855780601501, 0.20928356647491456, 0.6497711539268494, 0.6342592835426331, 0.3464163839817047,
+    0.699999988079071, 0.2702702581882477, 0.7611533999443054, 0.3700000047683716, 0.5635551810264587,
+    0.6331408023834229, 0.7545787692070007, 0.5998421311378479, 0.21799999475479126, 0.23043477535247803,
+    0.4371212124824524, 0.2142857164144516, 0.03125, 0.3736991584300995, 0.3020167946815491, 0.5400611758232117,
+    0.258899986743927,
+)  # fmt: skip
+PUBLISHED = [(GEMMA_2B, 0.4334530946631591, 0.41524569073374634), (OLMO_1B, 0.29721629605993444, 0.27234638964510605)]
+
+
+def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, dict[str, Any]]:
+    """What `aggregate` reads, as task_figures would give it."""
+    return {
+        t.label: {"standard_error": error, **{f"centered_{v}": centered(t, accuracies[t.label], v) for v in VERSIONS}}
+        for t in TASKS
+        if t.label in accuracies
+    }
+
+
+def named(accuracies: tuple[float, ...]) -> dict[str, float]:
+    return dict(zip([t.label for t in TASKS], accuracies, strict=True))
+
+
+@pytest.mark.parametrize(("accuracies", "core_v1", "core_v2"), PUBLISHED)
+def test_core_of_published_accuracies(accuracies: tuple[float, ...], core_v1: float, core_v2: float) -> None:
+    got = aggregate(figures_of(named(accuracies)))
+    # 22 float64 values below 1 and their mean: 1e-12 is thousands of roundings of 1e-16
+    assert got["core_v1"] == pytest.approx(core_v1, abs=1e-12)
+    assert got["core_v2"] == pytest.approx(core_v2, abs=1e-12)
+    # planted: with one answer more of copa's 100 it is another number
+    more = named(accuracies) | {"copa": accuracies[5] + 0.01}
+    assert abs(aggregate(figures_of(more))["core_v1"] - core_v1) > 1e-4
+
+
+def test_core_of_the_public_result_files() -> None:
+    reference = json.loads((eval_data() / "reference_scores.json").read_text())
+    for model in reference.values():
+        got = aggregate(figures_of(model["tasks"]))
+        assert got["core_v1"] == pytest.approx(model["core_v1"], abs=1e-12)
+        assert got["core_v2"] == pytest.approx(model["core_v2"], abs=1e-12)
+
+
+def test_categories_are_means_of_their_tasks() -> None:
+    got = aggregate(figures_of(named(GEMMA_2B)))["categories"]
+    reading = [0.5436140298843384, 0.4256545305252075, (0.7492354512214661 - 0.62) / 0.38]
+    assert got["reading"]["centered_v1"] == pytest.approx(sum(reading) / 3, abs=1e-12)
+    assert {name: c["tasks"] for name, c in got.items()} == {
+        "language": 6, "world": 4, "commonsense": 4, "symbolic": 5, "reading": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("label", ["squad", "copa"])
+def test_a_missing_task_leaves_no_core(label: str) -> None:
+    accuracies = named(GEMMA_2B)
+    del accuracies[label]
+    got = aggregate(figures_of(accuracies))
+    assert [got[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [None] * 4
+    lost = [name for name, c in got["categories"].items() if c["centered_v1"] is None]
+    assert lost == [task(label).category]
+
+
+def test_standard_errors_by_hand() -> None:
+    figures = task_figures(task("commonsense_qa"), {"": [True] * 3 + [False]}, n_total=1221)
+    assert figures["accuracy"] == 0.75
+    assert figures["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4), rel=1e-15)
+    assert figures["centered_v1"] == pytest.approx((0.75 - 0.2) / 0.8, rel=1e-15)
+    assert figures["centered_v2"] == pytest.approx((0.75 - 0.403) / 0.597, rel=1e-15)
+    assert (figures["n"], figures["n_total"], figures["shots"]) == (4, 1221, 10)
+    # each error divided by 1 - baseline, then root of the sum of squares over 22
+    errors = [0.01 / (1 - t.baseline_v2 / 100) for t in TASKS]
+    got = aggregate(figures_of(named(OLMO_1B), error=0.01))
+    assert got["core_v2_se"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 22, rel=1e-12)
+
+
+def test_the_standard_error_is_the_spread_of_repeated_evaluations() -> None:
+    """Accuracies of 200 imagined evaluations at 30 items scatter as much as their standard errors say."""
+    draw = random.Random(0)
+    runs = [task_figures(task("copa"), {"": [draw.random() < 0.7 for _ in range(30)]}, 100) for _ in range(200)]
+    mean = sum(run["accuracy"] for run in runs) / 200
+    spread = math.sqrt(sum((run["accuracy"] - mean) ** 2 for run in runs) / 199)
+    # the standard deviation of 200 draws is itself off by 1 / sqrt(2 * 199) = 5%; four of these
+    assert spread == pytest.approx(math.sqrt(0.7 * 0.3 / 30), rel=0.2)
+
+
+def test_groups_weigh_the_same_whatever_their_size() -> None:
+    figures = task_figures(task("jeopardy"), {"science": [True], "words": [True] + [False] * 3}, n_total=2117)
+    assert figures["accuracy"] == pytest.approx((1 + 0.25) / 2, rel=1e-15)
+    assert figures["standard_error"] == pytest.approx(math.sqrt(0.25 * 0.75 / 4) / 2, rel=1e-15)

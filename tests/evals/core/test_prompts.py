@@ -1,0 +1,238 @@
+"""What a model is asked: examples drawn as each protocol says, the tokens of each task type, and prompts too long."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from evals.core.prompts import (
+    Item,
+    Prompt,
+    Protocol,
+    Unscorable,
+    answer_spans,
+    cropped,
+    dclm_examples,
+    items,
+    nanochat_examples,
+    nanochat_order,
+    spaced,
+)
+from evals.core.tasks import Row, Task
+from tests.evals.core.core_assets import CHOICE_ROWS, SCHEMA_ROWS, TEXT_ROWS, eval_data, task
+
+LONG = 1 << 20
+
+
+class Letters:
+    """Every character is a token, its code point its id: token spans can be read as text. BOS is 1, EOS is 2."""
+
+    bos_id: int | None = 1
+    eos_id: int | None = 2
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        return [1] * special_tokens + [ord(c) for c in text] + [2] * special_tokens
+
+
+class Words(Letters):
+    """As GPT-2: a space belongs to the word after it, and nothing is put around a text."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = ["<bos>", "<eos>", "<0>"]
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        ids = []
+        for word in text.replace(" ", "\0 ").replace("\n", "\0\n\0").split("\0"):
+            if word:
+                self.words += [] if word in self.words else [word]
+                ids.append(self.words.index(word))
+        return ids
+
+    def text(self, ids: list[int]) -> str:
+        return "".join(self.words[i] for i in ids)
+
+
+def asked(label_or_task: str | Task, rows: list[Row], protocol: Protocol, most: int | None = None) -> list[Item]:
+    chosen = task(label_or_task) if isinstance(label_or_task, str) else label_or_task
+    return list(items(chosen, rows, protocol, Letters(), LONG, most))
+
+
+def read(prompt: Prompt) -> tuple[str, str]:
+    """Context (without BOS) and answer, as text."""
+    text = "".join(chr(i) for i in prompt.ids if i > 2)
+    cut = sum(i > 2 for i in prompt.ids[: prompt.start])
+    return text[:cut], text[cut:]
+
+
+# --- which rows, which examples
+
+
+def test_nanochat_choices_are_fixed() -> None:
+    assert nanochat_order(10, None) == [0, 3, 7, 2, 1, 6, 4, 5, 8, 9]
+    assert nanochat_order(10, 3) == [0, 3, 7]
+    assert [nanochat_examples(i, 12, 3) for i in range(4)] == [[8, 2, 1], [7, 9, 8], [9, 8, 10], [2, 7, 5]]
+    assert nanochat_examples(5, 500, 10) == [39, 143, 234, 458, 13, 25, 53, 245, 247, 352]
+
+
+def test_dclm_choices_are_fixed() -> None:
+    chosen = [[3, 4, 5], [0, 4, 5], [0, 1, 5], [1, 4, 5], [0, 1, 5], [0, 3, 4]]
+    assert [list(examples) for examples in dclm_examples(6, 3)] == chosen
+    last = [386, 302, 881, 1683, 565, 1526, 1813, 539, 221, 1855]
+    assert [list(examples) for examples in dclm_examples(2117, 10)][2116] == last
+
+
+def by_the_book(count: int, shots: int) -> Iterator[list[int]]:
+    """llm-foundry's rule in plain steps: draw, drop the item itself, draw again until another one comes."""
+    generator = random.Random(1234)
+    for index in range(count):
+        drawn = set(generator.sample(list(range(count)), min(shots, count - 1)))
+        if index in drawn:
+            drawn.discard(index)
+            while len(drawn) < min(shots, count - 1):
+                candidate = generator.choice(list(range(count)))
+                if candidate != index:
+                    drawn.add(candidate)
+        yield list(drawn)
+
+
+@pytest.mark.parametrize(("count", "shots"), [(32, 10), (210, 10), (230, 3), (11, 10), (300, 0)])
+def test_dclm_choices_follow_the_rule(count: int, shots: int) -> None:
+    chosen = [list(examples) for examples in dclm_examples(count, shots)]
+    if shots:
+        assert chosen == list(by_the_book(count, shots))
+    for index, examples in enumerate(chosen):
+        assert index not in examples
+        assert len(set(examples)) == min(shots, count - 1)
+
+
+@pytest.mark.parametrize(("count", "shots"), [(32, 10), (500, 3), (11, 10)])
+def test_nanochat_choices_follow_the_rule(count: int, shots: int) -> None:
+    for index in range(count):
+        others = [i for i in range(count) if i != index]
+        assert nanochat_examples(index, count, shots) == random.Random(1234 + index).sample(others, shots)
+
+
+def test_too_few_examples() -> None:
+    with pytest.raises(Unscorable, match="10 examples are needed beside each row, but only 6 rows"):
+        asked("bigbench_operators", TEXT_ROWS, "nanochat")
+    assert all(len(chosen) == 5 for chosen in dclm_examples(6, 10)), "dclm shows as many as there are"
+
+
+def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
+    whole = asked("jeopardy", TEXT_ROWS, "dclm")
+    assert [item.group for item in whole] == ["odd"] * 3 + ["even"] * 3
+    part = asked("jeopardy", TEXT_ROWS, "dclm", most=3)
+    assert [item.group for item in part] == ["odd", "even", "even"]
+    assert all(item in whole for item in part)
+    assert spaced(10, 4) == {0, 2, 5, 7}
+    assert spaced(3, 9) == spaced(3, None) == {0, 1, 2}
+
+
+# --- texts and spans
+
+
+def few_shot(label: str, shots: int) -> Task:
+    return Task(**{**vars(task(label)), "shots": shots})
+
+
+def test_nanochat_texts_of_each_type() -> None:
+    first = CHOICE_ROWS[nanochat_order(5, None)[0]]
+    item = asked("copa", CHOICE_ROWS, "nanochat")[0]
+    texts = [f"{first['query']} {choice}" for choice in first["choices"]]
+    assert ["".join(read(p)) for p in item.prompts] == texts
+    assert item.gold == first["gold"]
+    assert all(p.ids[0] == 1 and 1 not in p.ids[1:] for p in item.prompts), "one BOS"
+
+    first = SCHEMA_ROWS[nanochat_order(4, None)[0]]
+    item = asked("winograd", SCHEMA_ROWS, "nanochat")[0]
+    assert ["".join(read(p)) for p in item.prompts] == [f"{c} fell down." for c in first["context_options"]]
+    # the alike end begins in the contexts where their last letters agree
+    assert all(read(p)[1].endswith(" fell down.") for p in item.prompts)
+    assert len({read(p)[1] for p in item.prompts}) == 1
+
+    rows = [TEXT_ROWS[i] for i in nanochat_order(6, None)]
+    item = asked(few_shot("squad", 2), TEXT_ROWS, "nanochat")[0]
+    examples = [rows[i] for i in random.Random(1234).sample(range(1, 6), 2)]
+    shown = "".join(f"{e['context'].strip()} {e['continuation']}\n\n" for e in examples)
+    assert read(item.prompts[0]) == (shown + rows[0]["context"].strip(), " " + rows[0]["continuation"])
+
+
+def test_dclm_texts_of_each_type() -> None:
+    item = asked("copa", CHOICE_ROWS, "dclm")[1]
+    assert [read(p) for p in item.prompts] == [
+        (CHOICE_ROWS[1]["query"], choice) for choice in CHOICE_ROWS[1]["choices"]
+    ]
+    assert item.gold == CHOICE_ROWS[1]["gold"]
+    assert item.prompts[0].ids[0] == 1, "the tokenizer's own BOS"
+    assert 2 not in item.prompts[0].ids, "but no EOS before the question"
+
+    item = asked("winograd", SCHEMA_ROWS, "dclm")[1]
+    assert [read(p) for p in item.prompts] == [(c, "fell down.") for c in SCHEMA_ROWS[1]["context_options"]]
+
+    item = asked(few_shot("jeopardy", 2), TEXT_ROWS[::2], "dclm")[0]
+    examples = [TEXT_ROWS[::2][i] for i in next(iter(by_the_book(3, 2)))]
+    shown = "\n".join(f"{e['context'].strip()}\nAnswer: {e['continuation']}" for e in examples)
+    assert read(item.prompts[0]) == (f"{shown}\n1 and 2 make\nAnswer:", "3")
+
+
+def test_a_tokenizer_with_spaces_before_words() -> None:
+    words = Words()
+    item = next(items(task("copa"), CHOICE_ROWS, "dclm", words, LONG))
+    answers = [words.text(p.ids[p.start :]) for p in item.prompts]
+    assert answers == [" the cat was old.", " it was dog", " no."]
+    assert [words.text(p.ids[: p.start]) for p in item.prompts] == [CHOICE_ROWS[0]["query"]] * 3
+
+
+def test_answer_spans_by_hand() -> None:
+    spans = answer_spans([[1, 5, 6, 7], [1, 5, 8]], "multiple_choice")
+    assert spans == [Prompt([1, 5, 6, 7], 2), Prompt([1, 5, 8], 2)]
+    assert [p.start for p in answer_spans([[1, 5, 6], [1, 5]], "multiple_choice")] == [2, 2], "one is the other's start"
+    spans = answer_spans([[1, 5, 6, 7, 9], [1, 8, 7, 9]], "schema")
+    assert spans == [Prompt([1, 5, 6, 7, 9], 3), Prompt([1, 8, 7, 9], 2)]
+    assert answer_spans([[1, 4], [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
+    # the answer's first letters joined the token before them
+    assert answer_spans([[1, 4, 3], [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
+
+
+# --- too long
+
+
+@pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
+@pytest.mark.parametrize(("label", "rows"), [("copa", CHOICE_ROWS), ("winograd", SCHEMA_ROWS), ("coqa", TEXT_ROWS)])
+def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str, rows: list[Row]) -> None:
+    whole = asked(label, rows, protocol)
+    limit = max(len(p.ids) - p.start for item in whole for p in item.prompts) + 4
+    short = list(items(task(label), rows, protocol, Letters(), limit))
+    assert any(len(p.ids) > limit for item in whole for p in item.prompts)
+    for before, after in zip(whole, short, strict=True):
+        assert after.gold == before.gold
+        for long, cut in zip(before.prompts, after.prompts, strict=True):
+            assert cut.ids == long.ids[-limit:]
+            assert cut.ids[cut.start :] == long.ids[long.start :], "the answer is whole"
+    with pytest.raises(Unscorable, match="tokens does not fit into"):
+        list(items(task(label), rows, protocol, Letters(), limit - 4))
+
+
+def test_an_answer_needs_one_token_before_it() -> None:
+    assert cropped(Prompt([1, 2, 3, 4], 2), 3) == Prompt([2, 3, 4], 1)
+    with pytest.raises(Unscorable, match="an answer of 3 tokens does not fit into 3"):
+        cropped(Prompt([1, 2, 3, 4], 1), 3)
+
+
+# --- the public rows
+
+
+def test_public_rows_give_items() -> None:
+    from evals.core.tasks import TASKS, Bundle
+
+    bundle = Bundle(eval_data())
+    present = [t for t in TASKS if bundle.missing(t) is None]
+    assert len(present) == 20
+    for chosen in present:
+        rows = bundle.rows(chosen)
+        for protocol in ("nanochat", "dclm"):
+            got = list(items(chosen, rows, protocol, Letters(), LONG, most=12))
+            assert len(got) == min(12, len(rows)), chosen.label
+            assert all(0 < p.start < len(p.ids) for item in got for p in item.prompts), chosen.label

@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct: as many right answers as the reference implementation of the protocol counted.
+
+Opt-in: LANEFORMER_SMOLLM2 names the folder that tools/check/smollm2.py makes, LANEFORMER_EVAL_DATA the public rows. The
+counts are those of nanochat's core_eval on the same float32 weights, BOS id 1 (<|im_start|>), sequences of 2048.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evals.core.__main__ import score_task
+from evals.core.tasks import Bundle
+from evals.scorer import Scorer, open_scorer
+from tests.evals.core.core_assets import eval_data, task
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[Scorer]:
+    folder = os.environ.get("LANEFORMER_SMOLLM2")
+    if not folder:
+        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check.smollm2 makes the folder it should name")
+    scorer = open_scorer(Path(folder), device="cpu")
+    assert scorer.bos_id == 1
+    assert scorer.name == "transformers float32"
+    scorer.max_length = 2048
+    yield scorer
+    scorer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("label", "asked", "right"),
+    [("copa", 100, 56), ("bigbench_repeat_copy_logic", 16, 0), ("bigbench_operators", 40, 8)],
+)
+def test_counts_of_the_reference(smollm2: Scorer, label: str, asked: int, right: int) -> None:
+    figures = score_task(task(label), Bundle(eval_data()), "nanochat", smollm2, asked)
+    assert figures["n"] == asked
+    assert round(figures["accuracy"] * asked) == right

@@ -1,0 +1,123 @@
+"""The 22 tasks and their bundle: layouts, core.yaml, baselines, and rows that are not what they should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evals.core.tasks import TASKS, Bundle
+from tests.evals.core.core_assets import CHOICE_ROWS, eval_data, task, write_bundle
+
+ROWS_OF_PUBLIC_FILES = {
+    "hellaswag_zeroshot": 10042, "jeopardy": 2117, "bigbench_qa_wikidata": 20321, "arc_easy": 2376,
+    "arc_challenge": 1172, "copa": 100, "commonsense_qa": 1221, "piqa": 1838, "openbook_qa": 500,
+    "lambada_openai": 5153, "hellaswag": 10042, "winograd": 273, "winogrande": 1267, "bigbench_dyck_languages": 1000,
+    "agi_eval_lsat_ar": 230, "bigbench_cs_algorithms": 1320, "bigbench_operators": 210,
+    "bigbench_repeat_copy_logic": 32, "boolq": 3270, "bigbench_language_identification": 10000,
+}  # fmt: skip
+
+
+def test_the_table() -> None:
+    assert len(TASKS) == len({t.label for t in TASKS}) == 22
+    assert {t.label for t in TASKS if t.baseline_v1 != t.baseline_v2} == {
+        "commonsense_qa", "agi_eval_lsat_ar", "bigbench_language_identification",
+    }  # fmt: skip
+    types = [t.type for t in TASKS]
+    assert [types.count(kind) for kind in ("multiple_choice", "schema", "language_modeling")] == [11, 2, 9]
+    assert sum(t.baseline_v2 - t.baseline_v1 for t in TASKS) == pytest.approx(20.3 + 5 + 15.9)
+
+
+def test_public_files() -> None:
+    bundle = Bundle(eval_data())
+    counts = {t.label: len(bundle.rows(t)) for t in bundle.tasks if bundle.missing(t) is None}
+    assert counts == ROWS_OF_PUBLIC_FILES
+    chosen, missing = bundle.chosen([])
+    assert len(chosen) == 20
+    assert list(missing) == ["squad", "coqa"]
+
+
+@pytest.mark.parametrize("root", ["eval_data", "local_data", "."])
+def test_layouts(tmp_path: Path, root: str) -> None:
+    bundle = write_bundle(tmp_path, ["copa"], root)
+    assert bundle.rows(task("copa")) == CHOICE_ROWS
+    assert bundle.missing(task("copa")) is None
+    reason = bundle.missing(task("squad"))
+    assert reason is not None
+    assert reason.startswith(str(bundle.root / "reading_comprehension/squad.jsonl"))
+    assert "scripts/eval/local_data of mosaicml/llm-foundry" in reason
+
+
+def test_chosen_tasks_and_why_others_are_missing(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path, ["copa", "winograd"])
+    chosen, missing = bundle.chosen(["copa", "squad"])
+    assert [t.label for t in chosen] == ["copa"]
+    assert len(missing) == 21
+    assert missing["winograd"] == "not chosen by --tasks"
+    assert "squad.jsonl is missing; copy" in missing["squad"]
+    with pytest.raises(ValueError, match=r"\['mmlu'\] are not in CORE"):
+        bundle.chosen(["mmlu"])
+
+
+def test_core_yaml_holds_and_says_what_differs(tmp_path: Path) -> None:
+    write_bundle(tmp_path, ["copa", "jeopardy"])
+    (tmp_path / "eval_data" / "moved.jsonl").write_text(json.dumps(CHOICE_ROWS[0]) + "\n")
+    (tmp_path / "core.yaml").write_text("""
+icl_tasks:
+- {label: copa, dataset_uri: moved.jsonl, num_fewshot: [3], icl_task_type: multiple_choice}
+- label: jeopardy
+  dataset_uri: local_data/world_knowledge/jeopardy_all.jsonl
+  num_fewshot: [10]
+  icl_task_type: language_modeling
+  continuation_delimiter: "\\nAnswer: "
+  has_categories: true
+- {label: mmlu_fewshot, dataset_uri: x, num_fewshot: [5], icl_task_type: multiple_choice}
+""")
+    bundle = Bundle(tmp_path)
+    tasks = {t.label: t for t in bundle.tasks}
+    assert bundle.differs == {"copa": {"shots": 3}}
+    assert tasks["copa"].shots == 3
+    assert bundle.rows(tasks["copa"]) == CHOICE_ROWS[:1]
+    assert tasks["jeopardy"] == task("jeopardy")
+    before = bundle.sha256(task("copa"))
+    assert bundle.sha256(tasks["copa"]) != before
+    (tmp_path / "core.yaml").write_text("tasks: []")
+    with pytest.raises(ValueError, match="has no list icl_tasks"):
+        Bundle(tmp_path)
+
+
+def test_baselines_of_a_bundle(tmp_path: Path) -> None:
+    write_bundle(tmp_path, ["copa"])
+    path = tmp_path / "eval_meta_data.csv"
+    for value in ("20", "40.3"):
+        path.write_text(f"Eval Task,Task Category,Random baseline\ncopa,commonsense,50\ncommonsense_qa,x,{value}\n")
+        Bundle(tmp_path)
+    path.write_text("Eval Task,Random baseline\ncommonsense_qa,25\n")
+    with pytest.raises(ValueError, match=r"commonsense_qa has the baseline 25; CORE v1 has 20, v2 40\.3"):
+        Bundle(tmp_path)
+
+
+def test_no_task_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds none of CORE's tasks"):
+        Bundle(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("label", "line", "message"),
+    [
+        ("copa", "{", r"copa\.jsonl:1: not JSON"),
+        ("copa", '["a"]', "needs 'query' of type str"),
+        ("copa", '{"query": "a", "choices": ["x", "y"]}', "needs 'gold' of type int"),
+        ("copa", '{"query": "a", "choices": ["x", "y"], "gold": 2}', "gold = 2 is not the index of one of 2"),
+        ("copa", '{"query": "a", "choices": ["x"], "gold": 0}', "at least two options"),
+        ("winograd", '{"context_options": ["x", 1], "continuation": "y", "gold": 0}', "each a text"),
+        ("squad", '{"context": "a", "continuation": ""}', "continuation is empty"),
+        ("squad", "", r"squad\.jsonl is empty"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, label: str, line: str, message: str) -> None:
+    bundle = write_bundle(tmp_path, [label])
+    bundle.file(task(label)).write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        bundle.rows(task(label))

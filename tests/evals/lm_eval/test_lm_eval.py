@@ -1,0 +1,345 @@
+"""Our lm-eval model against PyTorch, lm-eval's own Hugging Face model and an endpoint, on lm-eval's stock tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM
+
+from evals.lm_eval.__main__ import (
+    Endpoint,
+    evaluate,
+    expand_tasks,
+    first_documents,
+    lengths_of,
+    load_tasks,
+    open_endpoint,
+)
+from evals.lm_eval.figures import figures_of, prompt_figures
+from evals.lm_eval.models import CheckedCompletions, EngineLM
+from evals.lm_eval.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
+from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
+PAIRS = [
+    ("def main(", "self):"),
+    ("def main(", "argument, other):\n"),
+    ("", "import os\n"),
+    ("class Path ", "object"),
+    ("x = 1", " + 2"),
+]
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def model(hf_dir: Path) -> Iterator[EngineLM]:
+    opened = EngineLM(hf_dir)
+    yield opened
+    opened.engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(hf_dir: Path) -> Reference:
+    return Reference(hf_dir)
+
+
+class Reference:
+    """log p after every position in float64, and how far float32 arithmetic itself is from it."""
+
+    def __init__(self, hf_dir: Path):
+        options: dict[str, Any] = {"trust_remote_code": True}
+        self.exact = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float64, **options)
+        self.rounded = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, **options)
+
+    @torch.no_grad()
+    def score(self, ids: list[int], start: int) -> tuple[float, bool, float]:
+        """Sum of log p(ids[start:]), whether all are greedy, and the most a float32 sum may differ.
+
+        A log-probability is off by up to twice its logits' error; other orders of summation may have a few times the
+        error that PyTorch's happened to have; exp and the sum add about 1e-6 of the value. For n of them, n times that.
+        """
+        logits, float32 = (
+            m(torch.tensor([ids])).logits[0, start - 1 : -1].double() for m in (self.exact, self.rounded)
+        )
+        log_p = torch.log_softmax(logits, -1)
+        target = torch.tensor(ids[start:])
+        allowed = len(target) * (8 * (logits - float32).abs().max().item() + 1e-6 * log_p.abs().max().item())
+        chosen = log_p[torch.arange(len(target)), target]
+        return chosen.sum().item(), bool((log_p.argmax(-1) == target).all()), allowed
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+
+
+def test_scores_are_pytorchs_log_softmax(model: EngineLM, reference: Reference) -> None:
+    answers = model.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
+    for (context, continuation), (score, greedy) in zip(PAIRS, answers, strict=True):
+        before = len(model.tok_encode(context.rstrip())) if context else 1  # a space belongs to what follows
+        ids = model.tok_encode(context + continuation)
+        assert ids[0] == model.tokenizer.bos_token_id
+        expected, expected_greedy, allowed = reference.score(ids, before)
+        assert abs(score - expected) <= allowed
+        assert greedy == expected_greedy
+        other, _, _ = reference.score([*ids[:-1], (ids[-1] + 1) % 1024], before)
+        assert abs(score - other) > 100 * allowed, "the comparison would not see one wrong id"
+    assert model.engine.statistics.reused_tokens > 0
+    assert model.loglikelihood(instances("loglikelihood", PAIRS[::-1]), disable_tqdm=True) == answers[::-1]
+
+
+def test_a_greedy_continuation_is_called_greedy(model: EngineLM) -> None:
+    context = model.tok_encode("import ")
+    ids = model.engine.generate(context, max_new_tokens=5, ignore_eos=True)
+    other = [*ids[:-1], (ids[-1] + 1) % 1024]
+    (_, yes), (_, no) = model._loglikelihood_tokens([(None, context, ids), (None, context, other)], disable_tqdm=True)
+    assert (yes, no) == (True, False)
+
+
+def test_bos_is_a_choice_that_is_never_doubled(model: EngineLM) -> None:
+    bos = model.tokenizer.bos_token_id
+    assert model.tok_encode("x") == [bos, *model.tok_encode("x", add_special_tokens=False)]
+    assert model.tok_encode("<s>x").count(bos) == 1
+    model.add_bos = False
+    try:
+        assert bos not in model.tok_encode("x")
+    finally:
+        model.add_bos = True
+
+
+def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: EngineLM, caplog: pytest.LogCaptureFixture) -> None:
+    text = "for name in names:\n" * 20
+    short = EngineLM(hf_dir, max_length=64)
+    requests = instances("loglikelihood", [("x", " = 1"), (text, " pass")])
+    (_, _), (score, _) = short.loglikelihood(requests, disable_tqdm=True)
+    assert short.cut_prompts == 1
+    assert "1 prompts so far lost their head" in caplog.text
+    kept = model.tok_encode(text + " pass")[-65:]
+    continuation = len(model.tok_encode(text + " pass")) - len(model.tok_encode(text.rstrip()))
+    expected = short.engine.logprobs(kept, start=65 - continuation)
+    assert score == math.fsum(expected.tolist())
+    short.generate_until(instances("generate_until", [(text, {"max_gen_toks": 8, "until": []})]), disable_tqdm=True)
+    assert short.cut_prompts == 2
+    with pytest.raises(ValueError, match="max_gen_toks = 64 leaves no room"):
+        short.generate_until(instances("generate_until", [("x", {"max_gen_toks": 64})]), disable_tqdm=True)
+    with pytest.raises(ValueError, match=r"a continuation of \d+ tokens does not fit"):
+        short.loglikelihood(instances("loglikelihood", [("x", text)]), disable_tqdm=True)
+
+
+def test_a_longer_context_than_the_configs_can_be_asked_for(hf_dir: Path, model: EngineLM) -> None:
+    longer = EngineLM(hf_dir, max_length=CONTEXT + 40)
+    ids = (model.tok_encode("for name in names:\n") * CONTEXT)[: CONTEXT + 40]
+    with pytest.raises(ValueError, match=f"more than the {CONTEXT + 1} that fit"):
+        model.engine.logprobs(ids, start=len(ids) - 1)
+    assert np.isfinite(longer.engine.logprobs(ids, start=CONTEXT)).all()
+    np.testing.assert_array_equal(longer.engine.logprobs(ids[:50]), model.engine.logprobs(ids[:50]))
+
+
+def test_rolling_scores_every_token_once(hf_dir: Path, reference: Reference) -> None:
+    short = EngineLM(hf_dir, max_length=16)
+    text = "for name in names:\n    print(name)\n" * 4
+    ids = [short.prefix_token_id, *short.tok_encode(text, add_special_tokens=False)]
+    assert len(ids) > 33
+    windows = [(ids[:17], 1)]  # 16 ids predict 16; the last window has all the context it can and scores what is left
+    for first in range(17, len(ids), 16):
+        end = min(first + 16, len(ids))
+        windows.append((ids[end - 17 : end], 17 - (end - first)))
+    sums = [reference.score(window, start) for window, start in windows]
+    (got,) = short.loglikelihood_rolling(instances("loglikelihood_rolling", [(text,)]), disable_tqdm=True)
+    assert abs(got - sum(s for s, _, _ in sums)) <= sum(allowed for _, _, allowed in sums)
+    assert short.cut_prompts == 0
+
+
+def test_generation_ends_where_the_task_says(model: EngineLM) -> None:
+    prompt = "def f(x):\n"
+    whole = model.engine.generate_text(prompt, max_new_tokens=40)
+    stop = whole[5:8]
+
+    def generate(**options: Any) -> str:
+        (text,) = model.generate_until(instances("generate_until", [(prompt, options)]), disable_tqdm=True)
+        return text
+
+    assert generate(max_gen_toks=40, until=[], do_sample=False, temperature=0.7) == whole
+    assert generate(max_gen_toks=40, until=[stop, "never"]) == whole[: whole.index(stop)]
+    assert generate(max_gen_toks=2, until=[""]) == model.engine.generate_text(prompt, max_new_tokens=2)
+    sampled = generate(max_gen_toks=40, do_sample=True, temperature=1.5, top_k=40)
+    assert sampled == model.engine.generate_text(prompt, max_new_tokens=40, temperature=1.5, top_k=40)
+    with pytest.raises(ValueError, match="unknown option 'top_q'; did you mean 'top_"):
+        generate(top_q=1)
+
+
+def test_chat_prompts_may_begin_the_answer(model: EngineLM) -> None:
+    turns = [{"role": "user", "content": "2 + 2?"}]
+    opened = model.apply_chat_template(turns)
+    begun = model.apply_chat_template([*turns, {"role": "assistant", "content": "It is"}], add_generation_prompt=False)
+    assert begun == opened + "It is"
+
+
+def test_stock_tasks_are_asked_through_the_chat_template(model: EngineLM, hf_dir: Path, data: Path) -> None:
+    served = EngineLM(hf_dir)
+    options: dict[str, Any] = {"num_fewshot": 0, "chat_template": True}
+    with toy_server(served.engine) as url, data_folder(data, ARC_TASKS):
+        ours = evaluate(model, ["arc_easy"], hf_dir, **options)
+        endpoint = open_endpoint(hf_dir, Endpoint(url), add_bos=True, max_length=None)
+        theirs = evaluate(endpoint, ["arc_easy"], hf_dir, **options)
+    (context, choice), *_ = ours["samples"]["arc_easy"][0]["arguments"]
+    question = f"Question: {QUESTIONS[0][0]}\nAnswer:"
+    assert context == model.apply_chat_template([{"role": "user", "content": question}])
+    assert choice.strip() == QUESTIONS[0][1][0]
+    for asked in (model, endpoint):
+        for text in (context, "<s>" + context):  # other templates write BOS themselves
+            assert asked.tok_encode(text)[:2].count(model.tokenizer.bos_token_id) == 1
+    assert ours["results"] == theirs["results"]
+
+
+def scores_of(result: dict[str, Any]) -> dict[tuple[str, int], np.ndarray]:
+    """log p of every choice of every question, float64 (choices,)."""
+    return {
+        (name, sample["doc_id"]): np.array([answer[0] for answer in sample["filtered_resps"]])
+        for name, samples in result["samples"].items()
+        for sample in samples
+    }
+
+
+@pytest.fixture(scope="module")
+def in_process(model: EngineLM, hf_dir: Path, data: Path) -> dict[str, Any]:
+    with data_folder(data, ARC_TASKS):
+        return evaluate(model, ARC_TASKS, hf_dir, num_fewshot=0)
+
+
+def test_choices_are_those_of_lm_evals_hugging_face_model(
+    in_process: dict[str, Any], model: EngineLM, reference: Reference, hf_dir: Path, data: Path
+) -> None:
+    """The same bf16 weights, float32 arithmetic: a choice may differ only where both scores' roundings explain it."""
+    theirs = HFLM(str(hf_dir), trust_remote_code=True, dtype="float32", add_bos_token=True, device="cpu")
+    with data_folder(data, ARC_TASKS):
+        hugging_face = evaluate(theirs, ARC_TASKS, hf_dir, num_fewshot=0)
+    ours, other, ties = scores_of(in_process), scores_of(hugging_face), 0
+    assert ours.keys() == other.keys()
+    assert len(ours) == 2 * len(QUESTIONS)
+    for name, samples in in_process["samples"].items():
+        for sample in samples:
+            exact = [
+                reference.score(model.tok_encode(context + choice), len(model.tok_encode(context)))
+                for context, choice in sample["arguments"]
+            ]
+            values, allowed = np.array([e[0] for e in exact]), np.array([e[2] for e in exact])
+            mine, its = ours[name, sample["doc_id"]], other[name, sample["doc_id"]]
+            assert (np.abs(mine - values) <= allowed).all()
+            assert (np.abs(its - values) <= allowed).all()
+            assert np.ptp(values) > 100 * allowed.max(), "the choices are too close to tell models apart"
+            if mine.argmax() != its.argmax():
+                ties += 1
+                assert abs(values[mine.argmax()] - values[its.argmax()]) <= 2 * allowed.max()
+    assert ties or in_process["results"] == hugging_face["results"]
+
+
+def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: EngineLM) -> None:
+    sample = in_process["samples"]["arc_easy"][1]
+    question, texts, gold = QUESTIONS[1]
+    assert [tuple(a) for a in sample["arguments"]] == [(f"Question: {question}\nAnswer:", f" {text}") for text in texts]
+    assert sample["target"] in (gold, str(gold))
+    right = [int(s["filtered_resps"].index(max(s["filtered_resps"]))) for s in in_process["samples"]["arc_easy"]]
+    accuracy = np.mean([choice == gold for choice, (_, _, gold) in zip(right, QUESTIONS, strict=True)])
+    figures = figures_of(in_process, model, (2048,))
+    assert figures["tasks"]["arc_easy"]["acc"] == accuracy
+    assert (figures["ruler"], figures["cut_prompts"], figures["prompts"]["arc_easy"]["documents"]) == ({}, 0, 5)
+
+
+@pytest.mark.parametrize("num_concurrent", [1, 3])
+def test_an_endpoint_gives_the_in_process_result(
+    in_process: dict[str, Any], model: EngineLM, hf_dir: Path, data: Path, num_concurrent: int
+) -> None:
+    served = EngineLM(hf_dir)
+    with toy_server(served.engine) as url, data_folder(data, ARC_TASKS):
+        endpoint = open_endpoint(hf_dir, Endpoint(url, "tiny", num_concurrent), add_bos=True, max_length=None)
+        assert (endpoint.max_length, endpoint.scoring_room) == (CONTEXT - 1, CONTEXT - 1)
+        result = evaluate(endpoint, ARC_TASKS, hf_dir, num_fewshot=0)
+        request = ("def f(x):\n", {"max_gen_toks": 9, "until": [], "temperature": 0.0, "do_sample": False})
+        (text,) = endpoint.generate_until(instances("generate_until", [request]))
+    assert [text] == model.generate_until(instances("generate_until", [request]))
+    assert result["results"] == in_process["results"]
+    theirs, ours = scores_of(result), scores_of(in_process)
+    for key in ours:  # the same float32 scores; lm-eval adds them up in another order, in float64
+        np.testing.assert_allclose(theirs[key], ours[key], rtol=1e-14)
+
+
+@pytest.mark.parametrize("missing", [1, 9999])
+def test_a_server_without_all_scores_is_refused(hf_dir: Path, missing: int) -> None:
+    served = EngineLM(hf_dir)
+    with toy_server(served.engine, missing) as url:
+        endpoint = open_endpoint(hf_dir, Endpoint(url, "tiny"), add_bos=True, max_length=None)
+        with pytest.raises(ValueError, match=r"the server gave \d+ log-probabilities for a prompt of"):
+            endpoint.loglikelihood(instances("loglikelihood", PAIRS[:1]))
+
+
+def test_cuts_of_recorded_prompts_are_counted(model: EngineLM) -> None:
+    text = "word " * 40
+    ids = len(model.tok_encode(text))
+    samples = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}]
+
+    def cut(max_length: int) -> int:
+        view: Any = SimpleNamespace(max_length=max_length, scoring_room=max_length + 1, tok_encode=model.tok_encode)
+        return prompt_figures(view, samples)["cut"]
+
+    assert (cut(ids + 10), cut(ids + 9), cut(1)) == (0, 1, 2)
+
+
+def test_a_limit_counts_each_length() -> None:
+    documents = [{"max_length": length} for length in (2048, 4096) for _ in range(5)]
+    task: Any = SimpleNamespace(eval_docs=documents)
+    assert first_documents(task, 2) == [0, 1, 5, 6]
+    assert first_documents(task, None) == list(range(10))
+    task.eval_docs = [{"question": "x"}] * 3
+    assert first_documents(task, 2) == [0, 1]
+
+
+def test_names_and_lengths() -> None:
+    assert expand_tasks("arc_easy, ruler") == ["arc_easy", *RULER_TASKS]
+    assert len(RULER_TASKS) == 11
+    assert lengths_of("2048,4096") == [2048, 4096]
+    for bad in ("arc_easy,", "ruler,niah_single_1"):
+        with pytest.raises(ValueError, match="empty name or names a task twice"):
+            expand_tasks(bad)
+    for bad in ("4096,2048", "many", "100", ""):
+        with pytest.raises(ValueError, match="ascending token counts"):
+            lengths_of(bad)
+    assert get_model("laneformer") is EngineLM
+    assert issubclass(CheckedCompletions, get_model("local-completions"))
+
+
+def test_data_of_another_folder_is_never_taken(hf_dir: Path, data: Path, tmp_path: Path) -> None:
+    """`datasets` keeps what it has prepared under the data set's name, which folders share."""
+    other = write_data(tmp_path, [("Which is wet?", ["water", "sand"], 0)])
+    for folder, count in ((data, len(QUESTIONS)), (other, 1), (data, len(QUESTIONS))):
+        with data_folder(folder, ["arc_easy"]):
+            _, (task,) = load_tasks(["arc_easy"], [2048], hf_dir)
+            assert len(task.eval_docs) == count
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    for tasks, name in ((ARC_TASKS, "allenai/ai2_arc"), (RULER_TASKS, "baber/paul_graham_essays")):
+        with (
+            pytest.raises(ValueError, match=f"download the data set {name} from the hub"),
+            data_folder(tmp_path, tasks),
+        ):
+            pass
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,213 @@
+"""The watcher on a real run: from within the job; killed, started again, no record twice; and its choices, played."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from evals.watch import Watcher, check, only_watcher
+from records.exit_codes import STOPPED
+from records.job import Checkpoint, Job, SupervisedJob, Training
+from tests.train.supervised import ROOT, arguments, environment
+from train.job_config import Evals
+
+STEPS = 4
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps on two ranks, with complete checkpoints at 2 and 4, of which it evaluated the second."""
+    run = tmp_path_factory.mktemp("watched") / "run"
+    job = arguments(run, prepared_data / "phase1.lock.json", STEPS, 2)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train"]
+    evals = ["--evals.every_steps", "4", "--evals.dtype", "float32", "--evals.in_loop", "--evals.commands"]
+    commands = f"{command(prepared_data)},decode_speed --of-nothing"  # TorchTitan's way of a list
+    done = subprocess.run(
+        [*launch, *job, "--validation.no-enable", "--resilience.hang_timeout_s", "300", *evals, commands],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return run
+
+
+def command(data: Path) -> str:
+    return f"bits_per_byte --data {data} --windows 2"
+
+
+def watcher(run: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "evals.watch", "--run", str(run), "--every-s", "0.2", *options]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    path = run / "evals.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def test_a_job_evaluates_its_own_checkpoints(trained: Path, prepared_data: Path) -> None:
+    """Once, not on each rank; and a command that fails is said and ends nothing."""
+    assert [(r["command"], r["step"]) for r in records(trained)] == [(command(prepared_data), 4)]
+    events = [json.loads(line) for line in (trained / "events.jsonl").read_text().splitlines()]
+    failed = [(e["step"], e["reason"]) for e in events if e["kind"] == "evaluation_failed"]
+    assert [step for step, _ in failed] == [4, 4]
+    assert failed[0][1].startswith("decode_speed --of-nothing: exit status 2")
+    assert failed[1][1].startswith("exit status 1, see"), "what the job says of its watcher"
+
+
+def test_a_killed_watcher_goes_on_and_repeats_nothing(trained: Path, prepared_data: Path) -> None:
+    (trained / "evals.jsonl").unlink()
+    wanted = ("--evals.every_steps", "2", "--evals.commands", command(prepared_data))
+    first = watcher(trained, *wanted)
+    until = time.monotonic() + 120
+    while len(records(trained)) < 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    first.kill()  # in the middle of the export of the second checkpoint
+    said = first.communicate()[1]
+    assert [r["step"] for r in records(trained)] == [2], said
+    second = watcher(trained, "--cpus", "0", *wanted)
+    assert second.wait(120) == 0, second.communicate()[1]  # the run is done: it ends by itself
+    found = records(trained)
+    assert [(r["kind"], r["step"], r["phase"]) for r in found] == [("bits_per_byte", s, "phase1") for s in (2, 4)]
+    rows = {r["step"]: r for r in map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())}
+    assert [r["tokens_total"] for r in found] == [rows[s]["tokens_total"] for s in (2, 4)]
+    assert found[0]["bits_per_byte"] != found[1]["bits_per_byte"], "two checkpoints, two models"
+    third = watcher(trained, "--once", *wanted)
+    assert third.wait(120) == 0
+    assert records(trained) == found
+    assert not (trained / ".evals-watch").exists(), "a scratch folder stayed behind"
+
+
+def test_sigterm_ends_it_and_what_it_started(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text('[evals]\nevery_steps = 1\ncommands = ["decode_speed"]\n')
+    process = watcher(run)
+    while not (run / ".evals-watch.lock").exists():
+        time.sleep(0.02)
+    assert process.poll() is None, "no checkpoint yet: it waits"
+    with pytest.raises(ValueError, match="another watcher"), only_watcher(run):
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == STOPPED
+
+
+# choices, without processes
+
+COMMANDS = ["decode_speed", "bits_per_byte --data x"]
+
+
+def job_of(run: Path, **section: Any) -> SupervisedJob:
+    evals = Evals(**{"every_steps": 10, "commands": COMMANDS, **section})
+    return SupervisedJob(Job(str(run)), Training(steps=35), Checkpoint(), evals=evals)
+
+
+def save(run: Path, step: int) -> Path:
+    folder = run / f"checkpoint/step-{step}"
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+class Played(Watcher):
+    """Exports and commands are played: `broken` modules fail, the others write a record."""
+
+    broken: tuple[str, ...] = ()
+
+    def call(self, of: int, words: list[str]) -> int:
+        if words[0] in self.broken:
+            return 1
+        if words[0] != "tools.export_hf":
+            step, out = (words[words.index(name) + 1] for name in ("--step", "--out"))
+            Path(out).write_text(json.dumps({"kind": words[0], "step": int(step)}) + "\n")
+        return 0
+
+
+def evaluated(run: Path) -> list[tuple[str, int]]:
+    return [(r["kind"].removeprefix("evals."), r["step"]) for r in records(run)]
+
+
+def test_wanted_steps_in_order_the_last_one_too(tmp_path: Path) -> None:
+    for step in (5, 10, 20, 35):
+        save(tmp_path, step)
+    damaged = save(tmp_path, 30)
+    next(damaged.glob("*.distcp")).unlink()
+    assert Played(job_of(tmp_path, commands=COMMANDS[:1])).watch(once=True, every_s=0) == 0
+    assert evaluated(tmp_path) == [("decode_speed", step) for step in (10, 20, 35)]
+    late = tmp_path / "late"
+    shutil.copytree(tmp_path / "checkpoint", late / "checkpoint")
+    Played(job_of(late, commands=COMMANDS[:1], newest_first=True)).watch(once=True, every_s=0)
+    assert evaluated(late) == [("decode_speed", step) for step in (35, 20, 10)]
+
+
+def test_a_failure_is_said_and_left_for_the_next_start(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    first = Played(job_of(tmp_path))
+    first.broken = ("evals.decode_speed",)
+    assert first.watch(once=True, every_s=0) == 1
+    assert evaluated(tmp_path) == [("bits_per_byte", 10)]
+    assert "decode_speed: exit status 1" in (tmp_path / "events.jsonl").read_text()
+    assert Played(job_of(tmp_path)).watch(once=True, every_s=0) == 0
+    assert evaluated(tmp_path) == [("bits_per_byte", 10), ("decode_speed", 10)]
+
+
+def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path: Path) -> None:
+    folder = save(tmp_path, 10)
+    job = job_of(tmp_path, commands=COMMANDS[:1])
+    Played(job).watch(once=True, every_s=0)
+    os.utime(folder / ".metadata", (2e9, 2e9))
+    for _ in range(2):
+        Played(job).watch(once=True, every_s=0)
+    assert evaluated(tmp_path) == [("decode_speed", 10)] * 2
+
+
+def test_a_checkpoint_deleted_meanwhile_is_skipped_and_said(tmp_path: Path) -> None:
+    class Deleting(Played):
+        def call(self, step: int, words: list[str]) -> int:
+            for path in (tmp_path / "checkpoint").glob("step-*"):
+                if path.name != "step-35":
+                    shutil.rmtree(path)
+            return int(step != 35) or super().call(step, words)
+
+    for step in (10, 20, 35):
+        save(tmp_path, step)
+    assert Deleting(job_of(tmp_path, commands=COMMANDS[:1])).watch(once=True, every_s=0) == 0
+    assert evaluated(tmp_path) == [("decode_speed", 35)]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(e["kind"], e["step"]) for e in events] == [("evaluation_skipped", 10), ("evaluation_skipped", 20)]
+
+
+def test_half_a_record_left_by_a_crash_counts_as_none(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (tmp_path / "evals.jsonl").write_text('{"kind": "decode_speed", "step": 10, "comm')
+    Played(job_of(tmp_path, commands=COMMANDS[:1])).watch(once=True, every_s=0)
+    assert (tmp_path / "evals.jsonl").read_text().splitlines()[1:] == [json.dumps(records_tail(tmp_path))]
+
+
+def records_tail(run: Path) -> dict[str, Any]:
+    return json.loads((run / "evals.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"every_steps": 0}, "asks for no evaluation"),
+        ({"commands": []}, "is empty"),
+        ({"commands": ["bits_per_bite"]}, "nearest: bits_per_byte"),
+        ({"commands": ["watch"]}, "no module of evals"),
+    ],
+)
+def test_sections_that_ask_for_nothing_are_refused(tmp_path: Path, section: dict[str, Any], said: str) -> None:
+    check(job_of(tmp_path))
+    with pytest.raises(ValueError, match=said):
+        check(job_of(tmp_path, **section))

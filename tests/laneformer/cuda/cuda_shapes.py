@@ -1,0 +1,130 @@
+"""Shapes for the decode kernels on the emulator: a table that meets every rule of the kernels, and random ones.
+
+A shape is what changes of the small model, and how a GPU is shared out: blocks a lane, warps a block, bytes a chunk,
+chunks a ring.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda.geometry import Machine, plan
+from tests.laneformer.cuda.cuda_harness import Emulated, small_config
+
+
+@dataclass(frozen=True)
+class Shape:
+    config: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "bf16"
+    blocks: int = 4
+    warps: int = 2
+    chunk_bytes: int = 2048
+    chunks: int | None = None  # of a warp's ring; None: as many as memory holds
+    devices: int = 1
+
+    @property
+    def model(self) -> LaneformerConfig:
+        return small_config(**self.config)
+
+    def machine(self) -> Machine:
+        """A GPU on which this shape fits exactly."""
+        machine = Machine(self.model.num_lanes // self.devices * self.blocks, 64 * 1024, 90)
+        if self.chunks is None:
+            return machine
+        fixed = plan(self.model, self.dtype, machine, **self.plan).fixed_shared_bytes
+        return Machine(machine.multiprocessors, fixed + self.warps * self.chunks * (self.chunk_bytes + 8), 90)
+
+    @property
+    def plan(self) -> dict[str, int]:
+        sizes = {"blocks_per_lane": self.blocks, "warps": self.warps, "chunk_bytes": self.chunk_bytes}
+        return {**sizes, "devices": self.devices}
+
+    def emulated(self, builds: Path, **options: Any) -> Emulated:
+        """The kernels of this shape, with `options` for Emulated."""
+        return Emulated(self.model, builds, dtype=self.dtype, machine=self.machine(), **{**self.plan, **options})
+
+
+# Windows of 5 over two splits: a ring keeps one position more than the window shows.
+SHAPES = {
+    # one PRESENT layer, then mail of the layer before; rows that no number of warps divides
+    "delay 1": Shape({"sliding_window": 5, "vocab_size": 104}),
+    "delay 0": Shape(
+        {"broadcast_delay": 0, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+         "vocab_size": 80},
+        "fp16", blocks=3, warps=1, chunk_bytes=512, chunks=2,
+    ),
+    # early layers are sent twice; a norm scale for each lane; most warps have no row of the stream
+    "delay 2": Shape(
+        {"broadcast_delay": 2, "rebroadcast_early": True, "replicated_rmsn_scale": False, "num_lanes": 4,
+         "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "num_hidden_layers": 5, "swa_layers": (0, 2, 4)},
+        blocks=2, warps=3, chunk_bytes=1024,
+    ),
+    # lanes that share nothing but the choice of a token; more KV heads than blocks
+    "alone": Shape(
+        {"broadcast_delay": 3, "use_early_comm": False, "hidden_size": 96, "intermediate_size": 80,
+         "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 3},
+        "fp16", blocks=2, warps=4, chunk_bytes=512,
+    ),
+    "late": Shape(
+        {"use_early_comm": False, "use_mlp_comm": False, "num_hidden_layers": 5, "num_key_value_heads": 2,
+         "sliding_window": 4, "norm_eps": 0.01, "rope_theta": 100.0,
+         "rope_scaling": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 16}},
+        blocks=3, warps=2, chunk_bytes=1024, chunks=3,
+    ),
+    # head dimension 96; a window as long as the context
+    "wide heads": Shape(
+        {"broadcast_delay": 2, "use_early_comm": False, "use_attention_comm": False, "hidden_size": 192,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 3, "sliding_window": 32},
+        blocks=5, warps=2,
+    ),
+    # every layer joins at once, on two GPUs
+    "at once": Shape(
+        {"broadcast_delay": 5, "num_lanes": 4, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 12,
+         "num_hidden_layers": 3},
+        blocks=2, warps=2, chunk_bytes=1024, devices=2,
+    ),
+}  # fmt: skip
+
+
+def drawn(seed: int) -> Shape:
+    """A random shape that the kernels take, small enough for the emulator."""
+    draw = random.Random(seed)
+    lanes = draw.choice((1, 2, 2, 3, 4, 8))
+    while True:
+        shape = _any(draw, lanes)
+        small = shape.model.hidden_size <= 192 and shape.model.num_lanes * shape.blocks * shape.warps <= 32
+        if small and _fits(shape):
+            return shape
+
+
+def _fits(shape: Shape) -> bool:
+    try:
+        plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
+    except ValueError:
+        return False
+    return True
+
+
+def _any(draw: random.Random, lanes: int) -> Shape:
+    kv_heads, group = draw.randint(1, 3), draw.randint(1, 3)
+    heads, layers = lanes * kv_heads * group, draw.randint(1, 6)
+    config = {
+        "num_lanes": lanes, "num_attention_heads": heads, "num_key_value_heads": lanes * kv_heads,
+        "hidden_size": heads * draw.choice((8, 16, 24, 40)), "intermediate_size": lanes * 8 * draw.randint(1, 12),
+        "num_hidden_layers": layers, "broadcast_delay": draw.randint(0, 4), "sliding_window": draw.randint(1, 8),
+        "swa_layers": tuple(i for i in range(layers) if draw.random() < 0.5),
+        "vocab_size": lanes * 8 * draw.randint(1, 8),
+        **{name: draw.random() < 0.7 for name in (
+            "use_early_comm", "use_attention_comm", "use_mlp_comm", "replicated_rmsn_scale", "rebroadcast_early"
+        )},
+    }  # fmt: skip
+    return Shape(
+        config, draw.choice(("bf16", "fp16")), draw.randint(1, 5), draw.randint(1, 4), draw.choice((512, 1024, 2048)),
+        draw.choice((None, 2, 3, 5)), draw.choice([n for n in (1, 2, 4) if lanes % n == 0]),
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Decoders for the CUDA engine where there is no GPU.
+
+`EmulatedDecoder` is CudaDecoder itself with its memory on the CPU and the kernels on the emulator, in a thread of their
+own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch loop that makes one token a look.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laneformer import Laneformer
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda.compile import FOLDER, source_of
+from laneformer.engine.cuda.decoder import CudaDecoder, graph_kernels
+from laneformer.engine.cuda.geometry import plan
+from laneformer.engine.cuda.memory import DeviceMemory
+from laneformer.engine.cuda.prefill import plain_model
+from laneformer.model import rope_table, run_layers
+from tests.laneformer.cuda import cuda_emulator
+from tests.laneformer.cuda.cuda_harness import KERNELS, SMALL
+
+
+class Running:
+    """What a torch stream says of a launch; here the launch is a thread. Its error comes out where a GPU's would."""
+
+    def __init__(self, launch: Callable[[], object] | None = None):
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(launch,)) if launch else None
+        if self.thread:
+            self.thread.start()
+
+    def _run(self, launch: Callable[[], object]) -> None:
+        try:
+            launch()
+        except BaseException as error:
+            self.error = error
+
+    def query(self) -> bool:
+        return self.thread is None or (not self.thread.is_alive() and self._ended())
+
+    def synchronize(self) -> None:
+        if self.thread:
+            self.thread.join()
+            self._ended()
+
+    def _ended(self) -> bool:
+        if self.error:
+            raise self.error
+        return True
+
+
+class EmulatedDecoder(CudaDecoder):
+    """`go`, where there is one, holds launches back, so that a test can act before them."""
+
+    cache: Path  # of built libraries
+    go: threading.Event | None = None
+    missing_blocks = 0  # for whose words the others wait in vain
+
+    def __init__(
+        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = (),
+        version: str = "persistent", limit_s: float = 10.0,
+    ):  # fmt: skip
+        self.config, self.tensors, self.version, self.limit_s = config, tensors, version, limit_s
+        self.devices = [torch.device("cpu")]
+        self.geometry = plan(config, dtype, SMALL, warps=2)
+        self.memories = [DeviceMemory(self.geometry, tensors, 0, "cpu")]
+        source = source_of(version, self.geometry) + "".join(f"EMULATE({k}, Decode)\n" for k in KERNELS[version])
+        self.library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, self.cache)
+        self.cached, self._model, self._streams = [], None, [Running()]
+        self.launches = 0
+
+    def _synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    def _emulate(self, kernel: str, argument: Any, blocks: int) -> None:
+        self.launches += 1
+        shape = {"threads": 32 * self.geometry.warps, "shared_bytes": self.geometry.shared_bytes}
+        cuda_emulator.launch(
+            self.library, kernel, argument, blocks=blocks - self.missing_blocks, seed=self.launches,
+            watchdog=self.missing_blocks > 0, **shape,
+        )  # fmt: skip
+
+    def _launch(self) -> None:
+        argument = self.arguments[0]
+        if self.version == "graph":
+            state = torch.tensor([self.ids[argument.position], argument.position, 0], dtype=torch.int32)
+            self.memories[0].graph[:3] = state.view(torch.float32)
+            return
+
+        def launch() -> None:
+            if self.go:
+                self.go.wait()
+            self._emulate("decode", argument, self.geometry.blocks)
+
+        self._streams = [Running(launch)]
+
+    def _replay(self) -> None:
+        needed = self.read_tokens + self.max_tokens - 1 - self._replays
+        for _ in range(min(4, needed)):
+            for kernel, layer, module, blocks in graph_kernels(self.geometry):
+                self.arguments[0].layer, self.arguments[0].module = layer, module
+                self._emulate(kernel, self.arguments[0], blocks)
+            self._replays += 1
+
+
+class LoopDecoder:
+    """Greedy tokens of the PyTorch model, one at each `poll`; the prompt counts as read by the kernel."""
+
+    def __init__(
+        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = (),
+        version: str = "persistent",
+    ):  # fmt: skip
+        self.config, self.version, self.devices = config, version, devices
+        self.geometry = plan(config, dtype, SMALL, warps=2)
+        self.memories: list[DeviceMemory] = []
+        self.model: Laneformer = plain_model(config, tensors, dtype, torch.device("cpu"))
+        self.polls, self.failure, self.asked = 0, "", []
+
+    def start(
+        self, ids: Sequence[int], max_tokens: int, stops: Sequence[int] = (), sampling: Any = None,
+        reuse_prefix: bool = True,
+    ) -> None:  # fmt: skip
+        assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings
+        self.asked.append((list(ids), max_tokens, list(stops), sampling, reuse_prefix))
+        self.ids, self.max_tokens, self.stops = list(ids), max_tokens, set(stops)
+        self.tokens, self.cancelled = [], False
+        self.reused, self.read_tokens = 0, len(ids)
+
+    @torch.inference_mode()
+    def poll(self) -> tuple[list[int], bool]:
+        self.polls += 1
+        if self.failure:
+            raise RuntimeError(self.failure)
+        logits = self.model(torch.tensor([self.ids + self.tokens]))[0, -1]
+        self.tokens.append(int(logits.float().argmax()))
+        ended = len(self.tokens) == self.max_tokens or self.tokens[-1] in self.stops
+        return list(self.tokens), ended or self.cancelled
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    @torch.inference_mode()
+    def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
+        self.reused = 0
+        if not ids:
+            return
+        positions = torch.arange(len(ids))
+        rope, masks = rope_table(self.config, positions), self.model.masks(positions, positions)
+        embedding = self.model.tok_embeddings(torch.tensor([ids]))
+        yield run_layers(self.model.layers, self.config, embedding, rope, masks)[:, start:]

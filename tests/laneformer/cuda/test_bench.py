@@ -1,0 +1,133 @@
+"""What `laneformer bench` measures on a GPU, without one: the probe in the emulator, arrivals, bytes, shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer import LaneformerConfig
+from laneformer.engine.cuda import bench
+from laneformer.engine.cuda.compile import FOLDER, compile_cubin, source_of
+from laneformer.engine.cuda.geometry import H200, plan
+from laneformer.engine.cuda.memory import DeviceMemory
+from laneformer.engine.cuda.probe import KERNELS, expected_sum, probe_argument
+from tests.laneformer.cuda import cuda_emulator
+from tests.laneformer.cuda.cuda_harness import SMALL, random_model, small_config, tensors_of
+from tests.laneformer.cuda.cuda_stand_ins import EmulatedDecoder
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_shares_by_hand() -> None:
+    found = bench.shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10)  # 1000 us a token, of which 909.09 are the stream
+    assert found["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
+    assert found["percent_of_datasheet"] == pytest.approx(80)
+    assert found["exposed_us_per_layer"] == pytest.approx(9.0909, abs=1e-4)
+    assert bench.shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10)["percent_of_datasheet"] == pytest.approx(40)
+    assert bench.shares(1000.0, 4e9, 4e12, None, 1, 10)["percent_of_datasheet"] is None
+
+
+def test_speeds_by_hand() -> None:
+    times = np.concatenate([np.arange(33) * 0.002, 0.064 + np.arange(1, 33) * 0.001])  # 500/s, then 1000/s
+    found = bench.speeds(times)
+    assert found["first_tokens_per_s"] == pytest.approx(500)
+    assert found["last_tokens_per_s"] == pytest.approx(1000)
+    assert found["tokens_per_s"] == pytest.approx(64 / 0.096)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.039e12),
+     ("NVIDIA GH200 480GB", 4.0e12), ("NVIDIA A100-SXM4-80GB", 2.039e12), ("Tesla T4", None)],
+)  # fmt: skip
+def test_datasheet(name: str, rate: float | None) -> None:
+    assert bench.datasheet(name) == rate
+
+
+def test_bytes_of_a_token() -> None:
+    """15 layers of 141.56 M weights and a head of 98.3 M, two bytes each; keys and values 6144 bytes a layer."""
+    config = LaneformerConfig.from_flavor("2b")
+    geometry = plan(config, "bf16", H200)
+    counts = config.parameter_count()
+    assert bench.weight_bytes(geometry) == 2 * (15 * counts["layer"] + counts["lm_head"]) == 4_443_340_800
+    assert bench.cached_bytes(geometry, 100) == 15 * 6144 * 100
+    assert bench.cached_bytes(geometry, 3000) == 6144 * (10 * 2048 + 5 * 3000)
+
+
+def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LaneformerConfig.from_flavor("2b")
+    geometry = plan(config, "bf16", H200)
+    decoder: Any = SimpleNamespace(
+        config=config, geometry=geometry, devices=[torch.device("cuda:0")], version="persistent",
+        memories=[SimpleNamespace(weight_bytes=4_445_437_952)],
+    )  # fmt: skip
+    monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
+    monkeypatch.setattr(bench, "measure_prefill", lambda decoder, depth: (0.1, 20480.0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    figures = bench.benchmark(decoder, 2048, lambda text: None, 4.4e12)
+    named = (
+        "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
+        "percent_of_datasheet", "exposed_us_per_layer", "first_tokens_per_s", "last_tokens_per_s",
+    )  # fmt: skip
+    assert all(isinstance(figures[name], (int, float)) for name in named)
+    cached = 6144 * (10 * 2048 + 5 * (2048 + 128))
+    assert figures["bytes_per_token"] == 4_443_340_800 + cached
+    assert figures["tokens_per_s"] == pytest.approx(800)
+    assert figures["percent_of_datasheet"] == pytest.approx(100 * 800 * (4_443_340_800 + cached) / 4.8e12)
+    with pytest.raises(ValueError, match="depth = 4033 is outside 0 to 4032"):
+        bench.benchmark(decoder, 4033, lambda text: None, 4.4e12)
+
+
+@pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+def test_every_token_has_a_time_while_the_kernel_still_runs(cuda_builds: Path) -> None:
+    EmulatedDecoder.cache = cuda_builds
+    config = small_config()
+    decoder = EmulatedDecoder(config, tensors_of(random_model(config), "bf16"), "bf16")
+    times = bench.arrivals(decoder, [5], 8)
+    assert len(times) == 8
+    assert times[0] > 0
+    assert times[-1] > times[0]  # seconds lie between them here
+    decoder._launch = lambda: None  # a kernel that ends without a token
+    with pytest.raises(RuntimeError, match="0 tokens of 8"):
+        bench.arrivals(decoder, [5], 8)
+
+
+# --- the probe ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def probe_library(cuda_builds: Path) -> tuple[DeviceMemory, Any]:
+    if cuda_emulator.MISSING:
+        pytest.skip(cuda_emulator.MISSING)
+    geometry = plan(small_config(), "bf16", SMALL, warps=2, chunk_bytes=1024)
+    memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
+    source = source_of("probe", memory.geometry) + "".join(f"EMULATE({kernel}, Probe)\n" for kernel in KERNELS)
+    return memory, cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, cuda_builds)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_probe_reads_every_byte_as_often_as_it_says(
+    probe_library: tuple[DeviceMemory, Any], kernel: str, rounds: int
+) -> None:
+    memory, library = probe_library
+    geometry = memory.geometry
+    sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32)
+    launched = {"blocks": geometry.blocks, "threads": 32 * geometry.warps, "shared_bytes": geometry.shared_bytes}
+    cuda_emulator.launch(library, kernel, probe_argument(memory, sums, rounds), seed=rounds, **launched)
+    assert int(sums.sum(dtype=torch.int64)) % 2**32 == expected_sum(memory, rounds)
+    memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this
+    assert int(sums.sum(dtype=torch.int64)) % 2**32 != expected_sum(memory, rounds)
+    memory.tapes[-1] -= 1
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_the_probe_compiles(architecture: str, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.core")
+    geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", H200)
+    assert compile_cubin("probe", geometry, architecture, tmp_path)[:4] == b"\x7fELF"

@@ -1,0 +1,183 @@
+"""The kernels compile for real GPUs on a machine without one, and their cubins are kept.
+
+NVRTC needs neither a GPU nor a toolkit. Whether the code is right, the emulator's tests say; here: that it is accepted
+for every generation, with how many registers, and what the cache of cubins does when things go wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda import compile as compiling
+from laneformer.engine.cuda.compile import FOLDER, compile_cubin
+from laneformer.engine.cuda.geometry import Geometry, Machine, plan
+from tests.laneformer.cuda.cuda_harness import KERNELS, small_config
+
+pytest.importorskip("cuda.core", reason="needs the cuda extra: pip install 'laneformer[cuda]'")
+pytest.importorskip("cuda.bindings.nvrtc")
+
+A100, RTX_4090 = Machine(108, 163 * 1024, 80), Machine(128, 99 * 1024, 89)
+H200, B200 = Machine(132, 227 * 1024, 90), Machine(148, 227 * 1024, 100)
+GPUS = {"sm_80": A100, "sm_89": RTX_4090, "sm_90a": H200, "sm_100a": B200}
+FEWER = {"warps": 8, "chunk_bytes": 1024}  # what fits twice on a multiprocessor with little memory
+
+
+def halved(machine: Machine) -> Machine:
+    """What the graph version plans for: two blocks on a multiprocessor (decoder.py)."""
+    return Machine(machine.multiprocessors, machine.shared_bytes // 2 - 1024, machine.architecture)
+
+
+def small(**shape: Any) -> Geometry:
+    return plan(
+        small_config(num_hidden_layers=2, swa_layers=(0,)), "bf16", H200, **{"warps": 2, "blocks_per_lane": 4, **shape}
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture"),
+    [("persistent", "sm_80"), ("persistent", "sm_100a"), ("graph", "sm_89"), ("graph", "sm_90a")],
+)
+def test_a_small_model_compiles(tmp_path: Path, version: str, architecture: str) -> None:
+    """An ELF file with every kernel that the host asks for."""
+    cubin = compile_cubin(version, small(), architecture, tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+    for kernel in KERNELS[version]:
+        assert f".text.{kernel}".encode() in cubin
+
+
+@pytest.mark.parametrize(
+    "variant", [{"dtype": "fp16", "devices": 2}, {"wide_exchanges": True, "chunk_bytes": 512}], ids=str
+)
+def test_variants_compile(tmp_path: Path, variant: dict[str, Any]) -> None:
+    config = small_config(num_hidden_layers=2, swa_layers=(0,), replicated_rmsn_scale=False)
+    geometry = plan(config, machine=H200, **{"dtype": "bf16", "warps": 2, "blocks_per_lane": 4, **variant})
+    compile_cubin("persistent", geometry, "sm_90a", tmp_path)
+
+
+@pytest.mark.parametrize("architecture", GPUS)
+def test_the_2b_model_has_a_plan(architecture: str) -> None:
+    """On every GPU; the graph version on those with less memory needs fewer warps, and the message says so."""
+    config, machine = LaneformerConfig.from_flavor("2b"), GPUS[architecture]
+    geometry = plan(config, "bf16", machine)
+    assert geometry.chunks >= 2
+    assert geometry.shared_bytes <= machine.shared_bytes
+    assert geometry.blocks <= machine.multiprocessors
+    if machine.architecture >= 90:
+        assert plan(config, "bf16", halved(machine)).chunks >= 2
+    else:
+        with pytest.raises(ValueError, match=r"fewer warps \(16\)"):
+            plan(config, "bf16", halved(machine))
+        assert plan(config, "bf16", halved(machine), **FEWER).chunks >= 2
+
+
+def test_the_2b_model_compiles_for_an_h200(tmp_path: Path) -> None:
+    """The real thing: registers for 512 threads."""
+    cubin = compile_cubin("persistent", plan(LaneformerConfig.from_flavor("2b"), "bf16", H200), "sm_90a", tmp_path)
+    assert b".text.decode" in cubin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "architecture"), [("persistent", "sm_100a"), ("graph", "sm_89")])
+def test_the_2b_model_compiles_elsewhere(tmp_path: Path, version: str, architecture: str) -> None:
+    machine = halved(GPUS[architecture]) if version == "graph" else GPUS[architecture]
+    shape = FEWER if version == "graph" and machine.architecture < 90 else {}
+    geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", machine, **shape)
+    assert compile_cubin(version, geometry, architecture, tmp_path)
+
+
+# ---- the cache ----
+
+
+class Compiler:
+    """Stands for NVRTC in the cache's tests: counts, and makes a cubin of the source."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.runs = 0
+        monkeypatch.setattr("cuda.core.Program", self)
+
+    def __call__(self, source: str, language: str, options: Any) -> Any:
+        self.runs += 1
+        self.code = bytearray(source.encode() + repr(options.arch).encode())
+        return self
+
+    def compile(self, kind: str) -> Compiler:
+        return self
+
+
+def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again for anything that decides it; nothing else is left in the folder."""
+    compiler = Compiler(monkeypatch)
+    first = compile_cubin("persistent", small(), "sm_90a", tmp_path)
+    assert compile_cubin("persistent", small(), "sm_90a", tmp_path) == first
+    assert compiler.runs == 1
+    compile_cubin("persistent", small(blocks_per_lane=3), "sm_90a", tmp_path)
+    compile_cubin("graph", small(), "sm_90a", tmp_path)
+    compile_cubin("persistent", small(), "sm_80", tmp_path)
+    monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", lambda: (0, 99, 1))
+    compile_cubin("persistent", small(), "sm_90a", tmp_path)
+    folder = tmp_path / "changed"
+    shutil.copytree(FOLDER, folder)
+    (folder / "rows.cuh").write_bytes((folder / "rows.cuh").read_bytes() + b"\n")
+    monkeypatch.setattr(compiling, "FOLDER", folder)
+    compile_cubin("persistent", small(), "sm_90a", tmp_path)
+    assert compiler.runs == 6
+    assert len(list(tmp_path.glob("*.cubin"))) == 6
+    assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".cubin"}
+
+
+def test_the_folder_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compile_cubin("persistent", small(), "sm_90a")
+    compile_cubin("persistent", small(), "sm_90a")
+    assert compiler.runs == 1
+    assert len(list((tmp_path / "laneformer" / "cubins").iterdir())) == 1
+
+
+def test_a_fault_in_the_source_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler's own words and the place; nothing is kept."""
+    broken = tmp_path / "kernels"
+    shutil.copytree(FOLDER, broken)
+    (broken / "sampling.cuh").write_text("int oops = nowhere;\n" + (broken / "sampling.cuh").read_text())
+    monkeypatch.setattr(compiling, "FOLDER", broken)
+    kept = tmp_path / "kept"
+    with pytest.raises(
+        RuntimeError, match=re.compile(r"sampling.cuh\(1\).*\"nowhere\" is undefined", re.DOTALL)
+    ) as error:
+        compile_cubin("persistent", small(), "sm_90a", kept)
+    assert "persistent kernels do not compile for sm_90a" in str(error.value)
+    assert not kept.exists()
+
+
+def test_an_unknown_gpu_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="do not compile for sm_1234"):
+        compile_cubin("persistent", small(), "sm_1234", tmp_path)
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "read-only"])
+def test_a_folder_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    compiler, folder = Compiler(monkeypatch), tmp_path / "cubins"
+    if obstacle == "a file":
+        folder.write_text("not a folder")
+    else:
+        folder.mkdir()
+        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    assert compile_cubin("persistent", small(), "sm_90a", folder) == compile_cubin(
+        "persistent", small(), "sm_90a", folder
+    )
+    assert compiler.runs == 2
+    assert folder.is_file() or not list(folder.iterdir())
+
+
+def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'persistant' is unknown; choose from"):
+        compile_cubin("persistant", small(), "sm_90a", tmp_path)

@@ -1,0 +1,347 @@
+"""CudaEngine without a GPU: its API on a plain PyTorch loop, and which device gives which engine."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer.cli import main
+from laneformer.engine import Engine, TextStream, device
+from laneformer.engine.cuda import engine as cuda_engine
+from laneformer.engine.cuda.engine import CudaEngine, sampling_of
+from laneformer.engine.cuda.params import Sampling
+from laneformer.model import rope_table, run_layers
+from tests.laneformer.cuda.cuda_harness import random_model, small_config, tensors_of
+from tests.laneformer.cuda.cuda_stand_ins import LoopDecoder
+from tests.laneformer.engine.engine_assets import byte_tokenizer, write_folder
+
+CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
+MODEL = random_model(CONFIG)
+TENSORS = tensors_of(MODEL, "bf16")
+PROMPT = [5, 60, 7]
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU."""
+    monkeypatch.setattr(cuda_engine, "CudaDecoder", LoopDecoder)
+    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def engine(a_gpu: None) -> Iterator[CudaEngine]:
+    with CudaEngine(CONFIG, TENSORS, tokenizer=byte_tokenizer()) as engine:
+        yield engine
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    loop = LoopDecoder(CONFIG, TENSORS, "bf16")
+    loop.start(prompt, count)
+    while True:
+        tokens, finished = loop.poll()
+        if finished:
+            return tokens
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    return greedy(PROMPT, 12)
+
+
+# ---- the API ----
+
+
+def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
+    assert engine.generate(PROMPT, max_new_tokens=12) == expected
+    assert list(engine.stream(PROMPT, max_new_tokens=12)) == expected
+    detailed = engine.generate_detailed(PROMPT, max_new_tokens=12)
+    assert (detailed.ids, detailed.finish_reason, detailed.prompt_tokens) == (expected, "length", 3)
+    assert detailed.statistics == engine.statistics
+    assert engine.statistics.passes == len(PROMPT) + 11
+    assert [token.id for token in engine.stream_detailed(PROMPT, max_new_tokens=12)] == expected
+    assert engine.generate(PROMPT, max_new_tokens=12, speculate=5) == expected
+
+
+def test_a_stop_id_ends_and_is_the_last_token(engine, expected):
+    stop = expected[4]
+    detailed = engine.generate_detailed(PROMPT, max_new_tokens=12, stop_ids=[stop])
+    assert (detailed.ids, detailed.finish_reason) == (expected[: expected.index(stop) + 1], "stop")
+
+
+def test_the_models_own_end_ids_are_stops(expected):
+    with CudaEngine(CONFIG, TENSORS, eos_ids=[expected[2]]) as engine:
+        assert engine.generate(PROMPT, max_new_tokens=12) == expected[: expected.index(expected[2]) + 1]
+        assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
+
+
+def test_tokens_stream_as_they_come(engine, expected):
+    stream = engine.stream(PROMPT, max_new_tokens=12)
+    assert engine.gpu.asked == []  # an iterator that is never advanced leaves nothing running
+    for i, token in enumerate(stream):
+        assert (token, engine.gpu.polls) == (expected[i], i + 1)
+
+
+def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
+    stream = engine.stream(PROMPT, max_new_tokens=40)
+    assert next(stream) == expected[0]
+    for call in (lambda: engine.generate(PROMPT), lambda: engine.logprobs(PROMPT), lambda: engine.logits(PROMPT)):
+        with pytest.raises(RuntimeError, match="busy with another request"):
+            call()
+    stream.close()
+    assert engine.gpu.cancelled
+    assert engine.gpu.polls <= 2
+    assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
+
+
+def test_a_batch_is_one_prompt_after_the_other(engine):
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
+    assert [ids for ids, *_ in engine.gpu.asked] == prompts
+    assert engine.statistics.passes == sum(len(prompt) + 4 for prompt in prompts)
+
+
+def test_the_context_is_the_limit(engine):
+    assert len(engine.generate([1] * 40, max_new_tokens=100)) == 48 - 40 + 1
+    with pytest.raises(ValueError, match="49 tokens, more than the 48 that fit"):
+        engine.generate([1] * 49)
+
+
+def test_text_ends_before_a_stop_string(engine):
+    ids = engine.tokenizer.encode("ab é").ids
+    text = "".join(engine.stream_text("ab é", max_new_tokens=20))
+    pieces = TextStream(engine.tokenizer, ids)
+    assert text == "".join([*map(pieces.push, greedy(ids, 20)), pieces.finish()])
+    assert len(text) > 6
+    assert engine.generate_text("ab é", max_new_tokens=20, stop=text[4:6]) == text[: text.index(text[4:6])]
+    assert engine.gpu.cancelled
+
+
+def test_an_error_of_the_gpu_frees_the_engine(engine, expected):
+    engine.gpu.failure = "waited 10 s in vain"
+    for call in (engine.generate, lambda prompt: list(engine.stream(prompt))):
+        with pytest.raises(RuntimeError, match="in vain"):
+            call(PROMPT)
+    engine.gpu.failure = ""
+    assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
+
+
+def test_an_interrupted_wait_cancels(engine, expected, monkeypatch):
+    def interrupt(seconds: float) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("laneformer.engine.cuda.engine.time.sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPT, max_new_tokens=40)
+    assert engine.gpu.cancelled
+    assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
+
+
+def test_a_closed_engine_says_so(engine):
+    stream = engine.stream(PROMPT, max_new_tokens=40)
+    next(stream)
+    gpu = engine.gpu
+    engine.close()
+    engine.close()
+    assert gpu.cancelled
+    assert len(list(stream)) < 39
+    with pytest.raises(ValueError, match="closed"):
+        engine.generate(PROMPT)
+
+
+# ---- scores ----
+
+
+def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
+    """float32 (n, V): the layers in bf16 as the engine has them, the head in float64."""
+    positions = torch.arange(len(ids))
+    embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)
+    h = run_layers(model.layers, model.config, embedding, rope_table(model.config, positions), masks)
+    norm, head = (copy.deepcopy(module).double() for module in (model.norm, model.lm_head))
+    return head(h.double(), norm)[0].detach().numpy()
+
+
+def test_scores_are_those_of_the_model(engine):
+    ids = [(11 * i + 3) % 264 for i in range(49)]
+    logits = reference_logits(engine.gpu.model, ids[:48])
+    logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()
+    # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below 200
+    bound = 64 * 2**-24 * 200
+    np.testing.assert_allclose(engine.logits(ids[:48]), logits, rtol=0, atol=bound)
+    np.testing.assert_allclose(engine.logprobs(ids), logprobs[np.arange(48), ids[1:]], rtol=0, atol=2 * bound)
+    found = engine.logprobs(ids, top=3, start=20)
+    np.testing.assert_array_equal(found.logprobs, engine.logprobs(ids)[19:])
+    np.testing.assert_array_equal(found.top_ids, (-logprobs[19:]).argsort(-1, kind="stable")[:, :3])
+    np.testing.assert_allclose(found.top_logprobs, -np.sort(-logprobs[19:])[:, :3], rtol=0, atol=2 * bound)
+    np.testing.assert_array_equal(found.is_greedy, logprobs[19:].argmax(-1) == ids[20:])
+    assert engine.logprobs(ids, start=49).shape == (0,)
+    assert engine.logprobs([3]).shape == (0,)
+    assert engine.logprobs([3], top=2).top_ids.shape == (0, 2)
+    with pytest.raises(ValueError, match="50 tokens"):
+        engine.logprobs([1] * 50)
+
+
+def test_equally_likely_ids_come_lowest_first():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
+    own, ids, logprobs = cuda_engine.scores_of(logits, [2], 3)
+    assert ids.tolist() == [1, 2, 3]
+    assert (logprobs == own).all()
+
+
+def test_logits_come_in_blocks(engine, monkeypatch):
+    ids = [(7 * i) % 264 for i in range(40)]
+    whole = engine.logprobs(ids, top=2)
+    monkeypatch.setattr("laneformer.engine.cuda.prefill.HEAD_TOKENS", 9)
+    blocks = engine.logprobs(ids, top=2)
+    np.testing.assert_allclose(blocks.logprobs, whole.logprobs, rtol=0, atol=1e-4)  # sums of other widths
+    np.testing.assert_array_equal(blocks.top_ids, whole.top_ids)
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"presence_penalty": -0.5}, {"logit_bias": {1: 2.0}},
+        {"min_new_tokens": 3}, {"logprobs": 0},
+    ],
+)  # fmt: skip
+def test_options_that_it_has_not_are_refused_by_name(engine, options):
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=f"{name} = .*does not have this option; use device = 'cpu'"):
+        engine.generate_detailed(PROMPT, **options)
+    with pytest.raises(ValueError, match=name):
+        engine.stream_detailed(PROMPT, **options)  # at the call, not at the first token
+
+
+def test_too_many_stop_ids(engine):
+    with pytest.raises(ValueError, match="17 stop ids; the CUDA engine takes at most 16"):
+        engine.generate(PROMPT, stop_ids=range(17))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"threads": 2}, {"isa": "avx2"}, {"math": "bf16"}, {"pin": True}, {"dtype": "int8"}, {"dtype": "fp32"}],
+)
+def test_options_of_the_cpu_are_refused_by_name(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} = .*use device = 'cpu'"):
+        CudaEngine(CONFIG, TENSORS, **options)
+
+
+def sampled(**options: Any) -> Sampling:
+    plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    return sampling_of({**plain, **options})
+
+
+def test_sampling_options_as_the_kernels_take_them():
+    full = sampled(temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**64 - 1)
+    values = full.inverse_temperature, full.top_k, full.top_p, full.min_p, full.seed
+    assert values == (2.0, 7, 0.75, 0.25, 2**64 - 1)
+    for one_left in ({}, {"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.0}):
+        assert sampled(**one_left).inverse_temperature == 0
+
+
+# ---- which engine ----
+
+
+def test_the_device_chooses_the_engine(tmp_path, expected):
+    folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).float(), eos_token_id=3)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    with Engine.from_pretrained(folder, device="cuda:0,cuda:1", context_tokens=40) as engine:
+        assert type(engine) is CudaEngine
+        assert (engine.dtype, engine.isa, engine.eos_ids) == ("bf16", "cuda", (3,))  # the checkpoint is fp32
+        assert (engine.gpu.devices, engine.config.max_position_embeddings) == (("cuda:0", "cuda:1"), 40)
+        assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
+    with Engine.from_pretrained(folder) as engine:
+        assert type(engine) is Engine, "unproven kernels are for those who name them"
+    with Engine.random("tiny", device="cpu") as engine:
+        assert type(engine) is Engine
+    with Engine.random(CONFIG, "fp16", device="cuda", version="graph") as engine:
+        assert (type(engine), engine.dtype, engine.gpu.version) == (CudaEngine, "fp16", "graph")
+    with pytest.raises(ValueError, match="threads = 2"):
+        Engine.random(CONFIG, device="cuda", threads=2)
+
+
+@pytest.mark.parametrize("name", ["cuda:0,cuda:0", "cuda:2", "cuda:0,cuda:7"])
+def test_gpus_that_are_not_there(name):
+    with pytest.raises(ValueError, match=f"device = '{name}': name each GPU once, of the 2"):
+        Engine.random("tiny", device=name)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda0", "cuda:0,cpu", "", None])
+def test_unknown_devices(name):
+    with pytest.raises(ValueError, match="choose 'auto', 'cpu', 'cuda'"):
+        Engine.random("tiny", device=name)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "message"),
+    [
+        ({"has_driver": lambda: False}, "no NVIDIA driver"),
+        ({"installed": lambda module: module != "torch"}, r"torch is not installed: pip install 'laneformer\[cuda\]'"),
+        ({"installed": lambda module: module != "cuda.core"}, "cuda.core is not installed: pip install"),
+        ({"cuda": None}, "built without CUDA"),
+        ({"available": lambda: False}, "torch finds no GPU"),
+    ],
+)
+def test_what_is_missing_is_said(monkeypatch, lacks, message):
+    monkeypatch.undo()  # a_gpu
+    there = {"has_driver": lambda: True, "installed": lambda module: True, "cuda": "13.0", "available": lambda: True}
+    there |= lacks
+    monkeypatch.setattr(device, "has_driver", there["has_driver"])
+    monkeypatch.setattr(device, "installed", there["installed"])
+    monkeypatch.setattr(torch.version, "cuda", there["cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", there["available"])
+    with pytest.raises(ValueError, match=f"device = 'cuda': .*{message}.*or use device = 'cpu'"):
+        Engine.random("tiny", device="cuda")
+    assert device.cuda_devices("auto") == ()
+
+
+def test_auto_without_a_gpu_does_not_import_torch():
+    code = (
+        "import sys; from laneformer.engine import Engine, device; device.DRIVER = 'libnothing.so';"
+        "Engine.random('tiny').generate([1], max_new_tokens=2); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_the_command_line(tmp_path, capsys):
+    folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).bfloat16())
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    arguments = ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "9", "--device"]
+    main([*arguments, "cuda"])
+    with CudaEngine(CONFIG, TENSORS, tokenizer=byte_tokenizer()) as engine:
+        assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=9) + "\n"
+    for flags, message in ((["--threads", "2"], "threads = 2"), (["--presence-penalty", "0.5"], "presence_penalty")):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "cuda", *flags])
+        assert (stop.value.code, message in capsys.readouterr().err) == (2, True)
+
+
+def test_bench_measures_the_decoder(capsys, monkeypatch):
+    asked = []
+    figures = {"tokens_per_s": 9.0, "percent_of_probe": 80.0, "probe_bytes_per_s": 4e12, "prefill_tokens_per_s": 7.0,
+               "ttft_s": 0.1, "dtype": "bf16", "device": "H200"}  # fmt: skip
+    monkeypatch.setattr(
+        "laneformer.engine.cuda.bench.benchmark",
+        lambda gpu, depth, say: asked.append((type(gpu), depth)) or {**figures},
+    )
+    main(["bench", "--random-weights", "tiny", "--device", "cuda", "--depth", "0", "30"])
+    printed = capsys.readouterr()
+    assert asked == [(LoopDecoder, 0), (LoopDecoder, 30)]
+    assert json.loads(printed.out) == {**figures, "depths": [figures], "model": "tiny"}
+    assert "4000.0 GB/s that H200 read" in " ".join(printed.err.split())
+    with pytest.raises(SystemExit):
+        main(["bench", "--random-weights", "tiny", "--device", "cuda", "--barriers"])
+    assert "tools.bench.cuda" in capsys.readouterr().err

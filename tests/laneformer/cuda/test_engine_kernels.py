@@ -1,0 +1,126 @@
+"""CudaEngine on the emulated kernels: the CPU engine's tokens, and nothing of a request that ended badly in the next.
+
+Everything but the launch is what runs on a GPU: memory, prompts through PyTorch, what is claimed of the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer.engine import Engine
+from laneformer.engine.cuda import decoder
+from laneformer.engine.cuda import engine as cuda_engine
+from laneformer.engine.cuda.engine import CudaEngine
+from laneformer.engine.cuda.prefill import prefill
+from tests.laneformer.cuda import cuda_emulator
+from tests.laneformer.cuda.cuda_harness import random_model, small_config, tensors_of
+from tests.laneformer.cuda.cuda_stand_ins import EmulatedDecoder
+
+pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+CONFIG = small_config()
+MODEL = random_model(CONFIG)
+TENSORS = tensors_of(MODEL, "bf16")
+LONG_PROMPT = [(5 * i + 1) % 96 for i in range(15)]  # read by the PyTorch model; its ring has room for 6
+
+
+@pytest.fixture(params=["persistent", "graph"])
+def emulated(request, cuda_builds, monkeypatch):
+    monkeypatch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
+    monkeypatch.setattr(cuda_engine, "CudaDecoder", EmulatedDecoder)
+    with CudaEngine(CONFIG, TENSORS, version=request.param) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def cpu_tokens() -> dict[int, list[int]]:
+    """Greedy tokens of the CPU engine, by the length of the prompt."""
+    with Engine(CONFIG, TENSORS, threads=1) as engine:
+        return {n: engine.generate(LONG_PROMPT[:n], max_new_tokens=10) for n in (3, 15)}
+
+
+def test_the_kernels_give_the_cpu_engines_tokens(emulated, cpu_tokens):
+    for length, tokens in cpu_tokens.items():
+        prompt = LONG_PROMPT[:length]
+        assert list(emulated.stream(prompt, max_new_tokens=10)) == tokens
+        stop = tokens[4]
+        assert emulated.generate(prompt, max_new_tokens=10, stop_ids=[stop]) == tokens[: tokens.index(stop) + 1]
+        assert emulated.generate(prompt, max_new_tokens=10, reuse_prefix=False) == tokens
+        assert emulated.statistics.reused_tokens == 0
+
+
+def test_a_text_that_goes_on_is_not_read_again(emulated, cpu_tokens):
+    tokens = cpu_tokens[15]
+    emulated.generate(LONG_PROMPT, max_new_tokens=4, reuse_prefix=False)
+    assert emulated.generate(LONG_PROMPT + tokens[:4], max_new_tokens=6) == tokens[4:]
+    assert emulated.statistics.reused_tokens == 15 + 3
+    # another text, shorter than the last: the windows' rings have lost its positions
+    assert emulated.generate(LONG_PROMPT, max_new_tokens=10) == tokens
+    assert emulated.statistics.reused_tokens == 0
+
+
+def test_a_graph_that_ran_past_a_stop_has_lost_its_ring(emulated, cpu_tokens):
+    tokens, stop = cpu_tokens[15], cpu_tokens[15][0]
+    assert emulated.generate(LONG_PROMPT, max_new_tokens=10, stop_ids=[stop], reuse_prefix=False) == [stop]
+    assert emulated.generate([*LONG_PROMPT, stop], max_new_tokens=9) == tokens[1:]
+    assert emulated.statistics.reused_tokens == (15 if emulated.gpu.version == "persistent" else 0)
+
+
+def test_scores_start_from_what_is_there(emulated, cpu_tokens):
+    ids = LONG_PROMPT + cpu_tokens[15]
+    emulated.generate(ids[:15], max_new_tokens=6, reuse_prefix=False)
+    reused = emulated.logprobs(ids, start=21)
+    assert emulated.statistics.reused_tokens == 20
+    assert emulated.generate(ids, max_new_tokens=1) == emulated.generate(ids, max_new_tokens=1, reuse_prefix=False)
+    exact = MODEL(torch.tensor([ids]))[0].log_softmax(-1)[range(20, 24), ids[21:]].detach().numpy()
+    plain = copy.deepcopy(MODEL).bfloat16()(torch.tensor([ids]))[0].double()
+    plain = plain.log_softmax(-1)[range(20, 24), ids[21:]]
+    # as good as PyTorch in bf16: of four positions, so with room for luck
+    assert np.abs(reused - exact).max() <= 4 * np.abs(plain.detach().numpy() - exact).max()
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_a_request_given_up_before_its_first_token_leaves_nothing_behind(emulated, cpu_tokens):
+    gpu = emulated.gpu
+    gpu.go = threading.Event()
+    gpu.start(LONG_PROMPT[:3], 10)
+    gpu.cancel()
+    gpu.go.set()
+    assert gpu.wait() == []
+    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+    assert emulated.statistics.reused_tokens == 0
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_a_caller_that_went_away_disturbs_nobody(emulated, cpu_tokens):
+    emulated.gpu.start(LONG_PROMPT[:2], 30)  # never polled, as after Ctrl-C between launch and wait
+    assert list(emulated.stream(LONG_PROMPT[:3], max_new_tokens=10)) == cpu_tokens[3]
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_a_wait_in_vain_is_reported_and_over(emulated, cpu_tokens):
+    gpu = emulated.gpu
+    gpu.missing_blocks, gpu.limit_s = 1, 0.05
+    with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d, layer \d, exchange '"):
+        emulated.generate(LONG_PROMPT[:3], max_new_tokens=10)
+    gpu.missing_blocks, gpu.limit_s = 0, 10.0
+    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_a_prompt_that_was_not_read_to_its_end_is_not_reused(emulated, cpu_tokens, monkeypatch):
+    def fails(model: Any, ids: list[int], cache: Any) -> None:
+        prefill(model, ids, cache)
+        raise RuntimeError("out of memory")
+
+    emulated.generate(LONG_PROMPT[:3], max_new_tokens=2, reuse_prefix=False)
+    monkeypatch.setattr(decoder, "prefill", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        emulated.generate(LONG_PROMPT[1:])
+    monkeypatch.setattr(decoder, "prefill", prefill)
+    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]

@@ -1,0 +1,237 @@
+"""Random shapes of the decode kernels, and faults planted in their source: each is found, by a check that is named.
+
+The proof that every word is written before it is read, that none is overwritten early and that nobody waits for ever
+is the emulator's, for all orders of the threads that a launch can have (cuda_order.h). Here it is asked for, and shown
+to fail where it must.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from laneformer.engine.cuda.compile import FOLDER, source_of
+from laneformer.engine.cuda.params import EXCHANGES
+from tests.laneformer.cuda import cuda_emulator
+from tests.laneformer.cuda.cuda_emulator import EmulationError
+from tests.laneformer.cuda.cuda_harness import Emulated
+from tests.laneformer.cuda.cuda_shapes import SHAPES, drawn
+from tests.laneformer.cuda.test_kernels import check, text
+
+pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+COUNT = int(os.environ.get("CUDA_SHAPES", "6"))
+TOKENS = 6
+SEEDS = range(3)
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_random_shapes(seed: int, cuda_builds: Path) -> None:
+    """Numbers and order; CUDA_SHAPES=1000 tries more of them."""
+    shape = drawn(seed)
+    print(shape)
+    check(shape.emulated(cuda_builds), 7, range(2))
+
+
+# ---- planted faults ----
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one place, in force while `planted` is its number; `here` in `now` asks for that."""
+
+    file: str
+    was: str
+    now: str
+    found: str  # by: a pattern of the emulator's message, or "numbers"
+    always: bool = True  # in every order of the threads, or in some
+    shape: str = "late"
+
+
+OVERWRITTEN = "overwritten early(.|\n)*inbox"
+FAULTS = {
+    "the mail of a lane is left out": Fault(
+        "block.cuh", "own : wait_word(", "own : here ? 0.0f : wait_word(", "numbers"
+    ),
+    "lanes are swapped": Fault(
+        "block.cuh", "mail_at(module, layer, lane) + first + r, out[r]",
+        "mail_at(module, layer, here ? 1 - lane : lane) + first + r, out[r]", "numbers",
+    ),
+    "mail is read a layer late": Fault(
+        "block.cuh", "layer : layer - kDelay;", "layer : layer - kDelay - (here && layer > kDelay);", "numbers"
+    ),
+    "mail is read a layer early": Fault(
+        "block.cuh", "const int from = now ? layer : layer", "const int from = now ? layer : here + layer",
+        "deadlock: (.|\n)*for inbox",
+    ),
+    "mail has the epoch of the next layer": Fault(
+        "block.cuh", "out[r], epoch_of(layer));", "out[r], epoch_of(layer) + here);",
+        "deadlock: .* or has a wrong epoch(.|\n)*for inbox",
+    ),
+    "a lane sends nothing": Fault(
+        "block.cuh", "if (now || kBroadcasts[module][layer])",
+        "if (!(here && lane == 1) && (now || kBroadcasts[module][layer]))",
+        "deadlock: nothing can go on(.|\n)*for inbox 0.*which holds epoch 0",
+    ),
+    "a word of the stream is not published": Fault(
+        "block.cuh", "store_word(words + kStreamAt",
+        "if (!(here && lane == 1 && layer == 2 && module == 0 && first + r == 5)) store_word(words + kStreamAt",
+        "deadlock: (.|\n)* poll",
+    ),
+    "a matrix does not wait for its inputs": Fault(
+        "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
+        "narrow[i] = a, narrow[i + 1] = b; });\n    if (!here) sync_block();", "numbers", always=False,
+    ),
+    "attention is published before all warps have done theirs": Fault(
+        "block.cuh", "sync_block();\n      publish_partial",
+        "if (!here) sync_block();\n      publish_partial", "numbers", always=False,
+    ),
+    "a chunk is read before it has come": Fault(
+        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full", "nobody has waited for",
+        always=False,
+    ),
+    "a chunk is filled while others read it": Fault(
+        "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", "numbers|the copy before",
+        always=False,
+    ),
+    "a window shows one key too many": Fault(
+        "decode.cuh", "at > position - kWindows[layer]", "at > position - kWindows[layer] - here", "numbers"
+    ),
+    "a key is cut to 16 bits, not rounded": Fault(
+        "block.cuh", "pack_halves(k.x, k.y)",
+        "here ? (bits_of(k.y) & 0xffff0000u) | bits_of(k.x) >> 16 : pack_halves(k.x, k.y)", "numbers",
+    ),
+    "a buffer is used again while others read it": Fault(
+        "persistent.cu", "per_warp[0] != 0.0f;\n    sync_block();",
+        "per_warp[0] != 0.0f;\n    if (!here) sync_block();", "diverged|sync_block|deadlock|numbers", always=False,
+    ),
+    "mail has one slot": Fault(
+        "exchange.cuh", "+ layer % kMailSlots)", "+ layer % (here ? 1 : kMailSlots))", OVERWRITTEN
+    ),
+    # one module alone is sent: with both, this one slot could be spared
+    "mail has one slot too few": Fault(
+        "exchange.cuh", "kMailSlots + layer %", "kMailSlots + layer % (here ? kMailSlots - 1 : kLayers) %", OVERWRITTEN
+    ),
+    "lanes that share nothing have one set of best words": Fault(
+        "block.cuh", "token_epoch % 2 * 2 * kBlocks", "(here ? 0 : token_epoch % 2) * 2 * kBlocks",
+        OVERWRITTEN, shape="alone",
+    ),
+}  # fmt: skip
+
+
+def rebuild(emulated: Emulated, builds: Path, patches: list[tuple[str, str, str]], source: str) -> None:
+    """The same shape from this text and from sources in which each (file, was, now) is changed."""
+    folder = Path(tempfile.mkdtemp(dir=builds))
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True)
+    for file, was, now in patches:
+        content = (folder / file).read_text()
+        assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
+        (folder / file).write_text(content.replace(was, now))
+    emulated.library = emulated.build(source, builds, folder)
+
+
+def outcome(emulated: Emulated, seed: int, right: tuple[list[int], torch.Tensor]) -> str:
+    """What the emulator says of a launch; "numbers" where it says nothing and tokens or logits differ."""
+    emulated.forget()
+    try:
+        tokens, logits = emulated.read(text(emulated, TOKENS), 3, seed)
+    except EmulationError as error:
+        return str(error)
+    return "" if tokens == right[0] and torch.equal(logits, right[1]) else "numbers"
+
+
+@dataclass
+class Planted:
+    """The kernels of a shape with its faults in their source, and what they give without."""
+
+    emulated: Emulated
+    right: tuple[list[int], torch.Tensor]
+
+    def plant(self, name: str | None) -> None:
+        number = 0 if name is None else list(FAULTS).index(name) + 1
+        ctypes.c_int.in_dll(self.emulated.library, "planted").value = number
+
+
+@pytest.fixture(scope="module")
+def planted_of(cuda_builds: Path) -> Callable[[str], Planted]:
+    @cache
+    def plant_all(shape: str) -> Planted:
+        emulated = SHAPES[shape].emulated(cuda_builds)
+        emulated.forget()
+        made = Planted(emulated, emulated.read(text(emulated, TOKENS), 3))
+        patches = [
+            (fault.file, fault.was, fault.now.replace("here", f"(planted == {number})"))
+            for number, fault in enumerate(FAULTS.values(), 1)
+            if fault.shape == shape
+        ]
+        declaration = 'extern "C" {\nint planted = 0;\n}\n'
+        rebuild(emulated, cuda_builds, patches, declaration + source_of("persistent", emulated.geometry))
+        assert outcome(emulated, 0, made.right) == "", "without a fault in force"
+        return made
+
+    return plant_all
+
+
+@pytest.fixture
+def planted(planted_of: Callable[[str], Planted]) -> Planted:
+    return planted_of("late")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, planted_of: Callable[[str], Planted]) -> None:
+    fault, seen = FAULTS[name], list[str]()
+    planted = planted_of(fault.shape)
+    planted.plant(name)
+    for seed in SEEDS if fault.always else range(20):
+        seen.append(outcome(planted.emulated, seed, planted.right))
+        assert not seen[-1] or re.search(fault.found, seen[-1]), seen[-1]
+        if seen[-1] and not fault.always:
+            break
+    assert all(seen) if fault.always else any(seen)
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.found == "numbers" and fault.always])
+def test_wrong_numbers_are_not_within_the_tolerance(name: str, planted: Planted) -> None:
+    planted.plant(None)
+    check(planted.emulated, 11, range(0))
+    planted.plant(name)
+    with pytest.raises(AssertionError, match="keys or values" if "key is cut" in name else "tolerance"):
+        check(planted.emulated, 11, range(0))
+
+
+# ---- the kernels' own watchdog ----
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        ("a word of the stream is not published", {(1, 2, "stream"), (0, 4, "mail")}),  # lane 0 then waits for lane 1
+        ("a lane sends nothing", {(0, 1, "mail")}),
+    ],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_hang_is_given_up(name: str, waits: set[tuple[int, int, str]], seed: int, planted: Planted) -> None:
+    """All blocks end, the report names a wait in vain, and the same memory decodes again when its words are reset."""
+    emulated, memory = planted.emulated, planted.emulated.memories[0]
+    planted.plant(name)
+    emulated.forget()
+    emulated.launch(emulated.arguments(text(emulated, TOKENS), 0, 3, limit_s=0.5), seed, watchdog=True)
+    report = memory.hang()
+    assert report is not None
+    assert (report.lane, report.layer, EXCHANGES[report.exchange]) in waits
+    assert report.block // emulated.geometry.blocks_per_lane == report.lane
+    planted.plant(None)
+    memory.reset_words()
+    tokens, logits = emulated.read(text(emulated, TOKENS), 3)
+    assert memory.hang() is None
+    assert tokens == planted.right[0]
+    assert torch.equal(logits, planted.right[1])

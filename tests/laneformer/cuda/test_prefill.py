@@ -1,0 +1,157 @@
+"""Prompts through PyTorch: the kernels go on as if they had read the prompt themselves.
+
+Keys and values are checked twice. Bit for bit against the same model with a plain cache, so that dealing to splits and
+rings loses nothing; and, from a float32 model, against float64 within the error of fp32, like the kernels' own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from laneformer import Laneformer
+from laneformer.engine.cuda import prefill
+from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.cuda.geometry import plan
+from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
+from tests.laneformer.cuda import cuda_emulator
+from tests.laneformer.cuda.cuda_harness import SMALL, Emulated, random_model, small_config, tensors_of
+from tests.laneformer.cuda.cuda_reference import expected, kept_at
+
+TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).tolist()  # the rings hold six
+emulated_only = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+
+
+class PlainCache:
+    """Everything, in the order of its coming: per layer (2, K, T, d)."""
+
+    def __init__(self) -> None:
+        self.length, self.kept = 0, dict[int, torch.Tensor]()
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        new = torch.stack((key[0], value[0]))
+        self.kept[layer_idx] = torch.cat((self.kept[layer_idx], new), 2) if self.length else new
+        return self.kept[layer_idx][:1], self.kept[layer_idx][1:]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 3, 1024])
+def test_the_kernels_memory_is_a_cache(monkeypatch: pytest.MonkeyPatch, chunk: int, devices: int, dtype: str) -> None:
+    """The same streams as with a plain cache, chunk after chunk; and what a layer keeps is what was computed."""
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)
+    config = small_config()
+    geometry = plan(config, dtype, SMALL, devices=devices, blocks_per_lane=4, warps=2)
+    tensors = tensors_of(random_model(config, dtype), dtype)
+    memories = [DeviceMemory(geometry, tensors, i, "cpu") for i in range(devices)]
+    for memory in memories:
+        memory.kv.fill_(-1)  # no number
+    model = prefill.plain_model(config, tensors, dtype, torch.device("cpu"))
+    cache = prefill.DeviceCache(memories)
+    plain: Any = PlainCache()
+    pairs = zip(prefill.streams(model, TEXT, cache), prefill.streams(model, TEXT, plain), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert cache.length == len(TEXT)
+    for layer in range(config.num_hidden_layers):
+        ring = geometry.splits * geometry.kv_slots(layer)
+        for position in range(max(0, len(TEXT) - ring), len(TEXT)):
+            split, slot = position % geometry.splits, position // geometry.splits % geometry.kv_slots(layer)
+            bits = torch.cat([memory.kv_layer(layer)[:, :, split, slot].flatten(0, 1) for memory in memories])
+            there = bits.movedim(1, 0).contiguous().view(TORCH_TYPES[dtype])
+            assert torch.equal(there, plain.kept[layer][:, :, position]), (layer, position)
+
+
+def test_positions_out_of_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: positions of a chunk in each other's places give other streams."""
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 3)
+    config = small_config()
+    geometry = plan(config, "bf16", SMALL, warps=2)
+    tensors = tensors_of(random_model(config), "bf16")
+    model = prefill.plain_model(config, tensors, "bf16", torch.device("cpu"))
+    cache = prefill.DeviceCache([DeviceMemory(geometry, tensors, 0, "cpu")])
+    write = cache._write
+    monkeypatch.setattr(cache, "_write", lambda memory, layer, new: write(memory, layer, new.roll(1, 2)))
+    plain: Any = PlainCache()
+    pairs = zip(prefill.streams(model, TEXT, cache), prefill.streams(model, TEXT, plain), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def read(
+    emulated: Emulated, model: Laneformer, ids: Sequence[int], at: int, kept: list[list[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Prefill ids[at:]; adds to `kept`, per layer, what the memory has of each position after its chunk."""
+    cache = prefill.DeviceCache(emulated.memories, at)
+    done = at
+    for _ in prefill.streams(model, ids[at:], cache):
+        for layer, of_layer in enumerate(kept):
+            of_layer[done:] = [kept_at(emulated, layer, position) for position in range(done, cache.length)]
+        done = cache.length
+    return kept
+
+
+def stacked(kept: list[list[torch.Tensor]]) -> list[Any]:
+    """As expected() takes them: keys and values (1, K, T, d) of each layer."""
+    return [tuple(torch.stack(of_layer, 2)[:, None]) for of_layer in kept]
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("before", "at", "ids"),
+    [
+        ([], 0, TEXT),  # the rings wrap three times
+        (TEXT[:11], 11, TEXT),  # a longer text, whose rings have wrapped before
+        (TEXT[:5], 3, [*TEXT[:3], *TEXT[10:14]]),  # another text, from within the rings
+    ],
+    ids=["new", "longer", "another"],
+)
+def test_decoding_goes_on(
+    monkeypatch: pytest.MonkeyPatch, cuda_builds: Path, before: list[int], at: int, ids: list[int]
+) -> None:
+    """After a prompt in chunks of three, from a prefix that is there: keys, values, logits and tokens."""
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 3)
+    emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
+    model = copy.deepcopy(emulated.model).float()
+    emulated.forget()
+    layers = range(emulated.config.num_hidden_layers)
+    kept = read(emulated, model, before, 0, [[] for _ in layers])
+    for of_layer in kept:
+        del of_layer[at:]
+    kept = read(emulated, model, ids[:-1], at, kept)
+    logits = torch.full((1, emulated.config.vocab_size), torch.nan)
+    tokens = emulated.launch(emulated.arguments(ids[-1:], len(ids) - 1, 1, logits=logits))
+    for layer, of_layer in enumerate(kept):
+        of_layer.append(kept_at(emulated, layer, len(ids) - 1))
+    right = expected(emulated, ids, stacked(kept))
+    for layer, numbers in enumerate(stacked(kept)):
+        both = torch.cat(numbers)
+        assert ((right.least[layer] <= both) & (both <= right.most[layer])).all(), f"layer {layer}"
+    assert float((logits[0].double() - right.logits[-1]).abs().max()) <= right.tolerance
+
+    tokens += emulated.launch(emulated.arguments(tokens, len(ids), 4), seed=1)
+    emulated.forget()
+    assert tokens == emulated.read(ids, 5)[0]
+
+
+@pytest.mark.parametrize(
+    ("cached", "ids", "most", "reused"),
+    [
+        ("", "abc", 2, 0),
+        ("abc", "abcde", 4, 3),  # goes on
+        ("abcdefghij", "abcdefghijk", 10, 10),  # also where rings have wrapped
+        ("abcdefghij", "abcdefghij", 9, 0),  # one position fewer: a ring has lost what it held before
+        ("abcdefghij", "abcx", 3, 0),
+        ("abcdef", "abcx", 3, 3),  # rings of six have everything still
+        ("abcdef", "abcdef", 5, 5),
+        ("abcdef", "xbcdef", 5, 0),
+    ],
+)
+def test_what_a_prompt_can_reuse(cached: str, ids: str, most: int, reused: int) -> None:
+    decoder: Any = SimpleNamespace(cached=[*cached], _ring=6)
+    letters: Any = [*ids]
+    assert CudaDecoder._reusable(decoder, letters, most) == reused

@@ -1,0 +1,223 @@
+"""The kernels' sampler against the plain way: sort, cut, add the noise, take the highest.
+
+The noise is Philox (Salmon et al. 2011) and Gumbel's: computed here in float64 from the same 23 bits, so a token that
+differs is a fault, not a rounding; which tokens are kept shows in hundreds of draws from nearly equal probabilities.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer.engine.cuda.compile import FOLDER
+from laneformer.engine.cuda.geometry import plan
+from laneformer.engine.cuda.params import Sampling
+from tests.laneformer.cuda import cuda_emulator
+from tests.laneformer.cuda.cuda_harness import SMALL, Emulated, small_config
+
+pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+
+VOCAB, COUNT = 152, 200  # some threads have three logits, some two
+LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
+
+
+def sampling(temperature: float, seed: int = 0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Sampling:
+    return Sampling(seed, 1 / temperature if temperature else 0.0, top_p, min_p, top_k)
+
+
+class Picks(ctypes.Structure):
+    _fields_ = [
+        ("sampling", Sampling), ("logits", ctypes.c_void_p), ("words", ctypes.c_void_p), ("tokens", ctypes.c_void_p),
+        ("first", ctypes.c_int), ("count", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class Sampler:
+    """The sampler's kernel on the emulator."""
+
+    def __init__(self, builds: Path):
+        self.geometry = plan(small_config(vocab_size=VOCAB), "bf16", SMALL, warps=2)
+        source = f'#define GRAPH 0\n{self.geometry.constants()}#include "cuda_sampler.cu"\n'
+        self.library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, builds)
+
+    def __call__(
+        self, logits: np.ndarray, how: Sampling, count: int = COUNT, order: int = 0, first: int = 0
+    ) -> np.ndarray:
+        """The tokens of `count` positions from `first` on."""
+        words, tokens = np.zeros(VOCAB, np.uint64), np.full(count, -1, np.int32)
+        argument = Picks(how, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, first, count)
+        cuda_emulator.launch(self.library, "pick", argument, blocks=1, threads=64, shared_bytes=1024, seed=order)
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def sampler(cuda_builds: Path) -> Sampler:
+    return Sampler(cuda_builds)
+
+
+def philox(seed: int, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Philox4x32-10's first word for counters (position, token, 0, 0), broadcast."""
+    low = np.uint64(0xFFFFFFFF)
+    x = [*np.broadcast_arrays(positions.astype(np.uint64), tokens.astype(np.uint64))]
+    x += [np.zeros_like(x[0]), np.zeros_like(x[0])]
+    key = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * x[0], np.uint64(0xCD9E8D57) * x[2]
+        x = [
+            b >> np.uint64(32) ^ x[1] ^ np.uint64(key[0]),
+            b & low,
+            a >> np.uint64(32) ^ x[3] ^ np.uint64(key[1]),
+            a & low,
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return x[0]
+
+
+def kept(logits: np.ndarray, how: Sampling) -> np.ndarray:
+    """Which tokens the filters leave: by sorting. Equal logits stay or go together."""
+    left = np.isfinite(logits)
+    x = logits.astype(np.float64)
+    if 0 < how.top_k < left.sum():
+        left &= x >= np.sort(x[left])[-how.top_k]
+    weights = np.where(left, np.exp((x - x[left].max()) * how.inverse_temperature), 0.0)
+    if how.top_p < 1:
+        falling = np.sort(weights)[::-1]
+        reached = np.searchsorted(falling.cumsum(), how.top_p * falling.sum())
+        left &= weights >= falling[reached]
+    return left & (weights >= how.min_p)
+
+
+def drawn(logits: np.ndarray, how: Sampling, count: int = COUNT, first: int = 0) -> np.ndarray:
+    """The tokens that the kernels must choose at `count` positions from `first` on."""
+    if how.inverse_temperature == 0:
+        return np.full(count, logits.argmax())
+    bits = philox(how.seed, np.arange(first, first + count)[:, None], np.arange(len(logits))[None])
+    uniform = ((bits >> np.uint64(9)).astype(np.float64) + 0.5) * 2.0**-23
+    scores = logits.astype(np.float64) * how.inverse_temperature - np.log(-np.log(uniform))
+    return np.where(kept(logits, how), scores, -np.inf).argmax(1)
+
+
+def test_philox_is_the_published_one() -> None:
+    """Known answers of Random123 1.14 for an all-zero counter and key; the kernels use two of the counter's words."""
+    assert philox(0, np.zeros(1), np.zeros(1))[0] == 0x6627E8D5
+
+
+def test_the_noise_is_never_infinite(sampler: Sampler) -> None:
+    """Here token 77's bits are all ones. Rounded up to 1, they would make the least likely token win."""
+    position, token, logits = 573060, 77, LOGITS.copy()
+    assert philox(0, np.full(1, position), np.full(1, token))[0] >> np.uint64(8) == 2**24 - 1
+    logits[token] = -30
+    tokens = sampler(logits, sampling(1.0), 1, first=position)
+    np.testing.assert_array_equal(tokens, drawn(logits, sampling(1.0), 1, position))
+    assert tokens[0] != token
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 + 5, 2**64 - 1])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_draws_of_a_temperature(sampler: Sampler, seed: int, temperature: float) -> None:
+    how = sampling(temperature, seed)
+    tokens = sampler(LOGITS, how, order=seed % 7)
+    np.testing.assert_array_equal(tokens, drawn(LOGITS, how))
+    assert not np.array_equal(tokens, drawn(LOGITS, sampling(temperature, seed ^ 1)))
+
+
+def test_draws_follow_the_softmax() -> None:
+    """Chi-square over the tokens that 20000 draws meet five times or more; a false alarm is below one in 10^6."""
+    count, temperature = 20000, 0.7
+    tokens = drawn(LOGITS, sampling(temperature, 3), count)
+    weights = np.exp(LOGITS.astype(np.float64) / temperature)
+    right = count * weights / weights.sum()
+    common = right >= 5
+
+    def distance(right: np.ndarray) -> float:
+        made = np.bincount(tokens, minlength=VOCAB)[common]
+        return float((((made - right[common]) ** 2 / right[common]).sum() - common.sum()) / np.sqrt(2 * common.sum()))
+
+    assert distance(right) < 5.5
+    assert distance(np.roll(right, 1).clip(5)) > 5.5
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 1}, {"top_k": 7}, {"top_k": VOCAB - 1}, {"top_k": 10 * VOCAB}, {"top_p": 0.3}, {"top_p": 0.95},
+    {"top_p": 1e-6}, {"min_p": 0.4}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.6}, {"top_k": 20, "min_p": 0.7},
+    {"top_p": 0.5, "min_p": 0.55}, {"top_k": 40, "top_p": 0.9, "min_p": 0.3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_draws_with_filters(sampler: Sampler, filters: dict[str, Any]) -> None:
+    how = sampling(3.0, 11, **filters)
+    tokens = sampler(LOGITS, how)
+    np.testing.assert_array_equal(tokens, drawn(LOGITS, how))
+    left = kept(LOGITS, how)
+    assert left[tokens].all()
+    if left.sum() < 12:  # so few that each comes up
+        assert set(tokens) == set(np.flatnonzero(left))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.2}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}], ids=str)
+def test_equal_logits_stay_together(sampler: Sampler, filters: dict[str, Any]) -> None:
+    """Six tokens share the first place, and the cut would go through them."""
+    logits = LOGITS.copy()
+    logits[[3, 40, 70, 71, 110, 151]] = 6.0
+    how = sampling(1.0, 5, **filters)
+    assert kept(logits, how).sum() == 6
+    tokens = sampler(logits, how)
+    np.testing.assert_array_equal(tokens, drawn(logits, how))
+    assert set(tokens) == {3, 40, 70, 71, 110, 151}
+
+
+def test_greedy_ignores_filters(sampler: Sampler) -> None:
+    for filters in FILTERS:
+        assert set(sampler(LOGITS, sampling(0.0, 5, **filters), 2)) == {LOGITS.argmax()}
+
+
+def test_equal_logits_the_first_one_is_greedy(sampler: Sampler) -> None:
+    logits = LOGITS.copy()
+    logits[[151, 64, 65]] = 9.0
+    assert set(sampler(logits, sampling(0.0), 2)) == {64}
+
+
+@pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf, -np.inf])
+def test_broken_logits_give_a_token(sampler: Sampler, broken: float) -> None:
+    """All logits broken, or one: a token of the vocabulary, and no broken one beside those that are numbers."""
+    everything, one = np.full(VOCAB, broken, np.float32), LOGITS.copy()
+    one[77] = broken
+    for temperature in (0.0, 1.0):
+        for filters in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.5}):
+            how = sampling(temperature, 1, **filters)
+            tokens = sampler(everything, how, 3)
+            assert ((tokens >= 0) & (tokens < VOCAB)).all()
+            tokens = sampler(one, how, 3)
+            assert ((tokens >= 0) & (tokens < VOCAB)).all()
+            assert broken == np.inf or 77 not in tokens
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 8, "top_p": 0.8}], ids=["temperature", "filters"])
+def test_the_whole_kernel_draws_from_its_logits(cuda_builds: Path, filters: dict[str, Any]) -> None:
+    """The position is the one that is read: the tokens of a prompt that is given again in two halves are the same."""
+    emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
+    how, ids, made = sampling(1.0, 9, **filters), [5, 17, 60], 6
+    tokens, logits = emulated.read(ids, made, sampling=how)
+    for step, token in enumerate(tokens):
+        position = len(ids) - 1 + step
+        assert token == drawn(logits[position].numpy(), how, position + 1)[position]
+    emulated.forget()
+    again = emulated.launch(emulated.arguments(ids, 0, 2, sampling=how))
+    again += emulated.launch(emulated.arguments(again[-1:], len(ids) + 1, made - 2, sampling=how), seed=1)
+    assert again == tokens
+
+
+def test_a_model_of_nan_gives_a_token(cuda_builds: Path) -> None:
+    emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
+    for memory in emulated.memories:
+        memory.norms[-1] = torch.nan
+    for filters in ({}, {"top_p": 0.5}):
+        tokens, logits = emulated.read([5], 2, sampling=sampling(1.0, **filters))
+        assert logits.isnan().all()
+        assert all(0 <= token < emulated.config.vocab_size for token in tokens)

@@ -1,0 +1,104 @@
+"""Small models for the engine's tests, their float64 logits, and folders as an export would write them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.engine import Engine
+from laneformer.engine.folder import Tensor
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def small_config(**overrides: object) -> LaneformerConfig:
+    """Odd sizes on purpose: nothing is a multiple of the engine's tiles, and the window is shorter than prompts."""
+    values = {
+        "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 5, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_lanes": 4, "broadcast_delay": 2, "sliding_window": 7, "swa_layers": (0, 1, 3),
+        "max_position_embeddings": 96, "vocab_size": 100,
+    }  # fmt: skip
+    return LaneformerConfig(**{**values, **overrides})
+
+
+def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -> Laneformer:
+    """Weights of unit gain, so that every module matters to the logits, rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Laneformer(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            embeds = name.startswith("tok_embeddings")
+            p.copy_(
+                1 + 0.2 * noise if name.endswith("norm.weight") else noise / math.sqrt(1 if embeds else p.shape[-1])
+            )
+    return model.to(TORCH_DTYPES[dtype])
+
+
+def tensors_of(model: Laneformer) -> dict[str, Tensor]:
+    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
+    return {
+        name: Tensor(names[p.dtype], (p if p.dtype == torch.float32 else p.view(torch.uint16)).numpy())
+        for name, p in model.state_dict().items()
+    }
+
+
+def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **options: object) -> Engine:
+    return Engine(config or model.config, tensors_of(model), **options)
+
+
+def widened(model: Laneformer, dtype: torch.dtype) -> Laneformer:
+    wide = Laneformer(model.config).to(dtype).eval()
+    wide.load_state_dict({name: p.to(dtype) for name, p in model.state_dict().items()})
+    return wide
+
+
+@torch.no_grad()
+def torch_logits(model: Laneformer, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
+    return widened(model, dtype)(torch.tensor([ids]))[0].numpy()
+
+
+def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> float:
+    """The rounding error that float32 arithmetic itself makes on this model: PyTorch's, largest over the logits."""
+    return float(np.abs(torch_logits(model, ids, torch.float32) - reference).max())
+
+
+def random_ids(config: LaneformerConfig, length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
+
+
+def write_folder(folder: Path, model: Laneformer, **config_values: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {"model_type": "laneformer", "architectures": ["LaneformerForCausalLM"], **model.config.to_dict()}
+    (folder / "config.json").write_text(json.dumps({**values, **config_values}))
+    state = {n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Three special tokens, all bytes, and a few words: every text falls back to bytes where it must."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", " "]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def usable_isas() -> list[str]:
+    model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
+    usable = []
+    for isa in ("avx512_bf16", "avx512", "avx2", "portable"):
+        try:
+            engine_of(model, isa=isa).close()
+        except ValueError:
+            continue
+        usable.append(isa)
+    return usable

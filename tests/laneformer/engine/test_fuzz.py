@@ -1,0 +1,121 @@
+"""Anything at the boundary ends in a result or a ValueError: the process never dies, never hangs, and still works."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laneformer.engine import GenerationOptions
+from laneformer.engine.cpu import _core
+from laneformer.engine.options import RANGES
+from tests.laneformer.engine.engine_assets import byte_tokenizer, engine_of, random_model, small_config
+
+NAMES = [field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"]
+LIMITS = {"deadline": 20_000, "max_examples": 150}  # ms: a hang fails
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with engine_of(random_model(small_config(vocab_size=264)), threads=2, tokenizer=byte_tokenizer()) as engine:
+        engine.expected = engine.generate([1, 2, 3], max_new_tokens=4, reuse_prefix=False)
+        yield engine
+
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5), st.binary(max_size=3),
+    st.lists(st.integers(-3, 300), max_size=5), st.dictionaries(st.integers(-3, 300), st.floats(), max_size=3),
+    st.sampled_from([np.int64(3), np.float32(0.5), np.array([1, 2]), np.array(7), object()]),
+)  # fmt: skip
+
+
+def valid(name: str) -> st.SearchStrategy:
+    if name in RANGES:
+        kind, low, high = RANGES[name]
+        return st.integers(int(low), int(min(high, 40))) if kind is int else st.floats(low, min(high, 100.0))
+    if name == "logit_bias":
+        return st.dictionaries(st.integers(0, 263), st.floats(-100, 100), max_size=4)
+    return st.lists(st.integers(0, 263), max_size=4) if name == "stop_ids" else st.booleans()
+
+
+good_options = st.fixed_dictionaries({}, optional={name: valid(name) for name in NAMES})
+any_options = st.dictionaries(st.sampled_from([*NAMES, "seed ", "stop"]), anything, max_size=4)
+prompts = st.lists(st.integers(0, 263), min_size=1, max_size=96)
+any_prompt = st.one_of(anything, prompts, st.lists(st.integers(-2, 265), max_size=100))
+
+
+def still_works(engine) -> None:
+    assert engine.generate([1, 2, 3], max_new_tokens=4) == engine.expected
+
+
+@settings(**LIMITS)
+@given(prompt=prompts, options=good_options, new=st.integers(1, 30))
+def test_every_mixture_of_valid_options_gives_tokens(engine, prompt, options, new):
+    if options.get("min_new_tokens", 0) > new or options.get("top_p") == 0:
+        return
+    result = engine.generate_detailed(prompt, max_new_tokens=new, **options)
+    assert 1 <= len(result.ids) <= new
+    assert all(0 <= i < 264 for i in result.ids)
+    options.pop("logprobs", None)
+    plain = {**options, "speculate": 0, "reuse_prefix": False}
+    assert engine.generate(prompt, max_new_tokens=new, **plain) == result.ids
+    assert engine.generate_batch([prompt, [1]], max_new_tokens=new, **options)[0] == result.ids
+
+
+@settings(**LIMITS)
+@given(prompt=any_prompt, options=st.one_of(any_options, good_options), data=st.data())
+def test_any_generation_ends_in_tokens_or_an_error(engine, prompt, options, data):
+    calls = (
+        engine.generate, engine.generate_detailed, lambda p, **o: list(engine.stream_detailed(p, **o)),
+        lambda p, **o: engine.generate_batch([p, [1]], **o), lambda p, **o: engine.generate_batch(p, **o),
+        lambda p, **o: engine.generate_text(p, **o),
+    )  # fmt: skip
+    with contextlib.suppress(ValueError):
+        data.draw(st.sampled_from(calls))(prompt, **{"max_new_tokens": 3, **options})
+    still_works(engine)
+
+
+@settings(**LIMITS)
+@given(ids=any_prompt, options=st.dictionaries(st.sampled_from(["top", "start", "reuse_prefix"]), anything))
+def test_any_scoring_ends_in_numbers_or_an_error(engine, ids, options):
+    try:
+        scores = engine.logprobs(ids, **options)
+    except ValueError:
+        pass
+    else:
+        logprobs = scores if isinstance(scores, np.ndarray) else scores.logprobs
+        assert len(logprobs) == len(ids) - int(options.get("start", 1))
+        assert (logprobs <= 0).all()
+    still_works(engine)
+
+
+REQUEST = GenerationOptions(max_new_tokens=2).for_decoder(264, ()) | {"prompts": [[1, 2]], "probe_every": 0}
+
+
+@settings(**LIMITS)
+@given(changes=st.dictionaries(st.sampled_from(sorted(REQUEST)), anything, max_size=3))
+def test_the_compiled_module_checks_its_arguments_itself(engine, changes):
+    """What a mistake in Python could send: sizes and ids are refused, never followed."""
+    decoder: _core.Decoder = engine._open()
+    if isinstance(changes.get("max_new_tokens"), int) or isinstance(changes.get("probe_every"), int):
+        return  # long, but no mistake
+    try:
+        decoder.start(REQUEST | changes)
+    except (ValueError, RuntimeError, TypeError, KeyError):
+        pass
+    else:
+        while not decoder.poll(0, 0.1, True)[1]:
+            pass
+        assert all(0 <= i < 264 for tokens in decoder.outputs() for i in tokens)
+    still_works(engine)
+
+
+def test_scores_that_do_not_exist_are_refused(engine):
+    engine.generate([1], max_new_tokens=3)
+    for first, count in ((0, 1), (5, 0), (0, 2**63), (2**63, 2**63)):
+        with pytest.raises(ValueError, match="no such scores"):
+            engine._open().scores(first, count)

@@ -1,0 +1,88 @@
+"""The engine's core as a C++ program: under sanitizers, which must also catch planted faults, and on aarch64 with NEON.
+
+Each build compiles only what it needs. ThreadSanitizer and the emulated aarch64 run under `make sanitize` only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+AARCH64 = {
+    "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64", "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
+}  # fmt: skip
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
+pytestmark = pytest.mark.slow
+only_when_asked = pytest.mark.skipif("SANITIZE" not in os.environ, reason="minutes: make sanitize, or set SANITIZE")
+
+
+def build(folder: Path, check: str, **definitions: str) -> Path:
+    """The check program with these sanitizers (or "none")."""
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    cmake = shutil.which("cmake", path=tools)
+    if cmake is None:
+        pytest.skip("no cmake")
+    flags = [f"-D{name}={value}" for name, value in {"LANEFORMER_CHECK": check, **definitions}.items()]
+    for command in (["-S", ROOT, "-B", folder, *flags], ["--build", folder, "--parallel", "2"]):
+        done = subprocess.run([cmake, *command], capture_output=True, text=True, env={**os.environ, "PATH": tools})
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "_core"
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+
+def hashes(*command: str | Path) -> dict[str, str]:
+    """Case -> hash of its logits; the program must find nothing wrong."""
+    done = run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ok, *pairs = done.stdout.splitlines()[-1].split()
+    assert ok == "ok"
+    return dict(pair.split("=") for pair in pairs)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """The program under AddressSanitizer and UBSan with every instruction set, and the hashes that it gives."""
+    program = build(tmp_path_factory.mktemp("address"), "address,undefined")
+    return program, hashes(program)
+
+
+def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(watched):
+    program, found = watched
+    assert "portable" in found
+    caught = run(program, "overflow")
+    assert caught.returncode != 0
+    assert "heap-buffer-overflow" in caught.stderr, caught.stdout + caught.stderr
+
+
+@only_when_asked
+def test_a_race_is_caught_and_nothing_else_is(tmp_path):
+    program = build(tmp_path, "thread")
+    assert "portable" in hashes(program)
+    caught = run(program, "race")
+    assert caught.returncode != 0
+    assert "data race" in caught.stderr, caught.stdout + caught.stderr
+
+
+@only_when_asked
+@pytest.mark.skipif(not ON_X86, reason="compares with x86")
+def test_neon_gives_the_bits_of_avx2(tmp_path, watched):
+    """NEON fuses multiply-adds as AVX2 does and every sum has the same order, so nothing may differ."""
+    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if emulator is None or shutil.which(AARCH64["CMAKE_CXX_COMPILER"]) is None:
+        pytest.skip("no aarch64 compiler or emulator")
+    here = watched[1]
+    if "avx2" not in here:
+        pytest.skip("this CPU has no AVX2 to compare with")
+    there = hashes(emulator, build(tmp_path, "none", **AARCH64))
+    assert (there["portable"], there["fp16"], there["fp32"]) == (here["avx2"], here["fp16"], here["fp32"])
+    assert here["avx2"] != here["portable"], "fused and unfused sums cannot agree: the comparison sees nothing"

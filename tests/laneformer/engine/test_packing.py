@@ -1,0 +1,194 @@
+"""Packed weights beside the model: used when they are right, rebuilt when anything about them is not."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from laneformer.engine import Engine
+from laneformer.engine.cpu import _core
+from laneformer.engine.cpu.packed import ALIGNMENT, FOLDER, PackedWeights
+from tests.laneformer.engine.engine_assets import (
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    write_folder,
+)
+
+IDS = random_ids(small_config(), 30)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    return write_folder(tmp_path / "hf", random_model(small_config(), dtype="bf16"))
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Whether each load came from the cache, in order."""
+    seen, load = [], PackedWeights.load
+    monkeypatch.setattr(PackedWeights, "load", lambda *args: seen.append(load(*args)) or seen[-1])
+    return seen
+
+
+def logits_of(folder, **options) -> np.ndarray:
+    with Engine.from_pretrained(folder, **options) as engine:
+        return engine.logits(IDS)
+
+
+def only_file(folder):
+    files = sorted((folder / FOLDER).iterdir())
+    assert [path.suffix for path in files] == [".bin", ".checked"], files
+    return files[0]
+
+
+def test_a_second_start_maps_what_the_first_packed(folder, loads):
+    expected = engine_of(random_model(small_config(), dtype="bf16")).logits(IDS)
+    for _ in range(3):
+        np.testing.assert_array_equal(logits_of(folder), expected)
+    assert loads == [False, True, True]
+    only_file(folder)  # and no temporary file
+
+
+def test_a_checked_file_is_not_read_twice_until_it_is_touched(folder, loads, monkeypatch):
+    logits_of(folder)
+    hashed = []
+    content_hash = _core.content_hash
+    monkeypatch.setattr(_core, "content_hash", lambda data: hashed.append(len(data)) or content_hash(data))
+    logits_of(folder)
+    assert hashed == []
+    os.utime(only_file(folder))
+    for _ in range(2):
+        logits_of(folder)
+    parts = len(hashed)
+    assert parts >= 2, "every tape and the embedding, once"
+    only_file(folder).with_suffix(".checked").write_text("no list of stamps")
+    logits_of(folder)
+    assert loads == [False, True, True, True, True]
+    assert len(hashed) == 2 * parts
+
+
+def test_every_plan_has_a_file_of_its_own(folder, loads):
+    plans = [{"threads": 1}, {"threads": 2}, {"threads": 6}, {"threads": 1, "dtype": "fp32"}]
+    first = [logits_of(folder, **plan) for plan in plans]
+    again = [logits_of(folder, **plan) for plan in plans]
+    np.testing.assert_array_equal(first, again)
+    assert loads == [False] * 4 + [True] * 4
+    assert len(list((folder / FOLDER).glob("*.bin"))) == 4
+
+
+def test_the_cache_can_be_switched_off(folder, loads):
+    logits_of(folder, cache=False)
+    assert loads == []
+    assert not (folder / FOLDER).exists()
+
+
+def test_other_weights_under_the_same_name_and_times_are_noticed(folder, loads):
+    before = logits_of(folder)
+    path = folder / "model.safetensors"
+    times = path.stat()
+    state = load_file(path)
+    state["lm_head.weight"][0, 3, 5] *= -1  # one bit of one value
+    save_file(state, path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = logits_of(folder)
+    assert loads == [False, False]
+    assert (before != after).any(1).all(), "every position's logit of row 3 changes"
+    np.testing.assert_array_equal(logits_of(folder), after)
+
+
+def test_a_copied_folder_keeps_its_cache(folder, loads):
+    logits_of(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes())  # other times, same content
+    logits_of(folder)
+    assert loads == [False, True]
+
+
+def test_a_changed_config_is_noticed(folder, loads):
+    logits_of(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "swa_layers": [0, 1]}))
+    logits_of(folder)
+    assert loads == [False, False]
+
+
+DAMAGE = {
+    "one bit of a tape": lambda data: data[:ALIGNMENT] + bytes([data[ALIGNMENT] ^ 1]) + data[ALIGNMENT + 1 :],
+    "one bit of the embedding": lambda data: data[: -ALIGNMENT + 9] + bytes([data[-ALIGNMENT + 9] ^ 128])
+    + data[-ALIGNMENT + 10 :],
+    "cut short": lambda data: data[: ALIGNMENT + 100],
+    "cut in the header": lambda data: data[:50],
+    "empty": lambda data: b"",
+    "no header": lambda data: b"\0" * len(data),
+    "header of the wrong kind": lambda data: (2).to_bytes(8, "little") + b"[]" + data[10:],
+    "offset out of range": lambda data: data.replace(str(ALIGNMENT).encode(), b"9" * 7, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_found_and_repaired(folder, loads, damage):
+    expected = logits_of(folder)
+    path = only_file(folder)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    for _ in range(2):
+        np.testing.assert_array_equal(logits_of(folder), expected)
+    assert loads == [False, False, True]
+    only_file(folder)
+
+
+def test_a_folder_that_takes_no_files_uses_the_users_cache(folder, loads, tmp_path):
+    (folder / FOLDER).write_text("a file where the directory would be")  # root ignores permissions, but not this
+    expected = logits_of(folder)
+    np.testing.assert_array_equal(logits_of(folder), expected)
+    assert loads == [False, True]
+    assert len(list((tmp_path / "user" / "laneformer").glob("*/*.bin"))) == 1
+
+
+def test_no_room_anywhere_still_loads(folder, loads, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    logits_of(folder)
+    logits_of(folder)
+    assert loads == [False, False]
+    assert not list((folder / FOLDER).iterdir())
+
+
+def test_bad_values_are_never_kept(folder, loads):
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    state["model.layers.4.feed_forward.w2.weight"][0, 0, 0] = float("nan")
+    save_file(state, path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not finite"):
+            logits_of(folder)
+    assert not (folder / FOLDER).exists()
+
+
+def test_the_hash_sees_every_word_and_their_order():
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (9 << 20) + 13, np.uint8)  # three blocks, the last with a tail
+    hashes = {_core.content_hash(data), _core.content_hash(data[:-1])}
+    for at in (0, 7, 4 << 20, (8 << 20) + 1, len(data) - 1):
+        changed = data.copy()
+        changed[at] ^= 0x80
+        hashes.add(_core.content_hash(changed))
+    swapped = data.copy()
+    swapped[:32], swapped[32:64] = data[32:64], data[:32]
+    hashes.add(_core.content_hash(swapped))
+    blocks = np.concatenate((data[4 << 20 : 8 << 20], data[: 4 << 20], data[8 << 20 :]))
+    hashes.add(_core.content_hash(blocks))
+    for sign_bits in ((7, 15), (7, 39), (71, 103)):  # pairs of sign bits, which a chain without rotation may cancel
+        changed = data.copy()
+        changed[list(sign_bits)] ^= 0x80
+        hashes.add(_core.content_hash(changed))
+    assert len(hashes) == 12
+    assert _core.content_hash(data) in hashes

@@ -1,0 +1,164 @@
+"""Text out of the engine: stop strings that never leak, cancelling at any point, and Ctrl-C."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laneformer.engine import Engine, StopStrings, TextStream
+from tests.laneformer.engine.engine_assets import byte_tokenizer, engine_of, random_model, small_config
+
+LONG = {"max_position_embeddings": 20_000, "swa_layers": (0, 1)}  # long requests, slower with every token
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with engine_of(random_model(small_config(vocab_size=264)), tokenizer=byte_tokenizer()) as engine:
+        yield engine
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The text before the stop string that is complete first; of two that end together, before the longer one."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+abc = st.text("abc", min_size=1, max_size=4)
+
+
+@given(pieces=st.lists(abc, max_size=8), stops=st.lists(abc, max_size=3))
+def test_stop_strings_cut_at_the_first_one_however_the_text_is_cut(pieces, stops):
+    watcher, shown, expected = StopStrings(stops), "", cut("".join(pieces), stops)
+    for piece in pieces:
+        shown += watcher.push(piece)
+        assert expected.startswith(shown), "text that belongs to a stop string, or comes after it, was shown"
+        if watcher.found:
+            break
+    assert shown + watcher.finish() == expected
+    assert (watcher.found is not None) == (expected != "".join(pieces))
+
+
+def test_text_is_held_back_no_longer_than_it_may_begin_a_stop_string():
+    watcher = StopStrings(["</end>", "\n\n"])
+    assert [watcher.push(piece) for piece in ("a<", "/e", "x", "\n", "b")] == ["a", "", "</ex", "", "\nb"]
+
+
+def test_text_generation_is_the_token_streams_text(engine):
+    ids = engine.tokenizer.encode("ab é").ids
+    text = TextStream(engine.tokenizer, ids)
+    expected = "".join([*map(text.push, engine.generate(ids, max_new_tokens=40)), text.finish()])
+    assert engine.generate_text("ab é", max_new_tokens=40) == expected
+    assert "".join(engine.stream_text("ab é", max_new_tokens=40)) == expected
+
+
+def test_stop_strings_end_the_request_across_token_borders(engine):
+    bias = {engine.tokenizer.token_to_id(token): 30.0 for token in ("a", "b", " ")}  # one character a token
+    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 1, "logit_bias": bias}
+    whole, rng = engine.generate_text("a", **options), random.Random(2)
+    assert set(whole) <= set("ab ")
+    for _ in range(20):
+        start = rng.randrange(len(whole) - 4)
+        stop = whole[start : start + rng.randrange(1, 5)]
+        pieces = list(engine.stream_text("a", stop=["never", stop], **options))
+        assert "".join(pieces) == whole[: whole.index(stop)]
+        assert not any(stop in "".join(pieces[:i]) for i in range(len(pieces) + 1))
+        assert len(engine._open().outputs()[0]) <= 60
+
+
+def test_a_stop_string_cancels_what_is_left():
+    with engine_of(random_model(small_config(vocab_size=264, **LONG)), tokenizer=byte_tokenizer()) as engine:
+        bias = {engine.tokenizer.token_to_id("a"): 100.0}
+        assert engine.generate_text("b", stop="aaa", max_new_tokens=19_000, logit_bias=bias) == ""
+        assert len(engine._open().outputs()[0]) < 19_000, "the request ran to its end"
+        assert engine.generate_text("b", max_new_tokens=2, logit_bias=bias) == "aa"
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", 3], [None]])
+def test_bad_stop_strings(engine, stop):
+    with pytest.raises(ValueError, match="a stop string is a text of at least one character"):
+        engine.stream_text("a", stop=stop)
+
+
+def test_text_needs_text_and_a_tokenizer(engine):
+    with pytest.raises(ValueError, match="prompt must be text, not list"):
+        engine.generate_text([1, 2])
+    with engine_of(random_model(small_config())) as bare, pytest.raises(ValueError, match=r"tokenizer\.json"):
+        bare.generate_text("a")
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow_engine():
+    with engine_of(random_model(small_config(**LONG))) as engine:
+        yield engine
+
+
+def test_an_iterator_may_be_closed_at_any_token(slow_engine):
+    expected = slow_engine.generate([7], max_new_tokens=12)
+    for count in range(12):
+        stream = slow_engine.stream([7], max_new_tokens=19_000)
+        assert [next(stream) for _ in range(count)] == expected[:count]
+        stream.close()
+    for count in (0, 5):
+        stream = slow_engine.stream([7], max_new_tokens=19_000, speculate=8)
+        assert [next(stream) for _ in range(count)] == expected[:count]
+        del stream  # forgotten, not closed
+    assert slow_engine.generate([7], max_new_tokens=12) == expected
+
+
+def test_a_stream_keeps_its_tokens_when_its_request_is_done_but_not_read():
+    with engine_of(random_model(small_config())) as engine:
+        expected = engine.generate([1], max_new_tokens=5)
+        stream = engine.stream([1], max_new_tokens=5)
+        first = next(stream)
+        time.sleep(0.2)  # long done by now
+        with pytest.raises(RuntimeError, match="busy"):
+            engine.generate([2])
+        assert [first, *stream] == expected
+        engine.generate([2], max_new_tokens=2)
+
+
+def interrupted(engine: Engine, call) -> float:
+    """Seconds from Ctrl-C until the call ended with it."""
+    pressed_s = []
+
+    def press() -> None:
+        pressed_s.append(time.monotonic())
+        _thread.interrupt_main()
+
+    timer = threading.Timer(0.2, press)
+    timer.start()
+    gc.disable()  # hypothesis hooks a callback into it, which would swallow the interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        gc.enable()
+    return time.monotonic() - pressed_s[0]
+
+
+def test_ctrl_c_ends_every_call_soon(slow_engine):
+    ids = [i % 90 for i in range(15_000)]
+    expected = slow_engine.generate([3], max_new_tokens=4)
+    calls = (
+        lambda: slow_engine.generate([3], max_new_tokens=19_000),
+        lambda: list(slow_engine.stream([3], max_new_tokens=19_000)),
+        lambda: slow_engine.generate_batch([[3], [4]], max_new_tokens=19_000),
+        lambda: slow_engine.logprobs(ids),
+        lambda: slow_engine.generate(ids),
+    )
+    for call in calls:
+        assert interrupted(slow_engine, call) < 5.0
+        assert slow_engine.generate([3], max_new_tokens=4) == expected

@@ -1,0 +1,159 @@
+"""The Transformers classes against the plain model, on the Transformers of this environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from laneformer import Laneformer
+from laneformer.hf.configuration_laneformer import LaneformerHFConfig
+from laneformer.hf.modeling_laneformer import LaneformerForCausalLM, LaneformerModel
+from tests.laneformer.hf.hf_assets import VOCAB_SIZE, random_model, small_config
+
+# float32, other kernels for other masks: six layers of sums, each off by some 2^-24 of logits of about 10
+FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
+
+
+def wrap(plain: Laneformer) -> LaneformerForCausalLM:
+    model = LaneformerForCausalLM(LaneformerHFConfig(**plain.config.to_dict())).eval()
+    state = {name if name.startswith("lm_head") else f"model.{name}": w for name, w in plain.state_dict().items()}
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain() -> Laneformer:
+    return random_model()
+
+
+@pytest.fixture(scope="module")
+def model(plain: Laneformer) -> LaneformerForCausalLM:
+    return wrap(plain)
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(3, VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+HEADS = [{"lm_head_type": "lane"}, {"lm_head_type": "replicate", "pre_norm_lane_agg": True}]
+
+
+@pytest.mark.parametrize("overrides", [{}, {"swa_layers": ()}, {"replicated_rmsn_scale": False}, *HEADS], ids=str)
+@torch.no_grad()
+def test_logits_are_the_plain_models(ids: torch.Tensor, overrides: dict) -> None:
+    plain = random_model(**overrides)
+    assert (wrap(plain)(ids).logits - plain(ids)).abs().max() <= FLOAT32_TOLERANCE
+
+
+@torch.no_grad()
+def test_embeddings_and_chosen_positions(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor) -> None:
+    expected = model(ids).logits
+    assert torch.equal(model(inputs_embeds=plain.tok_embeddings(ids)).logits, expected)
+    for kept, positions in ((1, [-1]), (3, [-3, -2, -1]), (torch.tensor([3, 5]), [3, 5])):
+        assert (model(ids, logits_to_keep=kept).logits - expected[:, positions]).abs().max() <= FLOAT32_TOLERANCE
+    assert isinstance(model(ids, return_dict=False), tuple)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "dynamic without windows", "static"])
+@pytest.mark.parametrize("chunks", [[12, 1, 1, 20, 6], [40], [1] * 40])
+@torch.no_grad()
+def test_continuing_from_a_cache(model: LaneformerForCausalLM, ids: torch.Tensor, kind: str, chunks: list[int]) -> None:
+    """The window is 16, so keys leave a windowed cache on the way."""
+    cache = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "dynamic without windows": DynamicCache,
+        "static": lambda: StaticCache(config=model.config, max_cache_len=64),
+    }[kind]()
+    pieces = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
+    assert (torch.cat(pieces, 1) - model(ids).logits).abs().max() <= FLOAT32_TOLERANCE
+
+
+@torch.no_grad()
+def test_left_padding_changes_nothing(model: LaneformerForCausalLM, ids: torch.Tensor) -> None:
+    padded = torch.cat((torch.zeros(2, 7, dtype=torch.long), ids), 1)
+    mask = torch.cat((torch.zeros(2, 7, dtype=torch.long), torch.ones_like(ids)), 1)
+    logits = model(padded, attention_mask=mask).logits
+    assert torch.isfinite(logits).all()
+    assert (logits[:, 7:] - model(ids).logits).abs().max() <= FLOAT32_TOLERANCE
+    assert (model(padded).logits[:, 7:] - model(ids).logits).abs().max() > 1e-2  # and without the mask it does
+
+
+def test_loss(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor) -> None:
+    labels = ids.clone()
+    labels[:, :5] = -100
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(plain(ids)[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
+        assert model(ids, labels=labels).loss == pytest.approx(float(expected), rel=1e-5)
+        summed = model(ids, labels=labels, num_items_in_batch=7).loss
+        assert summed == pytest.approx(float(expected) * labels[:, 5:].numel() / 7, rel=1e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(
+    plain: Laneformer, ids: torch.Tensor, use_reentrant: bool
+) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = wrap(plain).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        output = model(ids, labels=ids)
+        output.loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        assert torch.allclose(gradients[1][name], expected, rtol=1e-4, atol=1e-6), name  # the same sums, run twice
+
+
+def test_initialisation_is_that_of_training() -> None:
+    config = small_config()
+    trained = Laneformer(config)
+    trained.init_weights()
+    fresh = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict()))
+    for name, weight in trained.state_dict().items():
+        assert torch.equal(fresh.get_parameter(name if name.startswith("lm_head") else f"model.{name}"), weight), name
+
+
+def test_missing_weights_are_initialised_and_others_kept(tmp_path: Path, model: LaneformerForCausalLM) -> None:
+    state = {name: w for name, w in model.state_dict().items() if "layers.2.attention.wq" not in name}
+    model.save_pretrained(tmp_path, state_dict=dict(state))
+    loaded, info = LaneformerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"model.layers.2.attention.wq.weight"}
+    fresh = LaneformerForCausalLM(model.config).state_dict()
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, state.get(name, fresh[name])), name
+
+
+def test_save_and_load(tmp_path: Path, model: LaneformerForCausalLM, ids: torch.Tensor) -> None:
+    model.save_pretrained(tmp_path)
+    loaded = LaneformerForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.to_lanes() == model.config.to_lanes()
+    base = LaneformerModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+        assert base(ids).last_hidden_state.shape == (2, 40, model.config.hidden_size)
+
+
+def test_rope_scaling_survives_the_config(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    LaneformerHFConfig(**small_config(rope_scaling=scaling).to_dict()).save_pretrained(tmp_path)
+    assert LaneformerHFConfig.from_pretrained(tmp_path).to_lanes().rope_scaling == scaling
+
+
+def test_refusals(model: LaneformerForCausalLM) -> None:
+    with pytest.raises(ValueError, match="cannot resize the vocabulary from 1024 to 1025"):
+        model.resize_token_embeddings(VOCAB_SIZE + 1)
+    assert model.resize_token_embeddings(VOCAB_SIZE) is model.get_input_embeddings()
+    with pytest.raises(ValueError, match="attn_implementation = 'eager' is not available"):
+        LaneformerForCausalLM._from_config(model.config, attn_implementation="eager")
+    with pytest.raises(ValueError, match="unknown config key 'num_lane'; did you mean 'num_lanes'"):
+        LaneformerHFConfig(num_lane=4)
+    with pytest.raises(ValueError, match="vocab_size = 1023 is not divisible by num_lanes = 8"):
+        LaneformerHFConfig(vocab_size=1023)

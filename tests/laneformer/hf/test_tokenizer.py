@@ -1,0 +1,91 @@
+"""tokenizer.json against SentencePiece, id for id."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer, models
+
+from laneformer.hf.tokenizer import PROBES, SPACE, check_same_ids, tokenizer_from_sentencepiece, write_tokenizer
+from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
+
+SPECIAL_TEXTS = ("<s>", "</s>", "<unk>")
+
+
+def saved(tmp_path: Path, model: bytes) -> tuple[Path, SentencePieceProcessor]:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model)
+    return path, SentencePieceProcessor(model_file=str(path))
+
+
+@pytest.mark.parametrize("add_dummy_prefix", [True, False])
+def test_same_ids_and_text_as_sentencepiece(tmp_path: Path, add_dummy_prefix: bool) -> None:
+    path, sp = saved(tmp_path, sentencepiece_model(add_dummy_prefix))
+    tokenizer = tokenizer_from_sentencepiece(path)
+    texts = [text for text in stdlib_sources()[:60] if not any(special in text for special in SPECIAL_TEXTS)]
+    assert len(texts) > 50
+    spaces = ["".join(run) for n in range(5) for run in itertools.product(" \t\na", repeat=n)]
+    for text in texts + PROBES + spaces + [" " * n + "x" for n in range(70)]:
+        ids = tokenizer.encode(text).ids
+        assert ids == [sp.bos_id(), *sp.encode(text)], text[:80]
+        if SPACE not in text:
+            assert tokenizer.decode(ids) == text
+
+
+def test_spaces_of_equal_score(tmp_path: Path) -> None:
+    """As in Llama-2, where every run of spaces has the same, lowest score; here some lengths are missing as well."""
+    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs protobuf").ModelProto()
+    proto.ParseFromString(sentencepiece_model())
+    runs = {len(piece.piece): piece for piece in proto.pieces if set(piece.piece) == {SPACE}}
+    assert len(runs) > 4
+    assert set(runs) != set(range(1, max(runs) + 1))
+    for length, piece in runs.items():
+        piece.score = -1e9 if length > 1 else piece.score
+    path, sp = saved(tmp_path, proto.SerializeToString())
+    tokenizer = tokenizer_from_sentencepiece(path)
+    for text in stdlib_sources()[:40] + [" " * n + "x" for n in range(70)]:
+        assert tokenizer.encode(text, add_special_tokens=False).ids == sp.encode(text)
+
+
+def test_text_that_spells_a_special_token(tmp_path: Path) -> None:
+    path, sp = saved(tmp_path, sentencepiece_model())
+    tokenizer = tokenizer_from_sentencepiece(path)
+    ids = tokenizer.encode("a</s>b", add_special_tokens=False).ids
+    assert ids == [*sp.encode("a"), sp.eos_id(), *sp.encode("b")]
+    assert sp.eos_id() not in sp.encode("a</s>b")  # SentencePiece reads it as plain characters
+
+
+def test_wrong_merges_are_noticed(tmp_path: Path) -> None:
+    path, sp = saved(tmp_path, sentencepiece_model())
+    tokenizer = tokenizer_from_sentencepiece(path)
+    vocab = {sp.id_to_piece(i): i for i in range(len(sp))}
+    tokenizer.model = models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    with pytest.raises(ValueError, match="SentencePiece gives"):
+        check_same_ids(tokenizer, sp, "import os")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model_type": "unigram", "vocab_size": 500, "input_sentence_size": 1000}, "Only BPE models"),
+        ({"remove_extra_whitespaces": True}, "Only BPE models"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "Only BPE models"),
+        ({"byte_fallback": False}, "has no byte pieces"),
+        ({"bos_id": 2, "eos_id": 1}, r"its first pieces are \['<unk>', '</s>', '<s>'\]"),
+    ],
+)
+def test_models_that_cannot_be_converted_are_refused(tmp_path: Path, overrides: dict, message: str) -> None:
+    path, _ = saved(tmp_path, sentencepiece_model(**overrides))
+    with pytest.raises(ValueError, match=message):
+        tokenizer_from_sentencepiece(path)
+
+
+def test_files(tmp_path: Path) -> None:
+    path, sp = saved(tmp_path, sentencepiece_model())
+    write_tokenizer(path, tmp_path, 512)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("x = 1").ids == [1, *sp.encode("x = 1")]
+    assert (tmp_path / "tokenizer_config.json").is_file()
+    assert (tmp_path / "chat_template.jinja").is_file()

@@ -1,0 +1,77 @@
+"""What may be deleted, what is moved aside, what counts as complete: on real, tiny DCP folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from records.checkpoints import (
+    clear_branch,
+    newest_complete_checkpoint,
+    newest_saved_step,
+    step_folders,
+    superseded,
+    to_trash,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for step in (10, 20, 25, 30, 35):
+        dcp.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "checkpoint" / f"step-{step}", no_dist=True)
+    return tmp_path / "checkpoint"
+
+
+def truncate(folder: Path) -> None:
+    (victim,) = folder.glob("*.distcp")
+    os.truncate(victim, 100)
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_only_complete_and_superseded_ones_may_go(folder: Path) -> None:
+    assert names(superseded(folder, 2, 0)) == ["step-25", "step-20", "step-10"]
+    assert names(superseded(folder, 2, 10)) == ["step-25"]
+    (folder / "step-40").mkdir()  # being written: neither counted nor deleted
+    assert names(superseded(folder, 2, 10)) == ["step-25"]
+    truncate(folder / "step-35")  # damaged: does not supersede anything
+    assert names(superseded(folder, 2, 0)) == ["step-20", "step-10"]
+    for step in (10, 20, 25, 30):
+        truncate(folder / f"step-{step}")
+    assert superseded(folder, 2, 0) == []
+
+
+def test_the_last_good_one_is_never_deleted(folder: Path) -> None:
+    for step in (20, 25, 30, 35):
+        truncate(folder / f"step-{step}")
+    assert superseded(folder, 1, 0) == []
+    assert newest_complete_checkpoint(folder) == folder / "step-10"
+    assert newest_saved_step(folder) == 35
+
+
+def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder: Path) -> None:
+    (folder / "step-40").mkdir()
+    (folder / "step-40/__0_0.distcp").write_bytes(b"half")
+    to_trash(folder / "step-10")
+    done = clear_branch(folder, folder / "step-25")
+    assert list(done) == ["step-40", "step-35", "step-30"]
+    assert list(step_folders(folder)) == [25, 20]
+    assert not list(folder.glob(".trash-*")), "left by a crash, or just made"
+    aside = folder.parent / "checkpoint-aside"
+    assert sorted(path.name.split(".")[0] for path in aside.iterdir()) == ["step-30", "step-35"]
+    assert clear_branch(folder, folder / "step-25") == {}
+
+
+def test_folders_that_never_completed_are_no_run_to_protect(folder: Path) -> None:
+    for path in folder.glob("*/.metadata"):
+        path.unlink()
+    assert newest_complete_checkpoint(folder) is None, "every first save was cut: begin again"
+    (folder / "step-10/.metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match="are incomplete"):
+        newest_complete_checkpoint(folder)

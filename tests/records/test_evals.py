@@ -1,0 +1,60 @@
+"""evals.jsonl: whole lines, added and never changed, with provenance."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from records.evals import PROVENANCE, append_record
+
+
+def add(path: Path | None, **figures: Any) -> dict[str, Any]:
+    return append_record(
+        path,
+        "speed",
+        figures,
+        seconds=1.5,
+        tokenizer_sha256="aa",
+        data_sha256=None,
+        step=7,
+        tokens_total=70,
+        phase="p1",
+    )
+
+
+def test_records_are_appended_with_provenance(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "evals.jsonl"
+    first = add(path, score=0.5)
+    before = path.read_bytes()
+    second = add(path, score=0.6)
+    assert path.read_bytes().startswith(before)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [first, second]
+    assert set(PROVENANCE) <= set(first)
+    assert (first["kind"], first["step"], first["tokens_total"], first["phase"]) == ("speed", 7, 70, "p1")
+    assert abs(first["time"] - time.time()) < 60
+    assert first["code_version"]
+
+
+def test_a_half_line_left_by_a_crash_spoils_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "evals.jsonl"
+    path.write_text('{"kind": "speed", "sco')
+    record = add(path, score=0.5)
+    assert json.loads(path.read_text().splitlines()[1]) == record
+
+
+def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "evals.jsonl"
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        add(path, score=float("nan"))
+    with pytest.raises(ValueError, match=r"provenance names \['step'\]"):
+        append_record(path, "speed", {"step": 3}, seconds=1.0, tokenizer_sha256=None, data_sha256=None)
+    assert not path.exists()
+
+
+def test_no_path_writes_no_file(tmp_path: Path) -> None:
+    assert add(None, score=0.5)["score"] == 0.5
+    assert not list(tmp_path.iterdir())

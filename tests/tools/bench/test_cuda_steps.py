@@ -1,0 +1,150 @@
+"""Every step of the GPU benchmark from end to end, with stand-ins for the GPU alone: decoder, clocks, probe."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer import LaneformerConfig
+from laneformer.engine.cuda import bench
+from laneformer.engine.cuda.geometry import H200, plan
+from tests.tools.bench.test_cuda import PlainDecoder
+from tools.bench import (
+    cuda_alone as bench_cuda_alone,
+)
+from tools.bench import (
+    cuda_machine as bench_cuda_machine,
+)
+from tools.bench import (
+    cuda_report as bench_cuda_report,
+)
+from tools.bench import (
+    cuda_sanitize as bench_cuda_sanitize,
+)
+from tools.bench import (
+    cuda_session as bench_cuda_session,
+)
+from tools.bench import (
+    cuda_steps as bench_cuda_steps,
+)
+from tools.bench.cuda_session import Session
+from tools.check.reference import plain_model
+
+CONFIG = LaneformerConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    num_lanes=2, broadcast_delay=1, sliding_window=6, swa_layers=(0, 1), max_position_embeddings=320, vocab_size=96,
+)  # fmt: skip
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200", multi_processor_count=132, L2_cache_size=50 << 20, total_memory=141 << 30, major=9, minor=0
+)
+
+
+class StandIn(PlainDecoder):
+    """CudaDecoder's interface over model.py in float64; two groups side by side only work with plain launches."""
+
+    def __init__(
+        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = ("cuda:0",),
+        version: str = "persistent", limit_s: float = 10.0, **shape: Any,
+    ):  # fmt: skip
+        self.config, self.tensors, self.version = config, tensors, version
+        self.devices = [torch.device("cpu")] * len(devices)
+        self.geometry = plan(config, dtype, H200, devices=len(devices), **shape)
+        self.kernels = [SimpleNamespace(cooperative=True) for _ in devices]
+        self.memories = [SimpleNamespace(geometry=self.geometry, tapes=torch.ones(1024), weight_bytes=4096)]
+        self.known, self.noise = {}, 0.0
+
+    @functools.cached_property
+    def model(self) -> Any:
+        weights = {name: torch.from_numpy(t.values).view(TYPES[t.dtype]) for name, t in self.tensors.items()}
+        return plain_model(self.config, weights)
+
+    def wait(self) -> list[int]:
+        if len(self.kernels) > 1 and self.kernels[0].cooperative:
+            raise RuntimeError("waited in vain")
+        return super().wait()
+
+
+class Event:
+    def __init__(self, enable_timing: bool):
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 2.0
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session on the CPU in which a token takes 1/800 s."""
+    for module in (bench_cuda_session, bench_cuda_steps, bench_cuda_alone, bench_cuda_sanitize):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+        monkeypatch.setattr(module, "CudaDecoder", StandIn)
+    monkeypatch.setattr(bench_cuda_session, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
+    monkeypatch.setattr(bench_cuda_machine, "work", lambda device: None)
+    monkeypatch.setattr(bench_cuda_steps, "GREEDY_PROMPTS", 2)
+    monkeypatch.setattr(bench_cuda_steps, "TURN_TOKENS", 8)
+    monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
+    session = Session("tiny", "bf16", runs=3)
+    session.config, session.deadline = CONFIG, time.monotonic() + 600
+    return session
+
+
+def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cuda_sanitize.shutil, "which", lambda name: None)
+    results = {name: {"result": step(session)} for name, step in bench_cuda_steps.STEPS.items()}
+    steps = json.loads(json.dumps(results))  # as the worker hands them over
+    assert steps["correctness"]["result"]["failed"] == []
+    assert steps["correctness"]["result"]["holds"]
+    assert set(steps["decode"]["result"]["depths"]) == {"0", "160", "256"}
+    assert steps["rivals"]["result"]["failed"] == {}
+    assert set(steps["rivals"]["result"]["tokens_per_s"]) == {"persistent", "graph", "wide_exchanges", "hf_generate"}
+    assert steps["compiled"]["result"]["failed"] == {}
+    assert steps["two_groups"]["result"]["same_tokens"]
+    assert steps["two_groups"]["result"]["error_cooperative"] == "waited in vain"
+    assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
+    assert all(row["same_tokens"] for row in steps["sweep"]["result"]["rows"] if "error" not in row)
+    head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
+    page = bench_cuda_report.markdown({**head, "steps": steps})
+    assert "not measured" not in page
+    assert "compute-sanitizer is not on the PATH" in page
+
+
+def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = StandIn.scores
+    monkeypatch.setattr(StandIn, "scores", lambda self, text: exact(self, text).roll(1, -1))
+    found = bench_cuda_steps.correctness(session)
+    assert not found["holds"]
+    assert "persistent: closer to float32 than bf16 is" in found["failed"]
+    assert "persistent: greedy tokens" in found["failed"]
+
+
+def test_without_the_persistent_kernel_the_graph_is_measured(session: Session) -> None:
+    session.without = ("persistent",)
+    with pytest.raises(RuntimeError, match="the persistent version failed at its first tokens"):
+        bench_cuda_steps.STEPS["first_persistent"](session)
+    assert {row["version"] for row in bench_cuda_steps.decode(session)["depths"].values()} == {"graph"}
+    turns = bench_cuda_steps.rivals(session)
+    assert set(turns["failed"]) == {"persistent", "wide_exchanges"}
+    assert set(turns["tokens_per_s"]) == {"graph", "hf_generate"}
+    found = bench_cuda_steps.correctness(session)
+    assert found["failed"] == ["persistent: runs"]
+    for step in ("lane_alone", "two_groups"):
+        with pytest.raises(RuntimeError, match="the persistent version"):
+            bench_cuda_steps.STEPS[step](session)

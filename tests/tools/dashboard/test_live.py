@@ -1,0 +1,154 @@
+"""The dashboard while a job runs: the watched file, the served page, and its charts updated in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tools.dashboard import made_up_run
+from tests.tools.dashboard.browser import browse, needs_browser
+from tools.dashboard.__main__ import page_body, read_runs, whole_page
+from tools.dashboard.live import Live, serve
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def dashboard(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "tools.dashboard", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def until(true: Callable[[], bool], limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def log_step(run: Path, step: int, loss: float) -> None:
+    row = {"step": step, "attempt": 2, "phase": "phase2", "loss": loss, "tokens": step * 100, "tokens_total": 10**6}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return made_up_run.write_run(tmp_path / "made-up", steps=60, every=1)
+
+
+@pytest.fixture
+def served(run_folder: Path) -> Iterator[tuple[Path, str]]:
+    process = dashboard(str(run_folder), "--serve", "--port", "0", "--every-s", "0.2")
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.match(r"http://127\.0\.0\.1:\d+/", line)
+        assert found, line
+        yield run_folder, found[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def get(address: str, **headers: str) -> tuple[int, str]:
+    with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=30) as answer:
+        return answer.status, answer.read().decode()
+
+
+def test_a_watched_file_follows_the_run_and_stands_still_at_the_end(run_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "live.html"
+    process = dashboard(str(run_folder), "--watch", "--every-s", "0.1", "--out", str(out))
+    until(out.is_file)
+    assert "location.reload()" in out.read_text()
+    log_step(run_folder, 31, 1.234567)
+    until(lambda: "1.23457" in out.read_text())
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "location.reload()" not in out.read_text()
+    assert "1.23457" in out.read_text()
+    assert not list(tmp_path.glob(".live.html*")), "a temporary file stayed behind"
+
+
+def test_the_server_answers_with_what_is_new(served: tuple[Path, str]) -> None:
+    run, address = served
+    status, page = get(address)
+    assert status == 200
+    assert "connect-src 'self'" in page
+    version = re.findall(r'data-version="(\w+)"', page)[0]
+    # the version also changes with the minute, hence at most one answer with content in two
+    statuses = [get(f"{address}data.json?version={version}")[0]]
+    if statuses[0] == 200:
+        version = json.loads(get(f"{address}data.json")[1])["version"]
+        statuses.append(get(f"{address}data.json?version={version}")[0])
+    assert statuses[-1] == 204
+    log_step(run, 31, 1.234567)
+    until(lambda: "1.23457" in get(f"{address}data.json?version={version}")[1])
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(f"{address}../../etc/passwd")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        get(address, Host="elsewhere.example")
+
+
+def test_a_taken_port_is_told(served: tuple[Path, str]) -> None:
+    run, address = served
+    port = address.rsplit(":", 1)[1].strip("/")
+    process = dashboard(str(run), "--serve", "--port", port)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"port {port} of 127.0.0.1 cannot be used" in said
+
+
+# zooms and chooses steps as a reader would, waits for the last of three changes, and tells what then stands there
+PROBE = """
+(async () => {
+  const wait = ms => new Promise(done => setTimeout(done, ms));
+  await wait(500);
+  const chart = document.getElementById('training-0');
+  chart.mark = 'the same element';
+  await Plotly.update(chart, ...structuredClone(chart.layout.updatemenus[0].buttons[1].args));
+  await Plotly.relayout(chart, {'updatemenus[0].active': 1, 'xaxis.range': [10, 50]});
+  while (!document.querySelector('.state').textContent.includes('step 33')) await wait(100);
+  await wait(500);
+  const now = document.getElementById('training-0'), xs = now.data.map(trace => Math.max(...trace.x));
+  console.log('TOLD ' + JSON.stringify([now.mark, now.layout.xaxis.range, now.layout.updatemenus[0].active,
+    Math.max(...xs), document.querySelectorAll('#training-0').length, document.querySelectorAll('main').length]));
+})();
+"""
+
+
+@needs_browser
+def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path) -> None:
+    """Curves and text become new; the chart's element, its zoom and the chosen axis stay; nothing is complained of."""
+    coming = [31, 32, 33]
+
+    def body() -> str:  # the run goes on at each look that the page takes
+        drawn = page_body(read_runs([run_folder]), time.time())
+        if coming:
+            log_step(run_folder, coming.pop(0), 1.5)
+        return drawn
+
+    def whole(main: str, version: str) -> str:
+        return whole_page(main, "x", f"poll(200);{PROBE}", version, "'self'")
+
+    live = Live([run_folder], body, whole, rest=0.0)
+    address: list[str] = []
+    threading.Thread(target=serve, args=(live, 0, address.append), daemon=True).start()
+    until(lambda: bool(address))
+    dom, console = browse(address[0], tmp_path / "profile", wait_ms=20_000)
+    assert len(console) == 1, console
+    told = json.loads(console[0].removeprefix("TOLD "))
+    steps_of_phase_1 = 60
+    assert told == ["the same element", [10, 50], 1, steps_of_phase_1 + 33, 1, 1]
+    assert len(re.findall(r'<svg[^>]*class="main-svg"', dom)) >= 4 * 3, "four charts of three layers each"

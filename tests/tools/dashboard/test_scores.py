@@ -1,0 +1,195 @@
+"""The dashboard's scores: every figure of the records is on the page, and what is missing is red and has no CORE."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laneformer.config import LaneformerConfig, flops_per_token
+from records.run import read_run
+from tests.tools.dashboard import made_up_run
+from tools.dashboard.__main__ import write_page
+from tools.dashboard.charts import bare_figure
+from tools.dashboard.core import core_curves, core_figure, draw_references, heat_figure, points_of
+from tools.dashboard.csv import csv_text
+from tools.dashboard.published import CORE_REFERENCES
+from tools.dashboard.scores import ruler_card, score_cards
+
+NOW = 1.79e9 + 3600
+PARTS = ("annotations", "shapes")  # of a figure
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_up_run.write_run(tmp_path_factory.mktemp("runs") / "whole", steps=60, every=1)
+
+
+@pytest.fixture(scope="module")
+def gappy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "gappy"
+    return made_up_run.write_run(folder, steps=60, every=1, missing=("squad", "coqa"))
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [r for r in map(json.loads, (folder / "evals.jsonl").read_text().splitlines()) if r["kind"] == kind]
+
+
+def append(folder: Path, *lines: dict[str, Any]) -> None:
+    with open(folder / "evals.jsonl", "a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_core_and_its_errors_over_tokens_steps_and_flops(whole: Path) -> None:
+    run = read_run(whole)
+    figure = core_figure(core_curves([run]))
+    written = records(whole, "core")
+    v1, v2 = figure.data
+    for trace, version in ((v1, "v1"), (v2, "v2")):
+        assert list(trace.y) == [r[f"core_{version}"] for r in written]
+        assert list(trace.error_y.array) == [r[f"core_{version}_se"] for r in written]
+    x = {b["label"]: b["args"][0]["x"][0] for b in figure.layout.updatemenus[0].buttons}
+    assert x["tokens"] == [r["tokens_total"] for r in written]
+    assert x["steps"] == [r["tokens_total"] / made_up_run.TOKENS_A_STEP for r in written], "phase 2 goes on"
+    flops = flops_per_token(LaneformerConfig.from_dict(made_up_run.MODEL), 4096)
+    assert x["FLOPs"] == [r["tokens_total"] * flops for r in written]
+
+
+def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) -> None:
+    figure = core_figure(core_curves([read_run(whole)]))
+    texts = [note.text for note in figure.layout.annotations]
+    assert "GPT-2 XL 0.2565 (v1)" in texts
+    assert not any("DCLM" in text for text in texts), "0.41 is far above a curve that ends at 0.27"
+    assert all(text.endswith(("(v1)", "(v2)")) for text in texts)
+    higher = bare_figure()
+    draw_references(higher, [0.3, 0.55])
+    drawn = {(note.text, note.yanchor): shape for note, shape in zip(*(higher.layout[k] for k in PARTS), strict=True)}
+    assert {text for text, _ in drawn} == {f"{r.name} {r.value:.4f} ({r.version})" for r in CORE_REFERENCES}
+    v1, v2 = drawn["DCLM-7B 0.5714 (v1)", "bottom"], drawn["DCLM-7B 0.5596 (v2)", "top"]
+    assert (v1.y0, v1.line.dash, v2.y0, v2.line.dash) == (0.57136, "solid", 0.55961, "dash")
+
+
+def test_a_missing_task_is_red_and_there_is_no_core(gappy: Path) -> None:
+    run = read_run(gappy)
+    text = score_cards(run, 0)
+    assert text.count('<b class="missing">N/A</b>') >= 2
+    assert 'id="core-0"' not in text, "no aggregate, no figure of it"
+    assert "missing: squad, coqa" in text
+    assert "eval_data/squad.jsonl is missing" in text
+    assert '<span class="missing">squad</span>' in text
+    assert '<span class="missing">reading: N/A</span>' in text
+    heat = heat_figure(points_of(run, "core"), ["x"] * 6).to_dict()["data"][0]
+    assert [all(v is None for v in row) for row in heat["z"]] == [task in ("squad", "coqa") for task in heat["y"]]
+
+
+def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: Path) -> None:
+    text = score_cards(read_run(whole), 0)
+    for task, found in records(whole, "core")[-1]["tasks"].items():
+        assert f">{task}<" in text
+        for key in ("accuracy", "centered_v1", "centered_v2"):
+            assert f"{found[key]:.4f}" in text, (task, key)
+    assert text.count("<polyline") == 22
+    for told in (
+        "43.9 %", "45.1 %", "50.7 %", "51.6 %",  # code, ours and published
+        "10: 75.1 % / 68.8 %", "164 × 1", "378 × 10", "greedy, chat <small>3 answers cut</small>",
+        "162 / 164 <small>known to fail: HumanEval/32</small>",
+        '<small class="missing">fail here: HumanEval/83</small>',
+    ):  # fmt: skip
+        assert told in text, told
+    for told in ("acc_norm 30.3 % ± 1.3", "acc_norm 31.1 %", "acc_norm 47.9 %", "0-shot"):  # ARC
+        assert told in text, told
+    ruler = text[text.index("<h2>RULER") : text.index("<h2>Contamination")]
+    assert len(re.findall(r"<td>\d\d\.\d %</td>", ruler)) == 21
+    assert ruler.count('<span class="missing">missing</span>') == 1, "ruler_fwe at 4,096"
+    assert ruler.count('<b class="missing">N/A</b>') == 1, "and so no mean of 4,096"
+    assert "<td>12</td><td>7.32 %</td><td>431</td>" in text
+    assert "4096 tokens" in ruler
+    assert "offline haystack" in ruler
+    assert "limit 50" in ruler
+    assert "ruler_vt" not in text[text.index("<h2>lm-eval") : text.index("<h2>RULER")]
+
+
+def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    old = next(r for r in records(whole, "lm_eval") if r["ruler"])
+    later = {**old, "step": old["step"] + 1, "ruler": {"2048": {"ruler_vt": 0.123}}}
+    append(tmp_path / "run", later, {**later, "ruler": {"2048": {"ruler_cwe": 0.234}}})
+    text = ruler_card(read_run(tmp_path / "run"))
+    shown = re.findall(r"<td>(\d\d\.\d) %</td>", text)
+    assert {"12.3", "23.4"} < set(shown)
+    assert len(shown) == 2 + 10, "two of the newest checkpoint, ten at 4,096 of the one before"
+    assert text.count('<b class="missing">N/A</b>') == 2
+    assert f"step {later['step']:,}" in text
+    assert f"step {old['step']:,}" in text
+    other = {**later, "haystack": "upstream", "ruler": {"2048": {"ruler_fwe": 0.345}}}
+    append(tmp_path / "run", other)
+    assert "12.3 %" not in ruler_card(read_run(tmp_path / "run")), "other documents"
+
+
+def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(whole: Path, tmp_path: Path) -> None:
+    folder = made_up_run.write_run(tmp_path / "two", steps=60, every=1)
+    last = records(folder, "core")[-1]
+    append(folder, {**last, "protocol": "dclm", "core_v1": 0.5}, {**last, "core_v1": 0.125})
+    curves = core_curves([read_run(folder)])
+    assert [(c.name, len(c.points)) for c in curves] == [
+        ("nanochat, 500 items a task", 6),
+        ("dclm, 500 items a task", 1),
+    ]
+    assert curves[0].last["core_v1"] == 0.125
+
+
+def test_a_toy_bundle_says_that_it_is_not_core(whole: Path, tmp_path: Path) -> None:
+    folder = made_up_run.write_run(tmp_path / "toy", steps=60, every=1, missing=("squad",))
+    assert "not CORE" not in score_cards(read_run(folder), 0)
+    append(folder, {**records(folder, "core")[-1], "not_core": "not CORE: <i>a toy"})
+    text = score_cards(read_run(folder), 0)
+    assert '<ul class="warnings"><li>not CORE: &lt;i&gt;a toy</li></ul>' in text
+    assert "Accuracy of each task, nanochat, 500 items a task, not CORE" in text
+    assert [len(c.points) for c in core_curves([read_run(folder)])] == [6, 1], "never on the curve of CORE"
+
+
+def test_the_csv_holds_every_figure(gappy: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(read_run(gappy)))))
+    last = records(gappy, "core")[-1]
+    mine = {r["name"]: r for r in rows if r["kind"] == "core" and r["tokens_total"] == str(last["tokens_total"])}
+    for task, found in last["tasks"].items():
+        assert float(mine[task]["value"]) == found["accuracy"]
+        assert float(mine[task]["centered_v2"]) == pytest.approx(found["centered_v2"], rel=5e-8)  # 8 digits
+        assert mine[task]["protocol"] == "nanochat"
+    assert mine["squad"]["value"] == "missing"
+    assert any(r["name"] == "ruler/2048/ruler_cwe" and r["value"] == "0.45" for r in rows)
+    page = gappy / "page.html"
+    write_page([gappy], page, now=NOW)
+    link = re.search(r'href="data:text/csv;base64,([^"]*)"', page.read_text())
+    assert link is not None
+    assert base64.b64decode(link[1]).decode() == csv_text(read_run(gappy))
+
+
+def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> None:
+    write_page([whole, gappy], tmp_path / "x.html", now=NOW)
+    text = (tmp_path / "x.html").read_text()
+    head = text[text.index("CORE of all runs") : text.index("<article>")]
+    assert "whole: nanochat" in head
+    assert '<span class="missing">missing</span>' in head
+    assert len(re.findall(r'id="(core-[a-z0-9]+)"', text)) == 2, "the comparison, and the run that has a CORE"
+    ids = re.findall(r'<div id="([^"]+)"></div><script', text)
+    assert len(ids) == len(set(ids)), ids
+
+
+def test_records_of_nobody_knows_what_do_not_break_the_page(tmp_path: Path) -> None:
+    folder = made_up_run.write_run(tmp_path / "odd", steps=60, every=1)
+    append(
+        folder, {"kind": "core"}, {"kind": "core", "tasks": {"x": {"accuracy": None}}}, {"kind": "code"},
+        {"kind": "lm_eval"}, {"kind": "lm_eval", "ruler": {"2048": {"ruler_vt": -1}}}, {"kind": "contamination"},
+        {"kind": "core", "tasks": {}, "missing": {"<i>squad": "<b>why"}, "step": 3},
+    )  # fmt: skip
+    text = score_cards(read_run(folder), 0)
+    assert "<i>squad" not in text
+    assert "<b>why" not in text

@@ -1,0 +1,104 @@
+"""A checkout to launch from: the code under test as a git repository of its own, which a test may edit.
+
+It holds one more file, train/paced.py, which slows the steps down, so that something can happen between them, and notes
+which code a worker runs. It is launched without PYTHONPATH, so an editable install's hook is in force.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = Path(__file__).resolve().parents[3]
+PACED = '''
+"""The Laneformer with a pause before every read, and a note of the code that runs."""
+import os, time
+import laneformer
+import train.spec
+from train.data import MixtureLoader
+
+if "RANK" in os.environ and "PACED_CODE" in os.environ:
+    with open(os.environ["PACED_CODE"], "a") as file:
+        file.write(laneformer.__file__ + "\\n")
+read = MixtureLoader._read
+
+def slow_read(self, first):
+    time.sleep(float(os.environ.get("PACED_SECONDS", "0")))
+    return read(self, first)
+
+MixtureLoader._read = slow_read
+'''
+SMALL = (
+    "--training.seq_len", "32", "--training.global_batch_size", "4", "--training.local_batch_size", "2",
+    "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.25",
+    "--architecture.swa_layers", "0", "1", "2", "--architecture.hidden_size", "32", "--architecture.intermediate_size",
+    "64", "--architecture.num_hidden_layers", "4", "--architecture.num_attention_heads", "4",
+    "--architecture.num_key_value_heads", "4", "--architecture.sliding_window", "8",
+    "--architecture.max_position_embeddings", "32", "--architecture.vocab_size", "512",
+    "--checkpoint.async_mode", "disabled", "--metrics.no-enable_tensorboard", "--experimental.custom_import",
+    "train.paced", "--training.steps", "40", "--checkpoint.interval", "8",
+)  # fmt: skip
+
+
+def make_checkout(folder: Path) -> Path:
+    """The files that git tracks or would track here, committed in a repository of their own."""
+    listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    for name in listed:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / "train/paced.py").write_text(PACED)
+    git(folder, "init", "-q")
+    commit(folder, "as tested")
+    return folder
+
+
+def commit(folder: Path, message: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-q", "-m", message)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def environment() -> dict[str, str]:
+    """Ours without PYTHONPATH and without Slurm's variables."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SLURM"))}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def launch(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """`python -m tools.launch ...` in the checkout."""
+    command = [sys.executable, "-m", "tools.launch", *arguments]
+    return subprocess.run(command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=300)
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Loss by step, of the last attempt that logged it."""
+    return {record["step"]: record["loss"] for record in records(run / "metrics.jsonl") if "loss" in record}
+
+
+def weights_hash(checkpoint: Path, scratch: Path) -> str:
+    """sha256 over the model's tensors of a DCP checkpoint."""
+    target = scratch / f"{checkpoint.parents[1].name}-{checkpoint.name}.pt"
+    dcp_to_torch_save(checkpoint, target)
+    state = torch.load(target, weights_only=False)
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    assert tensors
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""A run on a real Slurm of three virtual nodes: two train, one is spare. One story, told once, held by many tests.
+
+Phase 1 is submitted, and phase 2 behind it; then the checkout is broken. Phase 1 is warned as before its time limit,
+goes back into the queue, and is started again; a node dies under it, and the spare takes its place. Phase 2 starts when
+phase 1 has ended, without a node that fails its pre-flight. An undisturbed run here must have ended with the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.tools.launch.launch_assets import (
+    SMALL,
+    commit,
+    environment,
+    launch,
+    losses,
+    make_checkout,
+    records,
+    weights_hash,
+)
+from tests.tools.launch.slurm_cluster import SlurmCluster, missing, wait_for
+from tools.launch.script import Cluster, batch_script
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())} here: `make slurm` installs a Slurm"),
+]
+TIMEOUT_S = 180  # for anything to happen on a slow day
+
+
+@dataclass
+class Story:
+    """What the tests look at: run folders, what scontrol said of the jobs, and what was refused."""
+
+    phase1: Path
+    phase2: Path
+    snapshot: Path
+    code: Path  # one line a worker: the laneformer that it imported
+    refused: str
+    requeued: dict[str, str]
+    waiting: dict[str, str]
+    job1: dict[str, str]
+    job2: dict[str, str]
+
+
+class Launcher:
+    """A checkout of its own, launched onto the cluster."""
+
+    def __init__(self, folder: Path, data: Path, cluster: SlurmCluster):
+        self.folder, self.data, self.cluster = folder, data, cluster
+        self.checkout = make_checkout(folder / "checkout")
+        self.env = {**environment(), **cluster.env, "PACED_CODE": str(folder / "code")}
+
+    def launch(self, number: int, *arguments: str) -> subprocess.CompletedProcess:
+        lock = ("--mixture.lock", str(self.data / f"phase{number}.lock.json"))
+        run = ("--run", str(self.folder / f"phase{number}"))
+        return launch(self.checkout, *arguments, *run, *SMALL, *lock, env=self.env)
+
+    def submit(self, number: int, *arguments: str) -> tuple[int, Path]:
+        done = self.launch(number, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        answer = json.loads(done.stdout.splitlines()[-1])
+        return answer["job_id"], Path(answer["snapshot"])
+
+    def break_checkout(self) -> None:
+        for name in (
+            "models/laneformer/model.py",
+            "train/__main__.py",
+            "train/supervise/__main__.py",
+            "train/supervise/node_checks.py",
+        ):
+            (self.checkout / name).write_text("raise SystemExit('the checkout leaked into the job')\n")
+        commit(self.checkout, "broken")
+
+    def wait_for_steps(self, number: int, attempt: int, steps: int) -> None:
+        """Until this attempt of a phase has logged so many steps."""
+        path = self.folder / f"phase{number}/metrics.jsonl"
+
+        def logged() -> int:
+            return sum(row["attempt"] == attempt for row in records(path)) if path.is_file() else 0
+
+        wait_for(lambda: logged() >= steps, f"{steps} steps of attempt {attempt} of phase {number}", TIMEOUT_S)
+
+    def wait_for_end(self, job_id: int) -> dict[str, str]:
+        alive = ("PENDING", "RUNNING", "COMPLETING")
+        wait_for(lambda: self.cluster.job(job_id)["JobState"] not in alive, f"the end of job {job_id}", TIMEOUT_S)
+        return self.cluster.job(job_id)
+
+
+@pytest.fixture(scope="module")
+def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "cluster").mkdir()
+    with SlurmCluster(folder / "cluster") as cluster:
+        there = Launcher(folder, prepared_data, cluster)
+        first = ("configs/debug_phase1.toml", "--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
+        id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=0.3")
+        switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
+        id2, _ = there.submit(2, *switch)
+        waiting = cluster.job(id2)
+        refused = there.launch(1, *first).stderr
+        there.break_checkout()
+        there.wait_for_steps(1, attempt=1, steps=3)
+        cluster.command("scancel", "--signal=USR1", "--batch", str(id1))
+        wait_for(lambda: cluster.job(id1)["Restarts"] == "1", "the requeue", TIMEOUT_S)
+        requeued = cluster.job(id1)
+        there.wait_for_steps(1, attempt=2, steps=3)
+        cluster.lose_node("n2")
+        job1 = there.wait_for_end(id1)
+        cluster.start_node("n2")
+        cluster.make_bad("n2")
+        job2 = there.wait_for_end(id2)
+    assert not cluster.processes(), "the cluster left processes behind"
+    return Story(
+        folder / "phase1", folder / "phase2", snapshot, folder / "code", refused, requeued, waiting, job1, job2
+    )
+
+
+def supervisor(run: Path, kind: str) -> list[dict]:
+    return [event for event in records(run / "events.jsonl") if event["kind"] == f"supervisor_{kind}"]
+
+
+def test_both_jobs_ended_well(story: Story) -> None:
+    for job in (story.job1, story.job2):
+        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), job
+    assert "is RUNNING; scancel it first" in story.refused or "is PENDING; scancel it first" in story.refused
+
+
+def test_warning_puts_the_job_back_into_the_queue(story: Story) -> None:
+    assert story.requeued["Requeue"] == "1"
+    assert story.requeued["JobId"] == story.job1["JobId"]
+    assert story.job1["Restarts"] == "1"
+    first, second, *_ = supervisor(story.phase1, "start")
+    assert first["step"] == 0
+    assert 3 <= second["step"] < 40, "the second start goes on from the checkpoint that the warning made"
+    assert supervisor(story.phase1, "end")[0]["code"] == 85
+
+
+def test_spare_takes_the_place_of_a_lost_node(story: Story) -> None:
+    nodes = [event["nodes"] for event in supervisor(story.phase1, "start")]
+    assert nodes == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
+    assert [event["node"] for event in supervisor(story.phase1, "bad_node")] == ["n2"]
+
+
+def test_final_weights_are_those_of_the_undisturbed_run(story: Story, undisturbed: Path, tmp_path: Path) -> None:
+    assert losses(story.phase1) == losses(undisturbed)
+    assert list(losses(undisturbed)) == list(range(1, 41))
+    last = weights_hash(undisturbed / "checkpoint/step-40", tmp_path)
+    assert weights_hash(story.phase1 / "checkpoint/step-40", tmp_path) == last
+    assert weights_hash(undisturbed / "checkpoint/step-32", tmp_path) != last, "the comparison can fail"
+
+
+def test_job_runs_from_its_snapshot(story: Story) -> None:
+    workers = story.code.read_text().splitlines()
+    assert len(workers) == 2 * (3 + 1), "three starts of phase 1, one of phase 2, two ranks each"
+    snapshots = [run / "snapshot" for run in (story.phase1, story.phase2)]
+    for file in map(Path, workers):
+        assert any(file.is_relative_to(folder) for folder in snapshots), file
+    version = json.loads((story.snapshot / "snapshot.json").read_text())["code_version"]
+    assert {attempt["code_version"] for attempt in records(story.phase1 / "attempts.jsonl")} == {version}
+    check = ["sha256sum", "--quiet", "--check", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=story.snapshot).returncode == 0
+
+
+def test_phase_two_waits_and_leaves_out_a_bad_node(story: Story) -> None:
+    assert story.waiting["JobState"] == "PENDING"
+    assert story.waiting["Dependency"].startswith(f"afterok:{story.job1['JobId']}")
+    (first,) = supervisor(story.phase2, "bad_node")
+    assert first["node"] == "n2"
+    assert "0 GPUs where 8 are needed" in first["text"]
+    assert [start["nodes"] for start in supervisor(story.phase2, "start")] == [["n1", "n3"]]
+    parent = json.loads((story.phase2 / "lineage.json").read_text())["parent"]
+    assert parent == str(story.phase1 / "checkpoint/step-40")
+    (launched,) = records(story.phase2 / "launches.jsonl")
+    assert launched["parent"] == str(story.phase1)
+
+
+def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path: Path) -> None:
+    """Slurm itself would let the job run on without anybody to lead it. The supervisor is a stand-in that waits."""
+    snapshot = tmp_path / "snap"
+    (snapshot / "env/bin").mkdir(parents=True)
+    (snapshot / "code").mkdir()
+    (tmp_path / "cluster").mkdir()
+    stand_in = snapshot / "env/bin/python"
+    stand_in.write_text(
+        f"#!/bin/sh\necho begun >> {tmp_path}/begun\nuntil [ -f {tmp_path}/finish ]; do sleep 1; done\n"
+    )
+    stand_in.chmod(0o755)
+    nodes = Cluster(nodes=2, gpus_per_node=1, spares=1, cpu=True, env=("PULSE_S=0.5",))
+    script = snapshot / "submit.sbatch"
+    script.write_text(batch_script(snapshot, tmp_path, nodes, None))
+    subprocess.run("sha256sum submit.sbatch > SHA256SUMS", shell=True, cwd=snapshot, check=True)
+
+    def begun(times: int) -> bool:
+        return (tmp_path / "begun").is_file() and len((tmp_path / "begun").read_text().splitlines()) == times
+
+    def watches(cluster: SlurmCluster) -> bool:
+        return any(process.name() == "sleep" for process in cluster.processes("n3"))
+
+    with SlurmCluster(tmp_path / "cluster") as cluster:
+        job_id = int(cluster.command("sbatch", "--parsable", str(script)))
+        wait_for(lambda: begun(1) and watches(cluster), "the job and its watch", TIMEOUT_S)
+        cluster.lose_node("n1")
+        assert cluster.job(job_id)["JobState"] == "RUNNING", "a power cut is not noticed at once"
+        wait_for(lambda: cluster.job(job_id)["Restarts"] == "1", "the requeue", TIMEOUT_S)
+        cluster.start_node("n1")
+        wait_for(lambda: begun(2), "the second start", TIMEOUT_S)
+        (tmp_path / "finish").touch()
+        wait_for(lambda: cluster.job(job_id)["JobState"] == "COMPLETED", "the end", TIMEOUT_S)
+    assert not cluster.processes()

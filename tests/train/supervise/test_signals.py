@@ -1,0 +1,46 @@
+"""A signal sets a flag while the main thread is busy; the deadline ends a process that does not come to its end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import sys, threading, time
+from train.signals import WORKER
+WORKER.deadline_s = float(sys.argv[1])
+WORKER.install()
+print("ready", flush=True)
+if sys.argv[2] == "hang":
+    threading.Event().wait()
+while not WORKER.asked:
+    time.sleep(0.01)
+print(WORKER.asked, flush=True)
+time.sleep(0.1)  # a second signal soon after is the same request
+print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_two_signals_at_once_are_one_request(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, "60", "poll"], cwd=ROOT, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == f"{number.name}\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "saved\n"
+    assert process.returncode == 0
+
+
+def test_the_deadline_ends_what_hangs() -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, "0.2", "hang"], cwd=ROOT, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1

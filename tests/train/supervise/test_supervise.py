@@ -1,0 +1,162 @@
+"""The restart loop's decisions, with workers that only leave an outcome: what is started again, and what is not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import psutil
+import pytest
+
+from records.events import read_events
+from records.exit_codes import CRASHED, DONE, STOPPED, UNCLEAN
+from records.job import SupervisedJob, read_job
+from train.supervise.__main__ import Supervisor, only_supervisor
+from train.supervise.attempt import Attempt
+from train.supervise.heartbeat import laggards
+from train.supervise.signals import StopSignals
+
+ROOT = Path(__file__).resolve().parents[3]
+Life = tuple[int, int, str, int | None]  # code, step, reason, step of the checkpoint that it saves
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> SupervisedJob:
+    job = SupervisedJob()
+    job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
+    job.resilience.backoff_s = 0.0
+    job.checkpoints.mkdir(parents=True)
+    return job
+
+
+@pytest.fixture
+def supervise(job: SupervisedJob, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+    """Run a supervisor whose starts live these lives: (its exit status, how many starts it made)."""
+
+    def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
+        begun: list[Life] = []
+
+        def start_workers(*arguments: Any) -> subprocess.Popen:
+            code, step, reason, saved = lives[len(begun)]
+            begun.append(lives[len(begun)])
+            outcome = {"attempt": len(begun), "code": code, "step": step, "reason": reason}
+            if reason:
+                (job.run / "outcome.json").write_text(json.dumps(outcome))
+            if saved is not None:
+                (job.checkpoints / f"step-{saved}").mkdir()
+                (job.checkpoints / f"step-{saved}/.metadata").touch()
+            return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+
+        monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
+        monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
+        options = argparse.Namespace(nodes=nodes, spares=spares, nproc_per_node=2)
+        return Supervisor(job, options, []).run(), len(begun)
+
+    return run
+
+
+def test_a_crash_is_started_again_until_done(supervise: Callable) -> None:
+    assert supervise((CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), (DONE, 20, "end", 20)) == (DONE, 3)
+
+
+def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: SupervisedJob) -> None:
+    crash: Life = (CRASHED, 7, "RuntimeError: x", None)
+    assert supervise((CRASHED, 7, "", 5), crash, crash, crash, crash) == (CRASHED, 4)
+    assert "without a newer checkpoint" in read_events(job.run)[-1]["text"]
+
+
+def test_stopped_workers_are_no_failure(supervise: Callable) -> None:
+    stopped: Life = (STOPPED, 3, "SIGUSR1", None)
+    assert supervise(stopped, stopped, stopped, stopped, (DONE, 20, "end", 20)) == (DONE, 5)
+
+
+def test_refused_settings_are_not_tried_again(supervise: Callable) -> None:
+    assert supervise((CRASHED, 0, "ValueError: mixture.lock is empty", None)) == (CRASHED, 1)
+
+
+@pytest.mark.parametrize(("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2)])
+def test_policies_after_a_refused_step(supervise: Callable, job: SupervisedJob, policy: Any, starts: int) -> None:
+    job.resilience.unclean_policy, job.resilience.skip_steps = policy, 3
+    lives = ((UNCLEAN, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
+    assert supervise(*lives) == (UNCLEAN if policy == "stop" else DONE, starts)
+    path = job.run / "skip_sequences.json"
+    assert path.is_file() == (policy == "rollback_and_skip")
+    if path.is_file():  # steps 11 and 12: step 10 is in the checkpoint
+        assert [entry["window"] for entry in json.loads(path.read_text())] == [[40, 48]]
+
+
+def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable, job: SupervisedJob) -> None:
+    job.resilience.unclean_policy = "rollback_and_skip"
+    assert supervise((UNCLEAN, 12, "x", 10), (UNCLEAN, 12, "x", None), (DONE, 20, "end", 20)) == (DONE, 3)
+    windows = [entry["window"] for entry in json.loads((job.run / "skip_sequences.json").read_text())]
+    assert windows == [[44, 48], [48, 52]]
+
+
+def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
+    supervise: Callable, job: SupervisedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight: Any = types.ModuleType("train.supervise.preflight")
+    preflight.healthy_nodes = lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"})
+    monkeypatch.setitem(sys.modules, "train.supervise.preflight", preflight)
+    assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
+    kinds = {e["kind"]: e for e in read_events(job.run)}
+    assert kinds["supervisor_bad_node"]["node"] == "b"
+    assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
+    assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
+
+
+def test_one_supervisor_a_run(job: SupervisedJob) -> None:
+    with only_supervisor(job), pytest.raises(ValueError, match="another supervisor"):
+        only_supervisor(job)
+    only_supervisor(job).close()
+
+
+def test_a_second_wish_kills_what_does_not_end(
+    job: SupervisedJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
+    child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(tmp_path / "pid")
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    monkeypatch.setattr(
+        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen([sys.executable, "-c", parent])
+    )
+    stop = StopSignals(on_force=lambda: None)
+    attempt = Attempt(job, 1, stop)
+    attempt.start(None, 1, [])
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.05)
+    stop.asked = "SIGTERM"
+    Timer(1.0, stop._force).start()
+    assert attempt.watch().reason.startswith("killed")
+    assert (job.run / "stop").exists(), "they were asked first"
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_lags() -> None:
+    beat = {"host": "n", "pid": 1, "interval_s": 5.0}
+    living, silent = {**beat, "rank": 0, "step": 7, "time": 100.0}, {**beat, "rank": 1, "step": 7, "time": 70.0}
+    behind = {**beat, "rank": 2, "step": 6, "time": 99.0}
+    assert [b["rank"] for b in laggards([living, silent, behind])] == [1]
+    assert [b["rank"] for b in laggards([living, behind])] == [2]
+    assert laggards([]) == []
+
+
+def test_the_job_file_and_its_overrides() -> None:
+    path = str(ROOT / "configs/phase1.toml")
+    job = read_job(["--job.config_file", path, "--resilience.skip-steps", "9", "--training.steps", "5"])
+    assert (job.training.global_batch_size, job.resilience.skip_steps) == (1536, 9)
+    assert job.resilience.unclean_policy == "rollback_and_skip"
+    assert str(job.checkpoints) == "runs/phase1/checkpoint"
+    with pytest.raises(ValueError, match="at every restart"):
+        read_job([f"--job.config_file={path}", "--checkpoint.load_step", "5"])
+    with pytest.raises(ValueError, match="is missing"):
+        read_job([])

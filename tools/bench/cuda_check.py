@@ -1,0 +1,197 @@
+"""Is the GPU engine right? Its logits, tokens and bits against Transformers on the same GPU, before any speed.
+
+Transformers in float32 is the reference, and Transformers in bf16 the yardstick: the kernels round weights, keys and
+values to 16 bits and nothing else, so they must be closer to float32 than a model that rounds every activation too.
+Greedy tokens may part from the reference only where its lead is below what both sides may err. The same gate must
+refuse engines with one fault each.
+
+    S positions   V vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from laneformer import LaneformerConfig
+from laneformer.config import MODULES, Join
+from laneformer.engine.cuda.decoder import IN_KERNEL_TOKENS, CudaDecoder
+from tools.check.reference import (
+    Weights,
+    hf_greedy,
+    hf_logits,
+    hf_model,
+    mean_kl,
+    relative_errors,
+    tensors_of,
+    without_message,
+)
+
+BEYOND_WINDOW = 64  # positions of the scored text that no longer see its start
+SHORT_LENGTH = 48
+PROMPT_LENGTHS = (1, 5, 11, 203)
+NEW_TOKENS = 32
+Report = dict[str, Any]
+MakeDecoder = Callable[..., CudaDecoder]
+
+
+@dataclasses.dataclass
+class Reference:
+    """What Transformers says of one text, and how far its own bf16 is from its float32."""
+
+    ids: list[int]
+    logits: np.ndarray  # (S, V)
+    error: float  # of bf16: largest relative error of a position
+    kl: float
+    worst: float  # largest difference of a logit
+    model: Any  # float32
+    continued: dict[tuple[int, ...], tuple[list[int], list[float]]] = dataclasses.field(default_factory=dict)
+
+    def greedy(self, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+        """Tokens and leads of float32, asked for once."""
+        key = (*prompt, new_tokens)
+        if key not in self.continued:
+            self.continued[key] = hf_greedy(self.model, prompt, new_tokens)
+        return self.continued[key]
+
+
+def reference(config: LaneformerConfig, weights: Weights, length: int) -> Reference:
+    """Both models on one random text; weights on the GPU."""
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+    model = hf_model(config, weights, torch.float32)
+    single, half = hf_logits(model, ids), hf_logits(hf_model(config, weights, torch.bfloat16), ids)
+    errors, worst = relative_errors(half, single), float(np.abs(half - single).max())
+    return Reference(ids, single, float(errors.max()), mean_kl(single, half), worst, model)
+
+
+def scored_length(config: LaneformerConfig) -> int:
+    windows = [config.window(i) or 0 for i in range(config.num_hidden_layers)]
+    return min(config.max_position_embeddings, max(windows) + BEYOND_WINDOW)
+
+
+def score(decoder: CudaDecoder, ids: list[int]) -> np.ndarray:
+    """Logits after every token, each read by the decode kernels, (S, V)."""
+    logits = torch.full((len(ids), decoder.config.vocab_size), float("nan"), device=decoder.devices[0])
+    decoder.start(ids, 1, logits=logits)
+    decoder.wait()
+    return logits.cpu().numpy()
+
+
+def compare(logits: np.ndarray, truth: Reference) -> Report:
+    """Distances from float32, and whether they are within those of bf16; NaN never is."""
+    expected = truth.logits[: len(logits)]
+    error, kl = float(relative_errors(logits, expected).max()), mean_kl(expected, logits)
+    return {
+        "relative_error": error, "kl": kl, "worst": float(np.abs(logits - expected).max()),
+        "holds": bool(error <= truth.error and kl <= truth.kl),
+    }  # fmt: skip
+
+
+def greedy(decoder: CudaDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+    decoder.start(prompt, new_tokens, reuse_prefix=False)
+    return decoder.wait()
+
+
+def prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
+    """Short ones, which the kernels read, and longer ones, which PyTorch reads."""
+    rng, longest = np.random.default_rng(1), config.max_position_embeddings - NEW_TOKENS
+    lengths = [min(PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)], longest) for i in range(count)]
+    return [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
+
+
+def compare_greedy(decoder: CudaDecoder, truth: Reference, worst: float, count: int) -> Report:
+    """Tokens next to float32's. `worst`: the largest error of our logits; a tie is closer than both sides can err.
+
+    No more is forgiven than bf16's own error, which is what PyTorch in 16 bits, reading the longer prompts, may make.
+    """
+    parted, tokens = [], []
+    for index, prompt in enumerate(prompts(decoder.config, count)):
+        ours = greedy(decoder, prompt)
+        theirs, leads = truth.greedy(prompt, len(ours))
+        tokens.append(ours)
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if first is not None:
+            tie = 2 * (min(worst, truth.worst) if len(prompt) <= IN_KERNEL_TOKENS else truth.worst)
+            parted.append({"prompt": index, "token": first, "lead": leads[first], "tie": tie})
+    unexplained = sum(p["lead"] > p["tie"] for p in parted)
+    return {"prompts": count, "same": count - len(parted), "parted": parted, "unexplained": unexplained, "ids": tokens}
+
+
+def differing_runs(decoder: CudaDecoder, ids: list[int], runs: int) -> int:
+    """How many of `runs` differ from the first in a bit of the logits."""
+    first = score(decoder, ids).tobytes()
+    return sum(score(decoder, ids).tobytes() != first for _ in range(runs - 1))
+
+
+def one_launch_is_many(decoder: CudaDecoder, prompt: list[int]) -> bool:
+    """The same tokens from one launch, and from launches of several lengths that go on from each other."""
+    whole, parts = greedy(decoder, prompt, 48), list(prompt)
+    for length in (1, 7, 16, 24):
+        decoder.start(parts, length)
+        parts += decoder.wait()
+    return parts[len(prompt) :] == whole
+
+
+def faults(config: LaneformerConfig, weights: Weights) -> Iterator[tuple[str, LaneformerConfig, Weights]]:
+    """One small fault at a time; those that this architecture has not are left out."""
+    name = f"layers.{config.num_hidden_layers // 2}.feed_forward.w2.weight"
+    swapped = weights[name].clone()
+    swapped[[0, 1]] = weights[name][[1, 0]]
+    yield "two lanes of one matrix swapped", config, {**weights, name: swapped}
+    modules = [(i, m) for i in range(config.num_hidden_layers) for m in MODULES]
+    sent = [module for module in modules if config.broadcasts(*module)]
+    if sent:
+        yield "one module's remote partials dropped", without_message(config, sent[len(sent) // 2]), weights
+    if any(config.join(*module) == Join.PAST for module in modules):
+        later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
+        yield "delay one more", later, weights
+
+
+def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) -> Report:
+    """The gate on a short text: the sound engine passes, each planted fault is refused."""
+    truth = reference(config, weights, SHORT_LENGTH)
+    found = {"none": compare(score(make(config, tensors_of(weights)), truth.ids), truth)}
+    for name, wrong_config, wrong_weights in faults(config, weights):
+        found[name] = compare(score(make(wrong_config, tensors_of(wrong_weights)), truth.ids), truth)
+    refused = [name for name, report in found.items() if name != "none" and not report["holds"]]
+    return {"faults": found, "holds": found["none"]["holds"] and len(refused) == len(found) - 1}
+
+
+def check(
+    makers: dict[str, Callable[[], CudaDecoder]],
+    truth: Reference,
+    count: int,
+    runs: int,
+    progress: Callable[[str], None],
+) -> Report:
+    """All checks but the faults on "persistent" and "graph"; one that fails does not keep the other from its own."""
+    report: Report = {"positions": len(truth.ids), "hf_bf16": {"relative_error": truth.error, "kl": truth.kl}}
+    passed: dict[str, bool] = {}
+    logits, tokens = {}, {}
+    for version, make in makers.items():
+        try:
+            decoder = make()
+            progress(f"{version}: logits of {len(truth.ids)} positions")
+            logits[version] = score(decoder, truth.ids)
+            report[version] = compare(logits[version], truth)
+            passed[f"{version}: closer to float32 than bf16 is"] = report[version]["holds"]
+            progress(f"{version}: {count} prompts, {runs} repeated runs")
+            found = compare_greedy(decoder, truth, report[version]["worst"], count)
+            tokens[version] = found.pop("ids")
+            report[version]["greedy"] = found
+            passed[f"{version}: greedy tokens"] = found["unexplained"] == 0
+            differing = report[version]["differing_runs"] = differing_runs(decoder, truth.ids[:16], runs)
+            passed[f"{version}: {runs} equal runs"] = differing == 0
+            passed[f"{version}: launch lengths"] = one_launch_is_many(decoder, truth.ids[:4])
+        except (RuntimeError, ValueError) as error:  # a hang, a fault of the GPU, a version that cannot be made
+            report[version] = {**report.get(version, {}), "error": str(error)}
+            passed[f"{version}: runs"] = False
+    if len(tokens) == len(makers) == 2:
+        first, second = (logits[version] for version in makers)
+        passed["both versions: the same tokens"] = tokens["persistent"] == tokens["graph"]
+        passed["both versions: the same bits"] = bool(np.array_equal(first, second))
+    return {**report, "runs": runs, "passed": passed}

@@ -1,0 +1,219 @@
+"""The page of tools.bench.cuda: from recorded figures to Markdown. What was not measured is named, never left out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from laneformer.engine.cuda.bench import datasheet, shares
+
+Report = dict[str, Any]
+HOP_US = 2.0  # assumed: a word to another GPU and back into its reader's poll over NVLink
+START = """# Decode speed on one GPU
+
+Random weights of one shape, one request, greedy; a token is timed when the host sees it, after the prompt and the
+launch. "of probe": bytes read per second over the best read that a kernel of our own reached on the same bytes in the
+same run; "of datasheet": over what the maker states. c: microseconds a layer that the stream of weights does not hide,
+(time a token - bytes / probe) / layers. Bytes are weights without what fills up the tapes' last chunks, plus keys and
+values."""
+
+
+def markdown(report: Report) -> str:
+    """The whole page; `report["steps"]` may hold any part of the steps."""
+    verdict = verdict_of(report["steps"].get("correctness", {}))
+    parts = [
+        START, f"## {report['date']}: `{report['flavor']}` in {report['dtype']}", f"    {report['command']}",
+        machine_line(report), f"**Correctness: {verdict}.**",
+    ]  # fmt: skip
+    for name, (title, write) in SECTIONS.items():
+        parts += [f"### {title}", section(report["steps"], name, write)]
+    return "\n\n".join(parts) + "\n"
+
+
+def section(steps: Report, name: str, write: Callable[[Report, Report], str]) -> str:
+    step = steps.get(name, {"not_measured": "its turn has not come"})
+    if "result" in step:
+        return write(step["result"], steps)
+    return f"not measured: {one_line(step.get('error') or step.get('not_measured'))}"
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())[:400].replace("|", "/")
+
+
+def verdict_of(step: Report) -> str:
+    if "result" not in step:
+        return f"not proven ({step.get('error') or step.get('not_measured') or 'not measured'})"
+    result = step["result"]
+    return "all checks hold" if result["holds"] else f"FAILED: {'; '.join(result['failed'])}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """First column left, the others right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(shown, line)) + " |" for line in lines)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "-" if value is None else str(value)
+
+
+def bandwidth(steps: Report) -> tuple[float | None, float | None]:
+    """Measured and stated bytes/s, None where unknown."""
+    probe, machine = (steps.get(name, {}).get("result", {}) for name in ("probe", "machine"))
+    return probe.get("bytes_per_s"), datasheet(machine.get("gpu", ""))
+
+
+def machine_line(report: Report) -> str:
+    facts = report["steps"].get("machine", {}).get("result")
+    start = f"Commit {report['commit']}."
+    if facts is None:
+        return f"{start} Machine: not measured."
+    shown_first = (
+        f"{facts['gpu']}, {facts['multiprocessors']} multiprocessors, L2 {facts['l2_bytes'] / 2**20:.0f} MiB, "
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB"
+    )
+    known = ("gpu", "multiprocessors", "l2_bytes", "memory_bytes")
+    return f"{shown_first}; " + ", ".join(f"{k} {v}" for k, v in facts.items() if k not in known) + f". {start}"
+
+
+def probe_section(result: Report, steps: Report) -> str:
+    stated = bandwidth(steps)[1]
+    names = {
+        "stream_bytes_per_s": "our ring of bulk copies", "loads_bytes_per_s": "plain 16-byte loads",
+        "torch_copy_bytes_per_s": "torch copy (reads and writes)",
+    }  # fmt: skip
+    rows = [
+        (title, result[key] / 1e9, None if stated is None else 100 * result[key] / stated)
+        for key, title in names.items()
+    ]
+    filling = (
+        f"Weights: {result['weight_bytes'] / 1e9:.3f} GB a token; {result['tape_bytes'] / 1e9:.3f} GB with what fills "
+        "up the tapes' last chunks."
+    )
+    return table(["read by", "GB/s", "% of datasheet"], rows) + f"\n\n{filling}"
+
+
+def correctness_section(result: Report, steps: Report) -> str:
+    rows: list[Sequence[Any]] = [("HF bf16", *(result["hf_bf16"][k] for k in ("relative_error", "kl")), None, None)]
+    for version in ("persistent", "graph"):
+        found = result.get(version, {})
+        greedy = found.get("greedy")
+        same = None if greedy is None else f"{greedy['same']} of {greedy['prompts']}"
+        rows.append((version, found.get("relative_error"), found.get("kl"), same, found.get("differing_runs")))
+    columns = ["against HF float32", "largest relative error", "KL, nats", "prompts alike", "runs that differ"]
+    parts = [table(columns, rows)]
+    parts += [
+        f"{version}: prompt {p['prompt']} parts at token {p['token']} where the lead is {p['lead']:.2e} "
+        f"(a tie below {p['tie']:.2e})."
+        for version in ("persistent", "graph")
+        for p in result.get(version, {}).get("greedy", {}).get("parted", ())
+    ]
+    faults = [(name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()]
+    parts.append(table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults))
+    parts.append(table(["check", "holds"], result["passed"].items()))
+    return "\n\n".join(parts)
+
+
+DECODE_COLUMNS = {
+    "depth": "depth", "tokens_per_s": "tokens/s", "first_tokens_per_s": "first 32", "last_tokens_per_s": "last 32",
+    "bytes_per_token": "MB/token", "percent_of_probe": "% of probe", "percent_of_datasheet": "% of datasheet",
+    "exposed_us_per_layer": "c, us/layer", "version": "version",
+}  # fmt: skip
+
+
+def decode_section(result: Report, steps: Report) -> str:
+    rows = [{**row, "bytes_per_token": row["bytes_per_token"] / 1e6} for row in result["depths"].values()]
+    return table(list(DECODE_COLUMNS.values()), ([row[key] for key in DECODE_COLUMNS] for row in rows))
+
+
+def rivals_section(result: Report, steps: Report) -> str:
+    """Medians of the rounds, and ratios within a round."""
+    probe, stated = bandwidth(steps)
+    size, layers = weights_and_layers(steps)
+    ours, rows = result["tokens_per_s"].get("persistent", []), []
+    for name, speeds in result["tokens_per_s"].items():
+        median = statistics.median(speeds)
+        part = shares(median, size, probe, stated, 1, layers) if size and probe else {}
+        ratio = statistics.median(a / b for a, b in zip(ours, speeds, strict=False)) if ours else None
+        percents = (part.get(key) for key in ("percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer"))
+        rows.append((name, median, min(speeds), max(speeds), *percents, ratio))
+    columns = [f"turns of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
+               "c, us/layer", "ours over it"]  # fmt: skip
+    failed = "".join(f"\n\n{name}: not measured, {one_line(reason)}" for name, reason in result["failed"].items())
+    mode = f"torch.compile mode {result['mode']}.\n\n" if "mode" in result else ""
+    return mode + table(columns, rows) + failed
+
+
+def weights_and_layers(steps: Report) -> tuple[float | None, int]:
+    """Bytes of weights a token, and layers, as other steps know them."""
+    probe = steps.get("probe", {}).get("result", {})
+    return probe.get("weight_bytes"), probe.get("layers", 0)
+
+
+def sweep_section(result: Report, steps: Report) -> str:
+    rows = [
+        (", ".join(f"{k} {v}" for k, v in row["shape"].items()) or "the default",
+         row.get("chunks"), row.get("tokens_per_s"), row.get("same_tokens"), row.get("error", ""))
+        for row in result["rows"]
+    ]  # fmt: skip
+    return table(["shape", "chunks in the ring", "tokens/s", "same tokens", ""], rows)
+
+
+def prefill_section(result: Report, steps: Report) -> str:
+    row = (result["prompt"], 1000 * result["ttft_s"], result["tokens_per_s"])
+    return table(["prompt", "ms to the first token", "prompt tokens/s"], [row])
+
+
+def fp16_section(result: Report, steps: Report) -> str:
+    row = (result["tokens_per_s"], result["relative_error"], result["kl"], result["holds"])
+    return table(["tokens/s", "relative error", "KL, nats", "within bf16's"], [row])
+
+
+def projection(result: Report, probe: float | None, hop_us: float = HOP_US) -> Report:
+    """One lane a GPU: the lane's own time, and a trip between GPUs wherever all lanes must wait for each other.
+
+    {"tokens_per_s", "exposed_us_per_layer"}; delayed outputs are taken to be there in time.
+    """
+    alone_s = 1 / max(row["tokens_per_s"] for row in result["rows"])
+    whole_s = alone_s + result["blocking_exchanges"] * hop_us * 1e-6
+    exposed = None if probe is None else 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
+    return {"tokens_per_s": 1 / whole_s, "exposed_us_per_layer": exposed}
+
+
+def alone_section(result: Report, steps: Report) -> str:
+    projected = projection(result, bandwidth(steps)[0])
+    rows = [(row["blocks"], row["tokens_per_s"]) for row in result["rows"]]
+    exposed = shown(projected["exposed_us_per_layer"])
+    return table(["blocks", "tokens/s of one lane alone"], rows) + (
+        f"\n\n**A projection, not a measurement**: {result['lanes']} GPUs with one lane each would make "
+        f"{projected['tokens_per_s']:.0f} tokens/s (c {exposed} us/layer), if the other lanes' outputs arrive within "
+        f"the delay and each of {result['blocking_exchanges']} blocking exchanges a token costs {HOP_US} us (assumed)."
+    )
+
+
+def facts_section(result: Report, steps: Report) -> str:
+    return table(["", ""], ((key, one_line(value)) for key, value in result.items()))
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Report, Report], str]]] = {
+    "first_persistent": ("The persistent kernel's first tokens", facts_section),
+    "first_graph": ("The graph's first tokens", facts_section),
+    "probe": ("Read bandwidth", probe_section),
+    "correctness": ("Correctness", correctness_section),
+    "decode": ("Decode", decode_section),
+    "rivals": ("Rivals, in turns", rivals_section),
+    "compiled": ("Transformers, compiled", rivals_section),
+    "max_autotune": ("Transformers, compiled with max-autotune", rivals_section),
+    "sweep": ("Other cuts", sweep_section),
+    "prefill": ("Prompt", prefill_section),
+    "fp16": ("fp16", fp16_section),
+    "lane_alone": ("One lane on all multiprocessors", alone_section),
+    "two_groups": ("Two groups of lanes, as on two GPUs, on one", facts_section),
+    "sanitizer": ("compute-sanitizer", facts_section),
+}

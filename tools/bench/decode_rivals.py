@@ -1,0 +1,386 @@
+"""The contestants of tools.bench.decode, each in a process of its own that sleeps while the others are measured.
+
+A process reads one JSON command a line from stdin and answers it with one JSON line; it ends when stdin does. Every
+contestant holds random weights of the same shape and element type, so a token costs each the same bytes. None of them
+tokenises. Where a rival has two ways to do it, it takes the one that is faster here and now, and says which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.metadata
+import io
+import itertools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import tyro
+
+from laneformer import LaneformerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+Name = Literal["laneformer", "llamacpp", "transformers"]
+Dtype = Literal["bf16", "fp16"]
+LLAMACPP_FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
+CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
+PIP_LINES = {
+    "laneformer": "make setup",
+    "llamacpp": f'CMAKE_ARGS="-DGGML_NATIVE=on -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF" {sys.executable} -m pip install '
+    f"--target {LLAMACPP_FOLDER} llama-cpp-python gguf",
+    "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.14" "transformers>=4.57,<6"',
+}
+TRIAL_TOKENS = 12  # decides between two ways of one rival
+SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
+REPLY_TIMEOUT_S = 900.0
+CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+
+
+class ContestantProcess:
+    """One contestant in a process of its own: started, asked, closed. `missing` says what it lacks, else None."""
+
+    def __init__(self, name: str, flavor: str, dtype: Dtype, threads: int):
+        self.name = name
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
+        command = [sys.executable, "-m", "tools.bench.decode_rivals", "--name", name, "--flavor", flavor]
+        command += ["--dtype", dtype, "--threads", str(threads)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        self.facts = self._reply()
+        self.missing: str | None = self.facts.get("missing")
+
+    def ask(self, do: str, **command: Any) -> Any:
+        """Its answer to one command; RuntimeError with the end of its log if it died or fell silent."""
+        time.sleep(SETTLE_S)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+        self.process.stdin.flush()
+        return self._reply()
+
+    def _reply(self) -> Any:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], REPLY_TIMEOUT_S)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            self.close()
+            self.log.seek(0)
+            raise RuntimeError(f"{self.name} gave no answer; its last lines:\n{self.log.read()[-1500:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def cpu_clocks(self) -> tuple[float, float, float]:
+        """Seconds: of the wall, of CPU in this process, and of CPU in use on the machine (stolen time included)."""
+        own = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        busy = user + nice + system + irq + softirq + steal
+        return time.perf_counter(), (int(own[11]) + int(own[12])) / CLOCK_HZ, busy / CLOCK_HZ
+
+
+class Contestant(Protocol):
+    """`facts`: version, settings, weight_bytes_per_token. Speeds are tokens/s; the first token is not counted."""
+
+    facts: dict[str, Any]
+
+    def decode(self, prompt: list[int], new_tokens: int) -> float: ...
+
+    def prefill(self, prompt: list[int]) -> float: ...
+
+
+def main(name: Name, flavor: str, dtype: Dtype = "bf16", threads: int = 2) -> None:
+    """Answer commands until stdin ends. Started by tools.bench.decode."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    try:
+        contestant = CONTESTANTS[name](LaneformerConfig.from_flavor(flavor), dtype, threads)
+    except ImportError as error:
+        print(json.dumps({"missing": f"{error}; {PIP_LINES[name]}"}), file=replies, flush=True)
+        return
+    print(json.dumps(contestant.facts), file=replies, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        do = command.pop("do")
+        answer = laneformer_bench(**command) if do == "bench" else getattr(contestant, do)(**command)
+        print(json.dumps(answer), file=replies, flush=True)
+
+
+def laneformer_bench(flavor: str, threads: int) -> dict[str, Any]:
+    """The JSON of `laneformer bench`, run inside this process: the probe reads with the engine's own threads."""
+    from laneformer.cli import main as laneformer
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        laneformer(["bench", "--random-weights", flavor, "--device", "cpu", "--threads", str(threads), "--json"])
+    return json.loads(out.getvalue().splitlines()[-1])
+
+
+def fastest(ways: dict[str, Callable[[], float]]) -> str:
+    """The name of the way with the highest speed; three interleaved tries each, the best counts."""
+    speeds = dict.fromkeys(ways, 0.0)
+    for _ in range(3):
+        for way, run in ways.items():
+            speeds[way] = max(speeds[way], run())
+    return max(speeds, key=speeds.__getitem__)
+
+
+class LaneformerContestant:
+    """Our engine through its public interface: the stream a user would read."""
+
+    def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
+        from laneformer import Engine
+
+        self.engine = Engine.random(config, dtype, device="cpu", threads=threads)
+        self.facts = {
+            "version": f"laneformer {importlib.metadata.version('laneformer')}",
+            "settings": f"isa {self.engine.isa}, math {self.engine.math}",
+            "weight_bytes_per_token": self.engine.weight_bytes,
+        }
+
+    def decode(self, prompt: list[int], new_tokens: int) -> float:
+        stream = self.engine.stream(prompt, max_new_tokens=new_tokens + 1, ignore_eos=True)
+        arrivals = [time.perf_counter() for _ in stream]
+        assert len(arrivals) == new_tokens + 1, f"{len(arrivals)} tokens instead of {new_tokens + 1}"
+        return new_tokens / (arrivals[-1] - arrivals[0])
+
+    def prefill(self, prompt: list[int]) -> float:
+        start = time.perf_counter()
+        self.engine.generate(prompt, max_new_tokens=1, ignore_eos=True)
+        return len(prompt) / (time.perf_counter() - start)
+
+
+class LlamaCppContestant:
+    """llama.cpp on a random GGUF: its C interface, one llama_decode a token, the largest logit taken by numpy."""
+
+    def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
+        sys.path.append(str(LLAMACPP_FOLDER))
+        import llama_cpp
+
+        self.api, self.config, self.threads = llama_cpp, config, threads
+        self.silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept: C holds only its address
+        llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        path = random_gguf(config, dtype)
+        # a mapped file has small pages; memory of its own may get huge ones
+        modes = {"mmap": llama_cpp.LLAMA_LOAD_MODE_MMAP, "none": llama_cpp.LLAMA_LOAD_MODE_NONE}
+        opened = {name: self.open(path, mode) for name, mode in modes.items()}
+        best = fastest({name: functools.partial(self.trial, *pair) for name, pair in opened.items()})
+        self.model, self.context = opened.pop(best)
+        for model, context in opened.values():
+            llama_cpp.llama_free(context)
+            llama_cpp.llama_model_free(model)
+        self.facts = {
+            "version": f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}",
+            "settings": f"load mode {best}; {llama_cpp.llama_print_system_info().decode().strip()}",
+            "weight_bytes_per_token": sum(
+                int(np.prod(shape)) * (2 if len(shape) == 2 else 4)
+                for name, shape in gguf_shapes(config).items()
+                if name != "token_embd.weight"
+            ),
+        }
+
+    def open(self, path: Path, load_mode: int) -> tuple[Any, Any]:
+        model_options = self.api.llama_model_default_params()
+        model_options.load_mode = load_mode
+        model = self.api.llama_model_load_from_file(str(path).encode(), model_options)
+        if not model:
+            raise RuntimeError(f"llama.cpp cannot load {path}; delete it, so that it is written anew")
+        options = self.api.llama_context_default_params()
+        options.n_ctx = self.config.max_position_embeddings
+        options.n_threads = options.n_threads_batch = self.threads
+        return model, self.api.llama_init_from_model(model, options)
+
+    def trial(self, model: Any, context: Any) -> float:
+        self.model, self.context = model, context
+        return self.decode([5], TRIAL_TOKENS)
+
+    def decode(self, prompt: list[int], new_tokens: int) -> float:
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        token = self.evaluate(prompt)
+        start = time.perf_counter()
+        for _ in range(new_tokens):
+            token = self.evaluate([token])
+        return new_tokens / (time.perf_counter() - start)
+
+    def prefill(self, prompt: list[int]) -> float:
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        start = time.perf_counter()
+        self.evaluate(prompt)
+        return len(prompt) / (time.perf_counter() - start)
+
+    def evaluate(self, ids: list[int]) -> int:
+        """Append ids in batches as large as llama.cpp takes them; the likeliest next id."""
+        step = self.api.llama_n_batch(self.context)
+        for first in range(0, len(ids), step):
+            part = ids[first : first + step]
+            tokens = (ctypes.c_int32 * len(part))(*part)  # the batch holds only its address
+            status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(tokens, len(part)))
+            if status:
+                raise RuntimeError(f"llama_decode failed with status {status}")
+        logits = self.api.llama_get_logits_ith(self.context, -1)
+        return int(np.ctypeslib.as_array(logits, (self.config.vocab_size,)).argmax())
+
+
+def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of a Llama with the same matrices as this Laneformer, under the names that llama.cpp reads."""
+    d, f, v, kv = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_key_value_heads
+    kv *= config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (v, d), "output_norm.weight": (d,)}
+    for i in range(config.num_hidden_layers):
+        layer = {
+            "attn_norm": (d,), "attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d),
+            "ffn_norm": (d,), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f),
+        }  # fmt: skip
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return {**shapes, "output.weight": (v, d)}
+
+
+def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOLDER) -> Path:
+    """Write the GGUF once and keep it: random matrices in 16 bits, norms of one, a vocabulary of dummy pieces."""
+    import gguf
+
+    c = config
+    size = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
+    path = folder / f"llama-{size}-{c.num_key_value_heads}-{c.vocab_size}-{dtype}.gguf"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"writing {path}", file=sys.stderr)
+    kind = gguf.GGMLQuantizationType.BF16 if dtype == "bf16" else gguf.GGMLQuantizationType.F16
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    writer = gguf.GGUFWriter(temporary, "llama")
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_vocab_size(c.vocab_size)
+    add_dummy_vocabulary(writer, c.vocab_size)
+    rng = np.random.default_rng(0)
+    for name, shape in gguf_shapes(c).items():
+        if len(shape) == 1:
+            writer.add_tensor(name, np.ones(shape, np.float32))
+            continue
+        values = rng.standard_normal(shape, np.float32) * np.float32(c.initializer_range)
+        if dtype == "fp16":
+            writer.add_tensor(name, values.astype(np.float16))
+        else:  # the upper half of a float32; cutting instead of rounding matters to nobody here
+            upper = np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
+            writer.add_tensor(name, upper.view(np.uint8), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    temporary.rename(path)
+    return path
+
+
+def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
+    """The least that llama.cpp loads as a SentencePiece vocabulary: control ids, 256 bytes, then pieces."""
+    from gguf import TokenType
+
+    control = [("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)]
+    in_bytes = [(f"<0x{value:02X}>", TokenType.BYTE) for value in range(256)]
+    pieces = ((f"piece{i}", TokenType.NORMAL) for i in itertools.count())
+    tokens = list(itertools.islice(itertools.chain(control, in_bytes, pieces), vocab_size))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_scores([-float(i) for i in range(vocab_size)])
+    writer.add_token_types([kind for _, kind in tokens])
+
+
+class TransformersContestant:
+    """LlamaForCausalLM with random weights and SDPA attention: a plain loop over forward, static or growing cache."""
+
+    def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.bfloat16 if dtype == "bf16" else torch.float16)
+        shape = transformers.LlamaConfig(
+            hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers, num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads, vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_position_embeddings, tie_word_embeddings=False,
+        )  # fmt: skip
+        self.torch, self.transformers = torch, transformers
+        self.model: Any = transformers.LlamaForCausalLM(shape).eval()
+        caches = {"growing": self.growing_cache, "static": self.static_cache}
+        self.new_cache: Callable[[int], Any] = self.growing_cache
+        best = fastest({name: functools.partial(self.trial, make) for name, make in caches.items()})
+        self.new_cache = caches[best]
+        parameters = sum(p.numel() for p in self.model.parameters()) - self.model.get_input_embeddings().weight.numel()
+        self.facts = {
+            "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
+            "settings": f"{best} cache, {self.model.config._attn_implementation} attention",
+            "weight_bytes_per_token": parameters * 2,
+        }
+
+    def growing_cache(self, length: int) -> Any:
+        return self.transformers.DynamicCache(config=self.model.config)
+
+    def static_cache(self, length: int) -> Any:
+        return self.transformers.StaticCache(config=self.model.config, max_cache_len=length)
+
+    def trial(self, new_cache: Callable[[int], Any]) -> float:
+        self.new_cache = new_cache
+        return self.decode([5], TRIAL_TOKENS)
+
+    def decode(self, prompt: list[int], new_tokens: int) -> float:
+        cache = self.new_cache(len(prompt) + new_tokens)
+        token = self.evaluate(self.torch.tensor([prompt]), cache)
+        start = time.perf_counter()
+        for _ in range(new_tokens):
+            token = self.evaluate(token, cache)
+        return new_tokens / (time.perf_counter() - start)
+
+    def prefill(self, prompt: list[int]) -> float:
+        start = time.perf_counter()
+        self.evaluate(self.torch.tensor([prompt]), self.new_cache(len(prompt)))
+        return len(prompt) / (time.perf_counter() - start)
+
+    def evaluate(self, ids: Any, cache: Any) -> Any:
+        """Ids (1, S) -> the likeliest next id (1, 1), read back as a sampler would."""
+        logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        token.item()
+        return token
+
+
+CONTESTANTS: dict[str, Callable[[LaneformerConfig, Dtype, int], Contestant]] = {
+    "laneformer": LaneformerContestant,
+    "llamacpp": LlamaCppContestant,
+    "transformers": TransformersContestant,
+}
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,314 @@
+"""The contestants of tools.bench.loader, each in a process of its own: the same windows, batches of BATCH, int64.
+
+    python -m tools.bench.loader_rivals --name NAME --data DIR --measure '{"speed": 1.0}'
+
+A contestant opens its data and yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None);
+the last line of stdout is JSON. Nothing of a rival is changed; each reads the form of the data that its own documents
+ask for, already tokenized, and takes the faster of its ways to make batches. How to install: `INSTALL`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+
+from data_mixtures.mixture import Mixture, read_lock
+
+BATCH = 8
+EPOCH = 20_000  # samples, where a rival wants to be told
+MOSAIC_FOLDER = Path(sys.prefix) / "mosaicml-streaming"  # beside the environment, so that none of its packages changes
+INSTALL = {
+    # its other dependencies are clouds and image data sets, which token streams do not touch
+    "mosaicml-streaming": f"{sys.executable} -m pip install --no-deps --target {MOSAIC_FOLDER} mosaicml-streaming zstd "
+    "python-snappy cramjam Brotli catalogue",
+}
+Batches = Iterator[tuple[torch.Tensor, np.ndarray | None]]
+
+
+class Contestant:
+    """What is measured; `workers`: processes that read ahead, where the contestant needs them for that."""
+
+    def __init__(self, data: Path):
+        self.data = data
+        lock = read_lock(data / "phase1.lock.json")
+        self.seq_len: int = lock["seq_len"]
+        self.names = [source["name"] for source in lock["sources"]]
+        self.shares = [source["weight"] / sum(s["weight"] for s in lock["sources"]) for source in lock["sources"]]
+
+    def state_at(self, sequence: int) -> Any:
+        """What is needed to go on from there. LookupError when there is no way to."""
+        return sequence
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        raise NotImplementedError
+
+
+class Sequences(Contestant):
+    """Ours without the threads around it."""
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        mixture = Mixture.open(self.data / "phase1.lock.json")
+        while True:
+            tokens, sources = mixture.sequences(state, BATCH)
+            yield torch.from_numpy(tokens), sources
+            state += BATCH
+
+
+class Loader(Contestant):
+    """Ours, as the trainer has it: two reader threads, also when there is one core."""
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        from train.data import MixtureLoader
+        from train.skips import SkipList
+
+        loader = MixtureLoader(self.data / "phase1.lock.json", 0, 1, BATCH, 2, SkipList())
+        here = json.loads(loader.state_dict()["mixture"])
+        loader.load_state_dict({"mixture": json.dumps({**here, "sequences": state})})
+        for inputs, _ in loader:
+            yield inputs["input"], inputs["source"].numpy()
+
+
+class TorchTitan(Contestant):
+    """Its own data set and loader on rows of token ids, mixed beforehand: it reads one data set, and mixes none."""
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        from datasets import load_dataset
+        from torchtitan.components.dataloader import ParallelAwareDataloader
+        from torchtitan.hf_datasets import DatasetConfig
+        from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
+
+        def rows(path: str) -> Any:
+            return load_dataset("parquet", data_files=path, split="train", cache_dir=str(self.data / "cache"))
+
+        DATASETS["rows"] = DatasetConfig(str(self.data / "mixed.parquet"), rows, lambda sample: sample["tokens"])
+        ready = types.SimpleNamespace(encode=lambda tokens, **_: tokens)  # no text: tokenizing would cost it more
+        dataset = HuggingFaceTextDataset("rows", None, ready, self.seq_len, infinite=True)
+        dataset.load_state_dict({"token_buffer": [], "sample_idx": state})
+        for inputs, _ in ParallelAwareDataloader(dataset, 0, 1, batch_size=BATCH, num_workers=workers):
+            yield inputs["input"], None
+
+    def state_at(self, sequence: int) -> Any:
+        import pyarrow.parquet
+
+        if sequence >= (rows := pyarrow.parquet.read_metadata(self.data / "mixed.parquet").num_rows):
+            raise LookupError(f"later than its {rows} rows: only by reading")
+        return sequence
+
+
+class Interleave(Contestant):
+    """datasets.interleave_datasets over Arrow files, memory-mapped."""
+
+    streaming = False
+
+    def _mixed(self) -> Any:
+        import datasets
+
+        datasets.disable_progress_bars()
+        parts = [
+            datasets.load_dataset("parquet", data_files=str(self.data / f"{name}.parquet"), split="train",
+                                  cache_dir=str(self.data / "cache"), streaming=self.streaming)
+            for name in self.names
+        ]  # fmt: skip
+        mixed = datasets.interleave_datasets(parts, self.shares, seed=1, stopping_strategy="all_exhausted")
+        return mixed.with_format("numpy")
+
+    def state_at(self, sequence: int) -> Any:
+        if sequence >= (length := len(self._mixed())):
+            raise LookupError(f"later than its {length} rows: no")
+        return sequence
+
+    def _at(self, state: Any) -> Any:
+        return self._mixed().skip(state)
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        mixed = self._at(state)
+        if workers:
+            many = torch.utils.data.DataLoader(mixed, BATCH, num_workers=workers, collate_fn=_collate)
+            yield from many
+        while True:
+            for rows in mixed.iter(BATCH, drop_last_batch=True):
+                yield torch.from_numpy(rows["tokens"].astype(np.int64)), rows["source"]
+            mixed = self._mixed()
+
+
+class InterleaveStreaming(Interleave):
+    """datasets.interleave_datasets over Parquet files, streamed."""
+
+    streaming = True
+
+    def state_at(self, sequence: int) -> Any:
+        if sequence > 20_000:
+            raise LookupError("later: only by reading")
+        mixed = self._mixed()
+        for _ in islice(mixed.iter(BATCH), sequence // BATCH):
+            pass
+        return mixed.state_dict()
+
+    def _at(self, state: Any) -> Any:
+        mixed = self._mixed()
+        if state:
+            mixed.load_state_dict(state)
+        return mixed
+
+
+class Mosaic(Contestant):
+    """mosaicml-streaming's StreamingDataset with a proportion a stream, shuffled as it comes."""
+
+    def __init__(self, data: Path):
+        super().__init__(data)
+        sys.path.append(str(MOSAIC_FOLDER))
+        package = types.ModuleType("streaming")  # its own one imports its image data sets, hence torchvision
+        package.__path__ = [str(MOSAIC_FOLDER / "streaming")]
+        sys.modules["streaming"] = package
+        torch._utils._get_available_device_type = lambda: "cpu"
+        if not (data / "mds").is_dir():
+            self._write()
+
+    def _write(self) -> None:
+        import pyarrow.parquet
+        from streaming.base import MDSWriter
+
+        columns = {"tokens": f"ndarray:uint16:{self.seq_len + 1}", "source": "uint16"}
+        for index, name in enumerate(self.names):
+            rows = pyarrow.parquet.read_table(self.data / f"{name}.parquet")["tokens"].combine_chunks()
+            with MDSWriter(out=str(self.data / "mds" / name), columns=columns) as writer:
+                for window in rows.flatten().to_numpy().reshape(-1, self.seq_len + 1):
+                    writer.write({"tokens": window, "source": np.uint16(index)})
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        from streaming.base import Stream, StreamingDataLoader, StreamingDataset
+        from streaming.base.util import clean_stale_shared_memory
+
+        clean_stale_shared_memory()
+        streams = [
+            Stream(local=str(self.data / "mds" / name), proportion=share)
+            for name, share in zip(self.names, self.shares, strict=True)
+        ]
+        dataset = StreamingDataset(streams=streams, batch_size=BATCH, epoch_size=EPOCH, num_canonical_nodes=1,
+                                   shuffle=True, shuffle_seed=1)  # fmt: skip
+        if state:
+            epoch, within = divmod(state, EPOCH)
+            dataset.load_state_dict({**dataset.state_dict(within, True), "epoch": epoch})
+        for _ in range(1000):
+            yield from StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=_collate)
+
+
+def _collate(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, np.ndarray]:
+    tokens = np.stack([row["tokens"] for row in rows]).astype(np.int64)
+    return torch.from_numpy(tokens), np.array([int(row["source"]) for row in rows])
+
+
+CONTESTANTS: dict[str, type[Contestant]] = {
+    "Mixture.sequences": Sequences,
+    "MixtureLoader": Loader,
+    "torchtitan": TorchTitan,
+    "interleave_datasets": Interleave,
+    "interleave_datasets, streaming": InterleaveStreaming,
+    "mosaicml-streaming": Mosaic,
+}
+
+
+def speed(contestant: Contestant, seconds: float) -> dict[str, float]:
+    """Tokens per second of processor time on one core, all threads together."""
+    batches = contestant.batches()
+    for _ in islice(batches, 20):
+        pass
+    tokens, started, wall = 0, time.process_time(), time.perf_counter()
+    while time.perf_counter() - wall < seconds:
+        batch, _ = next(batches)
+        tokens += batch.shape[0] * contestant.seq_len
+    return {"tokens_per_s": tokens / (time.process_time() - started)}
+
+
+def first_pass(contestant: Contestant, sequences: int) -> dict[str, float]:
+    """Tokens per second of processor time while everything is touched for the first time, hence checked."""
+    batches, started = contestant.batches(), time.process_time()
+    for _ in islice(batches, sequences // BATCH):
+        pass
+    return {
+        "first_pass_tokens_per_s": sequences // BATCH * BATCH * contestant.seq_len / (time.process_time() - started)
+    }
+
+
+def stalls(contestant: Contestant, steps: int, step_s: float = 0.02) -> dict[str, float]:
+    """How long a training step of step_s, which leaves the interpreter alone, waits for its batch; on all cores."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    batches, waits, batch = contestant.batches(workers=1), [], None
+    for _ in range(steps + 10):
+        time.sleep(step_s)
+        started = time.perf_counter()
+        batch = next(batches)
+        waits.append(time.perf_counter() - started)
+    del batch
+    return {"stall_p50_s": float(np.median(waits[10:])), "stall_p99_s": float(np.quantile(waits[10:], 0.99))}
+
+
+def deviation(contestant: Contestant, sequences: int) -> dict[str, Any]:
+    """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000 and up to `sequences`."""
+    read = []
+    for _, sources in islice(contestant.batches(), -(-sequences // BATCH)):
+        if sources is None:
+            return {"deviation": None}
+        read.append(sources)
+    return {"deviation": worst_deviation(np.concatenate(read)[:sequences], contestant.shares)}
+
+
+def worst_deviation(sources: np.ndarray, shares: list[float]) -> dict[str, float]:
+    prefixes = np.arange(1, len(sources) + 1)
+    apart = np.array([np.abs(np.cumsum(sources == i) - share * prefixes) for i, share in enumerate(shares)]).max(0)
+    return {str(limit): float(apart[:limit].max()) for limit in (1000, 10_000) if limit <= len(sources)}
+
+
+def resume(contestant: Contestant, sequences: list[int]) -> dict[str, Any]:
+    """Seconds from nothing opened to the first batch at each sequence; where there is no way, why."""
+    taken: dict[str, Any] = {}
+    next(contestant.batches())  # imports, and what the first use writes to a cache
+    for sequence in sequences:
+        try:
+            state = contestant.state_at(sequence)
+        except LookupError as reason:
+            taken[str(sequence)] = str(reason)
+            continue
+        started = time.perf_counter()
+        next(contestant.batches(state))
+        taken[str(sequence)] = time.perf_counter() - started
+    return {"resume_s": taken}
+
+
+MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
+    "speed": speed, "first_pass": first_pass, "stalls": stalls, "deviation": deviation, "resume": resume,
+}  # fmt: skip
+
+
+def main(name: str, data: Path, measure: str) -> None:
+    """Measure one contestant; `measure`: JSON, what to measure and its one argument."""
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        if not torch.accelerator.is_available():
+            from train.cpu import patch_torch_for_cpu
+
+            patch_torch_for_cpu()
+        contestant = CONTESTANTS[name](data)
+        report: dict[str, Any] = {}
+        for what, argument in json.loads(measure).items():
+            os.sched_setaffinity(0, {0})
+            report |= MEASURES[what](contestant, argument)
+    print(json.dumps(report), flush=True)
+    os._exit(0)  # rivals leave threads and processes behind that would be waited for
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

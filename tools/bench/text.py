@@ -1,0 +1,284 @@
+"""Filtering, decontaminating and tokenizing real text on one core, beside what others do with the same text.
+
+    python -m tools.bench.text [--out FILE.md] [--megabytes 8] [--rounds 3] [--tokenizer tokenizer.model]
+
+Text is what lies on the machine: Python's library as code; manual pages and package descriptions as prose. Every figure
+is of CPU seconds of this process, so other work on the machine costs little of it; all contestants take turns in each
+round and the medians count. Ids are compared before anything is timed. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib.metadata
+import json
+import os
+import random
+import shutil
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for everybody; read when tokenizers is imported
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import sentencepiece
+import tokenizers
+import tyro
+from rich.console import Console
+
+from data_mixtures import recipe, tokenizer
+from data_mixtures.recipe import TokenizerTraining
+from data_mixtures.stages import decontaminate, filter, stage, tokenize_units
+from laneformer.engine.bench import cpu_name
+from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+from records.files import append_line, code_version
+
+VOCAB_SIZE = 32_000
+PASSAGE_WORDS = 60
+MAX_CHARS = 10_000_000
+SOURCE = "text"
+KINDS = ("code", "prose")
+PACKAGES = ("sentencepiece", "tokenizers", "datatrove", "pyarrow", "numpy")
+
+
+class Contestant(NamedTuple):
+    """What is timed, and what is made before each time without being timed."""
+
+    run: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+
+
+@dataclass
+class Options:
+    megabytes: float = 6
+    """How much text of each kind is timed."""
+    rounds: int = 3
+    passages: int = 30_000
+    """Benchmark passages of 60 words in the index, cut from text of the other kind, so that few documents hold one."""
+    tokenizer: Path | None = None
+    """A sentencepiece model; without one, 32,000 pieces are trained on code."""
+    out: Path | None = None
+    """Markdown file that gets a dated section."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Timed texts of one kind, and others of the same kind that are seen before."""
+
+    timed: list[str]
+    seen: list[str]
+
+    @property
+    def size(self) -> int:
+        return sum(len(text.encode()) for text in self.timed)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = tyro.cli(Options, args=arguments, prog="python -m tools.bench.text", description=__doc__)
+    console = Console(stderr=True)
+    report: dict[str, Any] = {"cpu": cpu_name(), "commit": code_version(Path(__file__).parent)}
+    with tempfile.TemporaryDirectory() as name, console.status("reading text") as status:
+        corpora = {kind: corpus(paths, options.megabytes) for kind, paths in kinds().items()}
+        status.update("training a tokenizer")
+        model = options.tokenizer or train(corpora["code"], Path(name))
+        for kind, other in zip(KINDS, reversed(KINDS), strict=True):
+            texts = corpora[kind]
+            status.update(f"{kind}: filtering")
+            passages = cut_passages(corpora[other].seen, options.passages)
+            report[kind] = {"bytes": texts.size, "filtering": filtering(texts, passages, options.rounds, Path(name))}
+            status.update(f"{kind}: tokenizing")
+            report[kind]["tokenizing"] = tokenizing(texts, model, options, Path(name))
+    if options.out:
+        append_line(options.out, section(options, report))
+        console.print(f"added to {options.out}")
+    print(json.dumps(report))
+
+
+def kinds() -> dict[str, list[str]]:
+    stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+    code = [path for path in glob.glob(f"{stdlib}/**/*.py", recursive=True) if "site-packages" not in path]
+    prose = [*glob.glob(f"{packages}/**/METADATA", recursive=True), *glob.glob(f"{packages}/**/*.md", recursive=True)]
+    return {"code": code, "prose": prose + glob.glob("/usr/share/man/man[1-8]/*")}
+
+
+def corpus(paths: list[str], megabytes: float) -> Corpus:
+    """Files in a fixed random order: `megabytes` to be timed, twice as much to be seen before."""
+    paths = sorted(paths)
+    random.Random(1).shuffle(paths)
+    texts = readable(paths)
+    return Corpus(take(texts, megabytes * 1e6), take(texts, 2 * megabytes * 1e6))
+
+
+def readable(paths: list[str]) -> Iterator[str]:
+    for path in paths:
+        raw = Path(path).read_bytes()
+        try:
+            yield (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+
+
+def take(texts: Iterator[str], size: float) -> list[str]:
+    taken: list[str] = []
+    while size > 0 and (text := next(texts, None)) is not None:
+        taken.append(text)
+        size -= len(text)
+    return taken
+
+
+def train(texts: Corpus, folder: Path) -> Path:
+    path = folder / "trained.model"
+    path.write_bytes(tokenizer.train([*texts.timed, *texts.seen], TokenizerTraining(VOCAB_SIZE, 0, 0.9999)))
+    return path
+
+
+def rates(contestants: dict[str, Contestant], amount: float, rounds: int) -> dict[str, float]:
+    """Millions per CPU second, the median of rounds in which all take turns."""
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, contestant in contestants.items():
+            prepared = contestant.prepare()
+            began = time.process_time()
+            contestant.run(prepared)
+            taken[name].append(time.process_time() - began)
+    return {name: amount / 1e6 / statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def filtering(texts: Corpus, passages: list[str], rounds: int, folder: Path) -> dict[str, float]:
+    """MB per CPU second: the stage from Parquet to Parquet, with and without benchmarks, and the search alone."""
+    raw, result = folder / filter.RAW, folder / filter.DOCUMENTS
+    pq.write_table(pa.table({"text": texts.timed}), raw, compression="zstd")
+    benchmark = decontaminate.Benchmark("cut", len(passages), len(passages), {})
+    index = decontaminate.Index((benchmark,), decontaminate.build([[text] for text in passages]))
+    grams = {gram for text in passages for gram in plain_grams(text)}
+
+    def stage_with(held: decontaminate.Index | None) -> None:
+        sieve = filter.Sieve(1, MAX_CHARS, held)
+        filter.write(result, (sieve.kept(batch) for batch in filter.raw_texts(raw, "text")))
+
+    contestants = {
+        "filter stage": Contestant(lambda _: stage_with(index)),
+        "filter stage without benchmarks": Contestant(lambda _: stage_with(None)),
+        "decontamination alone": Contestant(lambda _: index.find(texts.timed)),
+        "a set of 13-grams in plain Python": Contestant(
+            lambda _: [grams.isdisjoint(plain_grams(t)) for t in texts.timed]
+        ),
+    }
+    return rates(contestants, texts.size, rounds)
+
+
+def cut_passages(texts: list[str], count: int) -> list[str]:
+    words = " ".join(texts).split()
+    step = max(len(words) // count, 1)
+    return [" ".join(words[i : i + PASSAGE_WORDS]) for i in range(0, len(words) - PASSAGE_WORDS, step)][:count]
+
+
+def plain_grams(text: str) -> Iterator[tuple[str, ...]]:
+    words = "".join(c if c.isalnum() else " " for c in text.lower()).split()
+    return zip(*(words[i:] for i in range(decontaminate.GRAM_WORDS)), strict=False)
+
+
+def tokenizing(texts: Corpus, model: Path, options: Options, folder: Path) -> dict[str, float]:
+    """Million tokens per CPU second in memory, and from documents.parquet to files of tokens."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    plain = without_specials(tokenizer_from_sentencepiece(model))
+    tokens, _ = tokenizer.encode(processor, texts.timed)
+    batches = [processor.encode(texts.timed, num_threads=1), [e.ids for e in plain.encode_batch_fast(texts.timed)]]
+    for ids in batches:
+        expected = (i for document in ids for i in (tokenizer.BOS, *document, tokenizer.EOS))
+        assert np.array_equal(tokens, np.fromiter(expected, np.int64)), "all contestants must give the same ids"
+    contestants = {
+        "data_mixtures, after other text": Contestant(
+            lambda encoder: [encoder.encode(text) for text in texts.timed], lambda: encoder_after(processor, texts.seen)
+        ),
+        "data_mixtures, first text": Contestant(
+            lambda encoder: [encoder.encode(text) for text in texts.timed], lambda: encoder_after(processor, [])
+        ),
+        "sentencepiece": Contestant(lambda _: processor.encode(texts.timed, num_threads=1)),
+        "tokenizers": Contestant(lambda _: plain.encode_batch_fast(texts.timed)),
+        "tokenize stage, Parquet to files": Contestant(
+            lambda place: place.run(), lambda: OurStage(folder, texts, model)
+        ),
+        "datatrove, Parquet to files": Contestant(lambda place: place.run(), lambda: Datatrove(folder, plain)),
+    }
+    return rates(contestants, len(tokens), options.rounds)
+
+
+def encoder_after(processor: sentencepiece.SentencePieceProcessor, seen: list[str]) -> tokenizer.Encoder:
+    encoder = tokenizer.Encoder(processor)
+    for text in seen:
+        encoder.encode(text)
+    return encoder
+
+
+def without_specials(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Text is never parsed for control tokens, and none are added."""
+    spec = json.loads(fast.to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None}))
+
+
+class OurStage:
+    """The tokenize stage on a data folder of one unit."""
+
+    def __init__(self, folder: Path, texts: Corpus, model: Path) -> None:
+        self.out, self.unit = folder / "data", stage.Unit(SOURCE, 0)
+        filtered = stage.unit_folder(self.out, filter.Filter.name, self.unit)
+        filtered.mkdir(parents=True, exist_ok=True)
+        filter.write(filtered / filter.DOCUMENTS, [[text.encode() for text in texts.timed]])
+        (filtered / stage.RECEIPT).write_text("{}")
+        shutil.copy(model, self.out / tokenize_units.TOKENIZER)
+        self.folder = self.out / "result"
+        self.folder.mkdir(exist_ok=True)
+
+    def run(self) -> None:
+        source = recipe.LocalSource(SOURCE, "web", ())
+        wanted = recipe.Recipe(1, 4096, 1, 1, 1, 1, self.out / tokenize_units.TOKENIZER, (source,), {})
+        tokenize_units.Tokenize(wanted, self.out, (SOURCE,)).work(self.unit, self.folder)
+
+
+class Datatrove:
+    """datatrove's reader and tokenizer on the same Parquet file."""
+
+    def __init__(self, folder: Path, plain: tokenizers.Tokenizer) -> None:
+        from datatrove.pipeline.readers import ParquetReader
+        from datatrove.pipeline.tokens import DocumentTokenizer
+        from datatrove.utils.logging import logger
+
+        logger.remove()
+        path = folder / "plain.json"
+        path.write_text(plain.to_str())
+        documents = folder / "data" / filter.Filter.name / SOURCE / "unit-00000"
+        self.reader = ParquetReader(str(documents), glob_pattern=filter.DOCUMENTS, read_metadata=False)
+        self.writer = DocumentTokenizer(str(folder / "datatrove"), str(path), eos_token="</s>", seed=1)
+
+    def run(self) -> None:
+        self.writer.run(self.reader.run())
+
+
+def section(options: Options, report: dict[str, Any]) -> str:
+    lines = [
+        f"## {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC\n",
+        f"    python -m tools.bench.text --megabytes {options.megabytes:g} --rounds {options.rounds}\n",
+        f"{report['cpu']}; commit {report['commit']}; CPU seconds of one process, medians of {options.rounds} rounds",
+        f"in turn; {', '.join(f'{name} {importlib.metadata.version(name)}' for name in PACKAGES)}; "
+        + (f"vocabulary {options.tokenizer.name}" if options.tokenizer else "32,000 pieces trained on the code")
+        + f";\n{options.passages:,} passages of {PASSAGE_WORDS} words to be kept out.",
+    ]
+    for what, unit in (("filtering", "MB/s"), ("tokenizing", "M tokens/s")):
+        names = list(report[KINDS[0]][what])
+        lines += ["", f"| {unit} per core | {' | '.join(KINDS)} |", "| --- " + "| ---: " * len(KINDS) + "|"]
+        lines += [f"| {name} | {' | '.join(f'{report[kind][what][name]:.2f}' for kind in KINDS)} |" for name in names]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

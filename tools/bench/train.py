@@ -1,0 +1,265 @@
+"""Training speed of the real trainer, beside TorchTitan's own Llama of the same parameter count, in alternating runs.
+
+    python -m tools.bench.train --flavor 2b --out docs/benchmarks/DATE-train-h200.md          one GPU
+    python -m tools.bench.train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
+
+Every turn is a job of its own (`torchrun -m train`) on synthetic tokens from a temporary folder: loader, FSDP, compile,
+optimizer and metrics are those of a real run, checkpoints are off. A turn's first steps, which compile, do not count.
+Speeds are medians over the steps of all turns; the ratio is taken within a round, whose order alternates.
+The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+if not torch.accelerator.is_available():
+    from train.cpu import patch_torch_for_cpu
+
+    patch_torch_for_cpu()  # before torchtitan is imported
+
+from laneformer import LaneformerConfig
+from records.files import code_version, write_atomically
+from tools.bench.synthetic_data import write_synthetic_lock
+from tools.plan import sums as plan_sums
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = {
+    "laneformer": [],
+    "llama": ["--model.name", "bench_llama3", "--experimental.custom_import", "tools.bench.llama"],
+}
+TIMEOUT_S = 3600
+FILE_START = """# Training speed of the real trainer, beside TorchTitan's Llama
+
+Each section is one run of its command: random weights, synthetic tokens, the job as `python -m train` runs it, with
+TorchTitan's own Llama of the same parameter count in alternating turns. Steps that compile are left out."""
+Result = dict[str, Any]
+
+
+@dataclass
+class Options:
+    """Measure tokens/s/GPU, MFU, peak memory and step times, and the ratio to a dense Llama."""
+
+    flavor: Literal["2b", "300m", "tiny"] = "2b"
+    """The shape."""
+    gpus: int = 1
+    """Ranks of the job, on this machine."""
+    seq_len: int = 4096
+    """Tokens a sequence."""
+    local_batch: int = 0
+    """Sequences a GPU and step; 0: the largest power of two that tools.plan sees fit."""
+    steps: int = 20
+    """Timed steps of a turn."""
+    warmup: int = 5
+    """Steps before them."""
+    rounds: int = 2
+    """Turns of each model."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What FSDP casts the weights to."""
+    checkpointing: Literal["none", "selective", "full"] = "selective"
+    """Activation checkpointing of both."""
+    compile: bool = True
+    """torch.compile of both."""
+    json: bool = False
+    """Print nothing but the JSON line."""
+    out: Path | None = None
+    """Markdown file to append a dated section to."""
+
+    def check(self) -> None:
+        """ValueError for a value that cannot be measured."""
+        for name in ("gpus", "seq_len", "steps", "warmup", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        longest = LaneformerConfig.from_flavor(self.flavor).max_position_embeddings
+        if self.seq_len > longest:
+            raise ValueError(f"seq_len = {self.seq_len} exceeds the {longest} positions of {self.flavor}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    console = Console(stderr=True, quiet=options.json)
+    try:
+        options.check()
+        result = measure(options, console)
+    except (ValueError, RuntimeError) as error:
+        print(f"bench_train: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    console.print(rich_table(result))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        before = options.out.read_text(encoding="utf-8") if options.out.exists() else FILE_START
+        write_atomically(options.out, f"{before.rstrip()}\n\n{markdown(result)}")
+    print(json.dumps(result))
+
+
+def measure(options: Options, console: Console) -> Result:
+    """All turns; every figure of the report."""
+    started = datetime.datetime.now(datetime.UTC)
+    device = device_facts()
+    batch = options.local_batch or choose_local_batch(options, device["gpu"])
+    rounds: list[dict[str, Result]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaneformerConfig.from_flavor(options.flavor)
+        windows = (options.steps + options.warmup) * batch * options.gpus
+        # few tokens, read again and again: making them is slow, and their number does not change the speed
+        lock = write_synthetic_lock(Path(folder) / "data", min(windows, 64), options.seq_len, config.vocab_size)
+        for index in range(options.rounds):
+            order = list(MODELS) if index % 2 == 0 else list(MODELS)[::-1]
+            turns = {}
+            for name in order:
+                with console.status(f"round {index + 1} of {options.rounds}: {name}"):
+                    turns[name] = turn(name, options, batch, lock, Path(folder) / f"{name}-{index}")
+                console.print(f"round {index + 1}: {name} {turns[name]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU")
+            rounds.append(turns)
+    ratios = [r["laneformer"]["tokens_per_s_per_gpu"] / r["llama"]["tokens_per_s_per_gpu"] for r in rounds]
+    return {
+        "date": started.strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": code_version(ROOT),
+        "device": device["name"],
+        "torch": torch.__version__,
+        **{name: getattr(options, name) for name in ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype",
+                                                     "checkpointing", "compile")},
+        "local_batch": batch,
+        "models": {name: summary([r[name] for r in rounds]) for name in MODELS},
+        "ratio": float(np.median(ratios)),
+        "ratios": ratios,
+    }  # fmt: skip
+
+
+def device_facts() -> dict[str, Any]:
+    """The device's name, and which datasheet it is (None: a CPU, or a GPU without one)."""
+    if not torch.cuda.is_available():
+        return {"name": "CPU", "gpu": None}
+    name = torch.cuda.get_device_name()
+    return {"name": name, "gpu": next((key for key in plan_sums.GPUS if key.upper() in name.upper()), None)}
+
+
+def choose_local_batch(options: Options, gpu: str | None) -> int:
+    """What the memory plan allows; one sequence on a device that the plan does not know."""
+    if gpu is None:
+        return 1
+    job = plan_sums.Job(
+        config=LaneformerConfig.from_flavor(options.flavor),
+        seq_len=options.seq_len,
+        steps=1,
+        global_batch=options.gpus,
+        local_batch=1,
+        shard=options.gpus,
+        replicate=1,
+        checkpointing=options.checkpointing,
+        reshard=True,
+        checkpoint_interval=1,
+        keep_latest=1,
+        keep_every=0,
+        param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
+    )
+    batch = plan_sums.largest_local_batch(job, plan_sums.GPUS[gpu])
+    if batch == 0:
+        raise ValueError(f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu}")
+    return batch
+
+
+def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Result:
+    """One job; RuntimeError with the end of its output if it fails."""
+    steps = options.warmup + options.steps
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
+        "-m", "train", "--job.config_file", "configs/phase1.toml",
+        "--job.dump_folder", str(run), "--mixture.lock", str(lock),
+        "--model.flavor", options.flavor, "--training.seq_len", str(options.seq_len),
+        "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
+        "--training.steps", str(steps), "--lr_scheduler.warmup_steps", "1", "--training.gc_freq", "1000",
+        "--training.mixed_precision_param", options.dtype, "--parallelism.data_parallel_replicate_degree", "1",
+        "--parallelism.data_parallel_shard_degree", "-1", "--activation_checkpoint.mode", options.checkpointing,
+        "--compile.enable" if options.compile else "--compile.no-enable", "--checkpoint.no-enable",
+        "--validation.no-enable",
+        "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *MODELS[name],
+    ]  # fmt: skip
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} failed: {(done.stdout + done.stderr)[-3000:]}")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][options.warmup :]
+    # TorchTitan's console line; MiB and colours differ by version, the number does not
+    memory = [float(m) for m in re.findall(r"memory: *([\d.]+)GiB", done.stdout + done.stderr)]
+    count = re.search(r"size: ([\d,]+) total parameters", done.stdout + done.stderr)
+    assert count, "TorchTitan logs the parameter count"
+    step_s = [row["seconds"] for row in rows]
+    return {
+        "parameters": int(count[1].replace(",", "")),
+        "tokens_per_s_per_gpu": batch * options.seq_len / float(np.median(step_s)),
+        "step_s": step_s,
+        "mfu": rows[-1]["mfu"] and float(np.median([row["mfu"] for row in rows])),
+        "peak_memory_gib": max(memory, default=None),
+        "last_loss": rows[-1]["loss"],
+    }
+
+
+def summary(turns: list[Result]) -> Result:
+    step_s = [s for t in turns for s in t["step_s"]]
+    p50, p90 = np.percentile(step_s, (50, 90)).tolist()
+    peaks = [t["peak_memory_gib"] for t in turns if t["peak_memory_gib"] is not None]
+    return {
+        "parameters": turns[0]["parameters"],
+        "tokens_per_s_per_gpu": float(np.median([t["tokens_per_s_per_gpu"] for t in turns])),
+        "mfu": None if turns[0]["mfu"] is None else float(np.median([t["mfu"] for t in turns])),
+        "step_s_p50": p50,
+        "step_s_p90": p90,
+        "peak_memory_gib": max(peaks, default=None),
+        "last_loss": turns[-1]["last_loss"],
+    }
+
+
+COLUMNS = ["", "parameters", "tokens/s/GPU", "MFU", "step p50", "step p90", "peak memory"]
+
+
+def rows_of(result: Result) -> list[list[str]]:
+    return [
+        [name, f"{m['parameters']:,}", f"{m['tokens_per_s_per_gpu']:,.0f}",
+         "-" if m["mfu"] is None else f"{m['mfu']:.1f}%",
+         f"{m['step_s_p50']:.3f} s", f"{m['step_s_p90']:.3f} s",
+         "-" if m["peak_memory_gib"] is None else f"{m['peak_memory_gib']:.1f} GiB"]
+        for name, m in result["models"].items()
+    ]  # fmt: skip
+
+
+def rich_table(result: Result) -> Table:
+    made = Table(title=f"{result['flavor']}, laneformer over llama: {result['ratio']:.2f}", title_justify="left")
+    for i, column in enumerate(COLUMNS):
+        made.add_column(column, justify="right" if i else "left")
+    for row in rows_of(result):
+        made.add_row(*row)
+    return made
+
+
+def markdown(result: Result) -> str:
+    """One section of a benchmark file."""
+    lines = [COLUMNS, ["---", *["---:"] * (len(COLUMNS) - 1)], *rows_of(result)]
+    shape = f"{result['gpus']} x {result['device']}, local batch {result['local_batch']} x {result['seq_len']}"
+    how = f"{result['dtype']}, checkpointing {result['checkpointing']}, compile {'on' if result['compile'] else 'off'}"
+    return "\n\n".join([
+        f"## {result['date']}: `{result['flavor']}`, {shape}",
+        f"{how}; {result['steps']} timed steps a turn, {len(result['ratios'])} rounds. torch {result['torch']}, "
+        f"commit {result['commit']}.",
+        "\n".join("| " + " | ".join(line) + " |" for line in lines),
+        f"Laneformer over Llama, within a round: {', '.join(f'{r:.2f}' for r in result['ratios'])}.",
+    ]) + "\n"  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

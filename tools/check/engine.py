@@ -1,0 +1,298 @@
+"""Is the decode engine right? Modules, logits, greedy tokens and bits against PyTorch; planted faults must fail.
+
+    python -m tools.check.engine runs/demo/hf        python -m tools.check.engine tiny
+
+The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32 forward on
+the same weights shows it, and the engine, which sums in another order, gets four times its largest error. The same gate
+must refuse an engine with one fault in it, else it proves nothing; and the modules' own outputs (check_modules.py) must
+name the module where the fault sits. A flavor gets random weights of unit gain, so that every module matters.
+
+    S positions   V vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from laneformer import Engine, LaneformerConfig
+from laneformer.config import FLAVORS, MODULES, Join
+from laneformer.hf.configuration_laneformer import FIELDS
+from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
+from records.files import code_version
+from tools.check.modules import (
+    chosen_positions,
+    first_affected,
+    model_outputs,
+    module_report,
+    module_table,
+    ring_slots,
+)
+from tools.check.reference import (
+    Weights,
+    hf_greedy,
+    hf_logits,
+    hf_model,
+    mean_kl,
+    plain_model,
+    random_weights,
+    relative_errors,
+    tensors_of,
+    without_message,
+)
+from tools.import_hf import read_weights
+
+MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
+FAULT_POSITIONS = 48
+REPEATED_POSITIONS = 24
+BF16_POSITIONS = 256  # PyTorch's bf16 is very slow on a CPU without such instructions; this many give the mean
+
+
+@dataclass
+class Options:
+    """Check the engine; a table, and the last line of stdout is JSON. Exit status 1 when a check fails."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A Hugging Face folder, or a flavor (2b, 300m, tiny) with random bf16 weights."""
+    prompts: int = 8
+    """Prompts whose greedy continuation is compared token for token."""
+    new_tokens: int = 32
+    """Length of those continuations."""
+    runs: int = 100
+    """Repeated runs for each number of threads, which must agree to the last bit."""
+    threads: tuple[int, ...] = (1, 2, 3)
+    """Numbers of threads that must give the same bits."""
+    math: Literal["exact", "bf16"] = "exact"
+    """The engine's arithmetic; with bf16 the allowed error is that of Transformers in bf16."""
+    json: bool = False
+    """Print nothing but the JSON line."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
+    try:
+        config, weights = load(options.model)
+        report = check(config, weights, options, console)
+    except ValueError as error:
+        print(f"check_engine: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    console.print(module_table(report["modules"]))
+    console.print(table(report))
+    console.print("[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]")
+    print(json.dumps(report))
+    raise SystemExit(not report["ok"])
+
+
+def load(name: str) -> tuple[LaneformerConfig, Weights]:
+    """Config and weights of a folder, or of a flavor with random weights."""
+    if name in FLAVORS:
+        config = LaneformerConfig.from_flavor(name)
+        return config, random_weights(config)
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}")
+    values = json.loads((folder / "config.json").read_text())
+    config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
+    return config, read_weights(folder, config)
+
+
+def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
+    """Every check on one model; the report that main prints, with `ok` and the names of what `failed`."""
+    started = time.monotonic()
+    windows = [config.window(i) or 0 for i in range(config.num_hidden_layers)]
+    length = min(config.max_position_embeddings, 8 + ring_slots(max(windows)))
+    positions = chosen_positions(config, length)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+    console.print(f"float64 reference on {length} positions", style="dim")
+    reference, outputs = model_outputs(plain_model(config, weights), ids, positions)
+    console.print("Transformers in bf16 and float32", style="dim")
+    half = hf_logits(hf_model(config, weights, torch.bfloat16), ids[:BF16_POSITIONS])
+    single_model = hf_model(config, weights, torch.float32)
+    single = hf_logits(single_model, ids)
+    errors = {"hf_fp32": relative_errors(single, reference), "hf_bf16": relative_errors(half, reference[: len(half)])}
+    factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
+    allowed = float(factor * errors[yardstick].max())
+    # where two logits are closer than what both sides may err, either may come first
+    worst = {
+        "hf_fp32": float(np.abs(single - reference).max()),
+        "hf_bf16": float(np.abs(half - reference[: len(half)]).max()),
+    }
+    tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])
+
+    console.print("the engine", style="dim")
+    with engine_of(config, weights, options) as engine:
+        isa, logits = engine.isa, engine.logits(ids)
+        modules = module_report(config, engine._partials(ids, positions), outputs, positions, options.math)
+        errors["engine"] = relative_errors(logits, reference)
+        greedy = compare_greedy(engine, single_model, options, tie)
+    kl = {"engine": mean_kl(single, logits), "hf_bf16": mean_kl(single[: len(half)], half)}
+    console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
+    differing = differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
+    faults, found = {}, {}
+    near = [position for position in positions if position < FAULT_POSITIONS]
+    for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
+        console.print(f"planted: {name}", style="dim")
+        with engine_of(wrong_config, wrong_weights, options) as engine:
+            wrong, partials = engine.logits(ids[:FAULT_POSITIONS]), engine._partials(ids[:FAULT_POSITIONS], near)
+        faults[name] = float(relative_errors(wrong, reference[:FAULT_POSITIONS]).max())
+        seen = module_report(config, partials, outputs[: len(near)], near, options.math)["first_wrong"]
+        found[name] = {"planted_in": planted_in, "first_wrong": seen}
+    passed = {
+        "modules": modules["first_wrong"] is None,
+        "relative error": bool(errors["engine"].max() <= allowed),
+        "KL": kl["engine"] <= kl["hf_bf16"],
+        "greedy tokens": greedy["unexplained"] == 0,
+        "repeated runs": differing == 0,
+        **{f"refuses: {name}": error > allowed for name, error in faults.items()},
+        **{f"locates: {name}": where["planted_in"] == where["first_wrong"] for name, where in found.items()},
+    }
+    failed = [name for name, held in passed.items() if not held]
+    by_depth = {d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)}
+    return {
+        "model": options.model, "code_version": code_version(Path(__file__).parent), "math": options.math, "isa": isa,
+        "positions": length, "allowed": allowed, "relative_error": by_depth,
+        "relative_error_max": {who: float(error.max()) for who, error in errors.items()},
+        "modules": modules, "located": found, "kl": kl, "greedy": greedy,
+        "runs": options.runs, "threads": list(options.threads),
+        "differing_runs": differing, "faults": faults, "passed": passed, "failed": failed, "ok": not failed,
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+# --- the sides of the comparison ---------------------------------------------------------------------------------
+
+
+def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
+    return Engine(config, tensors_of(weights), threads=threads, math=options.math)
+
+
+# --- logits and probabilities ------------------------------------------------------------------------------------
+
+
+def depths(config: LaneformerConfig, length: int) -> list[int]:
+    """Positions to show: the first ones, and those around the edge of each window."""
+    edges = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
+    wanted = {1, 2, 11, length} | {edge + step for edge in edges if edge for step in (-1, 0, 1, 17)}
+    return sorted(d for d in wanted if 1 <= d <= length)
+
+
+# --- greedy tokens -----------------------------------------------------------------------------------------------
+
+
+def compare_greedy(engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float) -> dict[str, Any]:
+    """Continuations of random prompts, short ones and some beyond the window; where they part, and by what lead."""
+    config, rng = engine.config, np.random.default_rng(1)
+    longest = config.max_position_embeddings - options.new_tokens
+    lengths = [1, 5, 11, min(config.sliding_window + 3, 200)]
+    parted, leads = [], []
+    for index in range(options.prompts):
+        prompt = rng.integers(0, config.vocab_size, max(1, min(longest, lengths[index % 4]))).tolist()
+        ours = engine.generate(prompt, max_new_tokens=options.new_tokens, ignore_eos=True)
+        theirs, lead = hf_greedy(model, prompt, len(ours))
+        leads.append(min(lead))
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if first is not None:
+            parted.append({"prompt": index, "token": first, "lead": lead[first]})
+    return {
+        "prompts": options.prompts, "new_tokens": options.new_tokens, "same": options.prompts - len(parted),
+        "parted": parted, "tie": tie, "smallest_lead": min(leads, default=None),
+        "unexplained": sum(p["lead"] > tie for p in parted),
+    }  # fmt: skip
+
+
+# --- the same bits, always ---------------------------------------------------------------------------------------
+
+
+def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], options: Options) -> int:
+    """How many repeated runs, over all numbers of threads, differ in a bit from the first: logits, sampled tokens."""
+    first: tuple[bytes, list[int]] | None = None
+    differing = 0
+    for threads in options.threads:
+        with engine_of(config, weights, options, threads) as engine:
+            for _ in range(options.runs):
+                sampled = engine.generate(ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True)
+                run = engine.logits(ids).tobytes(), sampled
+                first = first or run
+                differing += run != first
+    return differing
+
+
+# --- planted faults ----------------------------------------------------------------------------------------------
+
+
+def planted_faults(
+    config: LaneformerConfig, weights: Weights
+) -> Iterator[tuple[str, list[Any] | None, LaneformerConfig, Weights]]:
+    """One fault at a time, each as small as such a fault can be; those that this architecture has not are left out.
+
+    With each the module whose output is the first to be wrong; None where only the logits are.
+    """
+    if config.num_lanes < 2:
+        return
+    layer = config.num_hidden_layers // 2
+    name = f"layers.{layer}.feed_forward.w2.weight"
+    swapped = weights[name].clone()
+    swapped[[0, 1]] = weights[name][[1, 0]]
+    yield "two lanes of one matrix swapped", [layer, "mlp"], config, {**weights, name: swapped}
+    modules = [(i, m) for i in range(config.num_hidden_layers) for m in MODULES]
+    sent = [module for module in modules if config.broadcasts(*module)]
+    lost = [without_message(config, module) for module in sent]
+    if lost:  # the last one that a module still reads, not the head alone
+        wrong = next((c for c in reversed(lost) if first_affected(config, c)), lost[-1])
+        yield "one module's remote partials dropped", first_affected(config, wrong), wrong, weights
+    if any(config.join(*module) == Join.PAST for module in modules):
+        later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
+        yield "delay one more", first_affected(config, later), later, weights
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+def table(report: dict[str, Any]) -> Table:
+    shown = Table(title=f"{report['model']}: engine ({report['isa']}, math {report['math']}) against PyTorch")
+    for column in ("", "engine", "HF float32", "HF bf16", "allowed", ""):
+        shown.add_column(column, justify="right" if column else "left")
+    rows = {f"logits at depth {d}": row for d, row in report["relative_error"].items()}
+    rows["logits, worst of all depths"] = report["relative_error_max"]
+    for name, row in rows.items():
+        cells = [f"{row[who]:.2e}" if who in row else "" for who in ("engine", "hf_fp32", "hf_bf16")]
+        shown.add_row(name, *cells, f"{report['allowed']:.2e}", mark(row["engine"] <= report["allowed"]))
+    kl, greedy, passed = report["kl"], report["greedy"], report["passed"]
+    shown.add_section()
+    limit = f"{kl['hf_bf16']:.2e}"
+    shown.add_row("KL against HF float32, nats", f"{kl['engine']:.2e}", "0", limit, limit, mark(passed["KL"]))
+    same = f"{greedy['same']} of {greedy['prompts']}"
+    shown.add_row("greedy continuations alike", same, "", "", "", mark(passed["greedy tokens"]))
+    for p in greedy["parted"]:
+        lead = f"lead {p['lead']:.2e}"
+        shown.add_row(f"  prompt {p['prompt']} parts at {p['token']}", lead, "", "", f"{greedy['tie']:.2e}", "")
+    runs = f"{report['differing_runs']} of {report['runs'] * len(report['threads'])}"
+    shown.add_row(f"runs that differ, threads {report['threads']}", runs, "", "", "0", mark(passed["repeated runs"]))
+    shown.add_section()
+    for name, error in report["faults"].items():
+        refused = mark(passed[f"refuses: {name}"])
+        shown.add_row(f"planted: {name}", f"{error:.2e}", "", "", f"> {report['allowed']:.2e}", refused)
+        where = report["located"][name]
+        shown.add_row(f"  first wrong module {where['first_wrong']}", "", "", "", "", mark(passed[f"locates: {name}"]))
+    return shown
+
+
+def mark(held: bool) -> str:
+    return "[green]ok[/]" if held else "[red]FAILED[/]"
+
+
+if __name__ == "__main__":
+    main()

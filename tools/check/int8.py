@@ -1,0 +1,158 @@
+"""What int8 weights cost, in nats and in bits per byte against bf16; and does the engine compute what int8 means?
+
+    python -m tools.check.int8 runs/demo/hf --data runs/demo/data
+
+What they mean is written down in `dequantised`. model.py in float64 on those weights is the reference; how far float32
+may be from it, the engine shows on fp32 copies of them, and the int8 engine gets four times that error. An engine with
+one of its scales doubled must be refused, else the gate proves nothing. KL and bits per byte are figures, not gates:
+what a model may lose is its user's decision.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
+from laneformer import Engine, LaneformerConfig
+from records.files import code_version, file_sha256
+from tools.check.engine import MARGIN, Weights, load, mark, mean_kl, plain_model, relative_errors, tensors_of
+
+POSITIONS = 128  # for the gate
+
+
+@dataclass
+class Options:
+    """Check the int8 engine and measure what it loses; a table, and the last line of stdout is JSON."""
+
+    hf_dir: tyro.conf.Positional[Path]
+    """A Hugging Face folder."""
+    data: Path
+    """Directory made by `python -m data_mixtures.prepare`: its held-out windows are scored."""
+    windows: int = 32
+    """Windows of each source."""
+    json: bool = False
+    """Print nothing but the JSON line."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
+    started = time.monotonic()
+    try:
+        windows, categories = load_windows(options.data, options.windows)
+        token_bytes = matching_token_bytes(options.hf_dir, options.data)
+        config, weights = load(str(options.hf_dir))
+        ids = next(iter(windows.values()))[0][: min(POSITIONS, config.max_position_embeddings)].tolist()
+        report = check(config, weights, ids) | cost(options.hf_dir, windows, categories, token_bytes)
+    except ValueError as error:
+        print(f"check_int8: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    report |= {"model": str(options.hf_dir), "tokenizer_sha256": file_sha256(options.data / "tokenizer.model")}
+    report |= {"code_version": code_version(Path(__file__).parent), "seconds": round(time.monotonic() - started, 1)}
+    console.print(table(report))
+    print(json.dumps(report))
+    raise SystemExit(not report["ok"])
+
+
+# --- is it right? ------------------------------------------------------------------------------------------------
+
+
+def dequantised(weights: Weights) -> Weights:
+    """What int8 weights stand for: every matrix's rows in whole multiples of their largest magnitude / 127, float64."""
+    meant = {}
+    for name, weight in weights.items():
+        if name.startswith("tok_embeddings") or name.endswith("norm.weight"):
+            meant[name] = weight
+            continue
+        scale = weight.float().abs().amax(-1, keepdim=True) / 127
+        scale[scale < torch.finfo(torch.float32).tiny] = 0  # too small to divide by
+        integers = (weight.float() / scale).round().nan_to_num(0)  # ties to even; rows of zeros stay zeros
+        meant[name] = integers.double() * scale.double()
+    return meant
+
+
+def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[str, Any]:
+    """The gate on the logits after `ids`: relative errors of the engines, what is allowed, and the planted fault's."""
+    meant = dequantised(weights)
+    reference = plain_model(config, meant)(torch.tensor([ids]))[0].detach().numpy()
+    rounded = {name: weight.float() for name, weight in meant.items()}
+    with Engine(config, tensors_of(rounded)) as engine:
+        allowed = MARGIN * float(relative_errors(engine.logits(ids), reference).max())
+    with Engine(config, tensors_of(weights), dtype="int8") as engine:
+        error = float(relative_errors(engine.logits(ids), reference).max())
+        double_a_scale(engine)
+        planted = float(relative_errors(engine.logits(ids), reference).max())
+    passed = {"relative error": error <= allowed, "refuses: one scale doubled": planted > allowed}
+    figures = {"relative_error": error, "allowed": allowed, "planted": planted, "positions": len(ids)}
+    return {**figures, "passed": passed, "ok": all(passed.values())}
+
+
+def double_a_scale(engine: Engine) -> None:
+    """Plant a fault in a packed engine: the first query row of the first lane and layer counts twice."""
+    pairs = -(-engine.config.hidden_size // 2)
+    scale = engine._open().part(0)[64 * pairs : 64 * pairs + 4].view(np.float32)
+    scale *= 2
+
+
+# --- what does it cost? ------------------------------------------------------------------------------------------
+
+
+def cost(
+    folder: Path, windows: dict[str, np.ndarray], categories: dict[str, str], token_bytes: np.ndarray
+) -> dict[str, Any]:
+    """KL(bf16 || int8) in nats and equal best ids, means over positions; bits per byte of both; on windows (n, S+1)."""
+    with (
+        Engine.from_pretrained(folder, device="cpu", dtype="bf16", cache=False) as half,
+        Engine.from_pretrained(folder, device="cpu", dtype="int8", cache=False) as small,
+    ):
+        rows = np.concatenate(list(windows.values()))
+        kl, same = np.mean([compared(half, small, row[:-1].tolist()) for row in rows], axis=0)
+        scored = {e.dtype: bits_per_byte(e, windows, categories, token_bytes) for e in (half, small)}
+        return {
+            "kl": float(kl),
+            "same_best_id": float(same),
+            "bits_per_byte": {name: figures["bits_per_byte"] for name, figures in scored.items()},
+            "loss": {name: figures["loss"] for name, figures in scored.items()},
+            "tokens": sum(source["tokens"] for source in scored["int8"]["sources"].values()),
+            "weight_bytes": {e.dtype: e.weight_bytes for e in (half, small)},
+        }
+
+
+def compared(half: Engine, small: Engine, ids: list[int]) -> tuple[float, float]:
+    ours, theirs = small.logits(ids), half.logits(ids)
+    return mean_kl(theirs, ours), float((theirs.argmax(-1) == ours.argmax(-1)).mean())
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+def table(report: dict[str, Any]) -> Table:
+    shown = Table(title=f"{report['model']}: int8 weights against bf16")
+    for column in ("", "bf16", "int8", "allowed", ""):
+        shown.add_column(column, justify="right" if column else "left")
+    error, planted, allowed = (f"{report[key]:.2e}" for key in ("relative_error", "planted", "allowed"))
+    right, refused = (mark(held) for held in report["passed"].values())
+    shown.add_row(f"logits of {report['positions']} positions, relative error", "", error, allowed, right)
+    shown.add_row("planted: one scale doubled", "", planted, f"> {allowed}", refused)
+    shown.add_section()
+    for name in ("bits_per_byte", "loss", "weight_bytes"):
+        pair = (f"{report[name][dtype]:,.4f}".removesuffix(".0000") for dtype in ("bf16", "int8"))
+        shown.add_row(name.replace("_", " "), *pair)
+    shown.add_row("KL(bf16 || int8), nats a token", "", f"{report['kl']:.2e}")
+    shown.add_row(f"same best id, of {report['tokens']:,} tokens", "", f"{report['same_best_id']:.2%}")
+    return shown
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Starts a run on a cluster, or here: an isolated snapshot, a batch script, `sbatch`.
+
+    python -m tools.launch configs/phase1.toml --nodes 24 --gpus-per-node 8 --spares 1 [--training.steps 1000 ...]
+    python -m tools.launch --phase-switch runs/phase1 --config configs/phase2.toml     # queued behind phase 1's end
+    python -m tools.launch --decay-from runs/phase1/checkpoint/step-400000 --steps 40000
+
+A run launched from another takes over what that one asked of Slurm. What is not one of our options goes to TorchTitan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from records.files import append_line
+from tools.launch.branch import Start, decay_branch, last_launch, next_phase
+from tools.launch.script import ENDED, Cluster, batch_script, job_state, submit
+from tools.launch.snapshot import remove, take_snapshot
+
+OWNED = ("--job.dump_folder", "--job.config_file", "--job.config-file", "--job.dump-folder")
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Launch a run: snapshot, batch script, sbatch. Other --section.key value pairs go to TorchTitan."""
+
+    config: Path | None = None
+    """Job file, also without --config as the first argument; for --phase-switch, the file of the next phase"""
+    run: str | None = None
+    """Name of the run, or a path to its folder; default: the job file's job.dump_folder"""
+    phase_switch: Path | None = None
+    """Run folder whose last checkpoint the new run starts from, as soon as its job has ended well"""
+    decay_from: Path | None = None
+    """Checkpoint (RUN/checkpoint/step-N) from which the learning rate falls to its minimum over --steps"""
+    steps: int | None = None
+    """Steps of the decay"""
+
+    nodes: int | None = None
+    """Nodes that train"""
+    gpus_per_node: int | None = None
+    """GPUs, and ranks, on each node"""
+    spares: int | None = None
+    """Nodes more than that, to take the place of a lost or a bad one"""
+    cpu: bool = False
+    """The nodes have no GPUs (tests): the ranks run on CPUs"""
+    partition: str | None = None
+    time: str | None = None
+    """Slurm's time limit of one job, e.g. 2-00:00:00; the run goes on in the next one"""
+    account: str | None = None
+    qos: str | None = None
+    dependency: str | None = None
+    """Slurm's --dependency, e.g. afterok:1234"""
+    requeue: bool = True
+    """Whether the job goes back into the queue when its time ends or its first node dies"""
+    signal_before_s: int | None = None
+    """Seconds before the time limit at which a checkpoint is written; default 600, at least what one takes"""
+    env: tuple[str, ...] = ()
+    """KEY=VALUE for the job; never secrets, which sbatch takes from the shell"""
+
+    allow_dirty: bool = False
+    """Launch from uncommitted changes; they are kept in the snapshot"""
+    dry_run: bool = False
+    """Print what would run, leave nothing behind"""
+    local: bool = False
+    """Run here and now, without Slurm, from the same kind of snapshot"""
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, "--config")
+    options, overrides = tyro.cli(Options, args=arguments, return_unknown_args=True)
+    try:
+        launch(options, list(overrides))
+    except ValueError as problem:
+        raise SystemExit(f"launch: {problem}") from None
+
+
+def launch(options: Options, overrides: list[str]) -> None:
+    """Snapshot, script, submission. Raises ValueError before anything is queued."""
+    for argument in overrides:
+        if argument.split("=")[0] in OWNED:
+            raise ValueError(
+                f"{argument} is the launcher's to set; give the run folder as --run, the job file as first argument"
+            )
+    start = choose_start(options)
+    run = run_folder(options, start)
+    cluster = cluster_of(options, start.parent)
+    if not options.dry_run:
+        refuse_second_job(run)
+    dependency = ",".join(filter(None, (options.dependency, start.dependency))) or None
+
+    def script(snapshot: Path) -> str:
+        return batch_script(snapshot, run, cluster, None if options.local else dependency)
+
+    if options.dry_run:
+        show_dry_run(run, start, overrides, script)
+        return
+    if not options.local and not shutil.which("sbatch"):
+        raise ValueError("there is no sbatch here; launch from a login node, or with --local or --dry-run")
+    snapshot = take_snapshot(run, start.config, [*start.overrides, *overrides], options.allow_dirty, script)
+    if start.skip_list is not None:
+        shutil.copy(start.skip_list, run)
+    try:
+        job_id = None if options.local else submit(snapshot / "submit.sbatch")
+    except ValueError:
+        remove(snapshot)
+        raise
+    record = {"time": time.time(), "job_id": job_id, "snapshot": str(snapshot), "cluster": dataclasses.asdict(cluster),
+              "dependency": dependency, "parent": str(start.parent) if start.parent else None,
+              "started_from": start.checkpoint, "config": str(start.config), "overrides": overrides}  # fmt: skip
+    append_line(run / "launches.jsonl", json.dumps(record))
+    if options.local:
+        console.print(f"running here; run folder {run}, snapshot {snapshot}")
+        sys.exit(subprocess.run(["bash", str(snapshot / "submit.sbatch")]).returncode)
+    console.print(f"job {job_id}{f' ({dependency})' if dependency else ''}")
+    console.print(f"  run       {run}\n  snapshot  {snapshot}\n  log       {run / f'slurm-{job_id}.log'}")
+    print(json.dumps({"job_id": job_id, "run": str(run), "snapshot": str(snapshot)}))
+
+
+def choose_start(options: Options) -> Start:
+    """The job file and what the new run begins with. Raises ValueError for options that do not fit together."""
+    config = options.config
+    if options.phase_switch and options.decay_from:
+        raise ValueError("--phase-switch and --decay-from are two different starts; give one")
+    if (options.steps is None) != (options.decay_from is None):
+        raise ValueError("--decay-from and --steps belong together: where the decay begins and how long it is")
+    if options.phase_switch:
+        return next_phase(options.phase_switch.resolve(), config or Path("configs/phase2.toml"))
+    if options.decay_from:
+        if config:
+            raise ValueError(f"--decay-from goes on with the run's own job file; leave {config} away")
+        assert options.steps is not None
+        return decay_branch(options.decay_from.resolve(), options.steps)
+    if config is None:
+        raise ValueError("no job file; for example: python -m tools.launch configs/phase1.toml --nodes 24 ...")
+    return Start(config)
+
+
+def run_folder(options: Options, start: Start) -> Path:
+    """--run, else the decay branch's own name, else job.dump_folder. Raises ValueError when it is the parent's."""
+    if not start.config.is_file():
+        raise ValueError(f"job file {start.config} does not exist")
+    if options.run:
+        folder = Path(options.run) if "/" in options.run else Path("runs") / options.run
+    elif start.run:
+        folder = start.run
+    else:
+        folder = Path(tomllib.loads(start.config.read_text(encoding="utf-8"))["job"]["dump_folder"])
+    if folder.resolve() == start.parent:
+        raise ValueError(f"{folder} is the run to start from; give the new one a name of its own with --run")
+    return folder.resolve()
+
+
+def cluster_of(options: Options, parent: Path | None) -> Cluster:
+    """What is asked of Slurm: the options, else what the parent run asked for, else the defaults."""
+    asked: dict[str, Any] = dict((last_launch(parent) or {}).get("cluster", {})) if parent else {}
+    for field in dataclasses.fields(Cluster):
+        value = getattr(options, field.name)
+        if value != getattr(Options, field.name):  # given on the command line
+            asked[field.name] = value
+    for needed in ("nodes", "gpus_per_node"):
+        if asked.get(needed, 0) < 1:
+            raise ValueError(f"--{needed.replace('_', '-')} is missing; give a number of at least 1")
+    asked["env"] = tuple(asked.get("env", ()))
+    return Cluster(**asked)
+
+
+def refuse_second_job(run: Path) -> None:
+    """Two jobs in one run folder would overwrite each other's checkpoints."""
+    before = last_launch(run)
+    if before and before["job_id"] is not None:
+        state = job_state(before["job_id"])
+        if state not in ENDED:
+            raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or give another --run")
+
+
+def show_dry_run(run: Path, start: Start, overrides: list[str], script: Any) -> None:
+    console.print(f"run folder   {run}\njob file     {start.config}")
+    console.print(f"overrides    {' '.join([*start.overrides, *overrides]) or 'none'}", markup=False)
+    if start.checkpoint:
+        console.print(f"starts from  {start.checkpoint}")
+    print(script(run / "snapshot/<time>-<commit>"))
+
+
+if __name__ == "__main__":
+    main()

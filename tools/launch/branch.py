@@ -1,0 +1,110 @@
+"""Runs that begin where another run is or will be: the next phase, or a decay from a checkpoint of the stable part.
+
+Both are ordinary launches; this file only works out the job file, the overrides and the Slurm dependency.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.launch.script import ENDED, job_state
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a new run begins."""
+
+    config: Path
+    overrides: list[str] = field(default_factory=list)
+    parent: Path | None = None  # run folder
+    checkpoint: str | None = None  # step folder, which a running parent may still have to write
+    dependency: str | None = None
+    run: Path | None = None  # folder of the new run, where its name follows from the parent's
+    skip_list: Path | None = None  # data that the parent has left out, and so the branch must
+
+
+def last_launch(run: Path) -> dict[str, Any] | None:
+    """The newest line of launches.jsonl; None for a run that was started by hand."""
+    path = run / "launches.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return json.loads(lines[-1]) if lines else None
+
+
+def resolved_job(run: Path) -> dict[str, Any]:
+    """The resolved job config of a run: that of its newest launch, else what its workers wrote. Raises ValueError."""
+    launch = last_launch(run)
+    path = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run} is no run folder: {path} does not exist")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def final_checkpoint(run: Path) -> Path:
+    """The checkpoint that a run ends with, written or not."""
+    return run / f"checkpoint/step-{resolved_job(run)['training']['steps']}"
+
+
+def next_phase(run: Path, config: Path) -> Start:
+    """A phase that starts from the final checkpoint of `run`, queued behind its job if that is not over.
+
+    Raises ValueError when the checkpoint does not exist and no job is on its way to write it.
+    """
+    checkpoint = final_checkpoint(run)
+    launch = last_launch(run)
+    job_id = launch["job_id"] if launch else None
+    written = (checkpoint / ".metadata").is_file()
+    state = job_state(job_id) if job_id is not None and not written else None
+    if not written and state in ENDED:
+        raise ValueError(
+            f"{checkpoint} does not exist, and " + (f"job {job_id} is {state or 'forgotten'}" if job_id else "no job")
+            + " that would write it; finish that run first"
+        )  # fmt: skip
+    overrides = ["--checkpoint.initial_load_path", str(checkpoint)]
+    dependency = None if written else f"afterok:{job_id}"
+    return Start(config, overrides, run, str(checkpoint), dependency)
+
+
+def decay_branch(checkpoint: Path, steps: int) -> Start:
+    """A copy of a run that goes on from one of its checkpoints and lets the learning rate fall over `steps` steps.
+
+    The schedule is rebuilt from the job file at every start, so the branch needs only other numbers. TorchTitan reaches
+    the minimum one step after the last of total_steps; one less makes the last step of the run the minimum's.
+    """
+    run = checkpoint.parent.parent
+    job = resolved_job(run)
+    name, separator, number = checkpoint.name.partition("-")
+    if name != "step" or not separator or not number.isdecimal():
+        raise ValueError(f"{checkpoint} is no checkpoint; give RUN/checkpoint/step-N")
+    at, schedule = int(number), job["lr_scheduler"]
+    first, last = stable_steps(schedule, job["training"]["steps"])
+    if steps < 1:
+        raise ValueError(f"--steps {steps}: a decay has at least 1 step")
+    if not first <= at <= last:
+        raise ValueError(
+            f"step {at} of {run} is not in the stable part of its schedule, steps {first} to {last}; a decay starts at "
+            "the full learning rate"
+        )
+    total = at + steps - 1
+    overrides = [
+        "--training.steps", str(at + steps), "--lr_scheduler.total_steps", str(total),
+        "--lr_scheduler.decay_ratio", repr(steps / total), "--checkpoint.initial_load_path", str(checkpoint),
+        "--checkpoint.initial_load_all_states", "--checkpoint.no-allow_fresh_start",
+    ]  # fmt: skip
+    launch = last_launch(run)
+    config = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
+    branch = run.with_name(f"{run.name}-decay-{at}+{steps}")
+    skip_list = run / "skip_sequences.json"
+    return Start(config, overrides, run, str(checkpoint), None, branch, skip_list if skip_list.is_file() else None)
+
+
+def stable_steps(schedule: dict[str, Any], training_steps: int) -> tuple[int, int]:
+    """First and last step N whose checkpoint has seen the whole warmup and nothing of the decay."""
+    total = schedule.get("total_steps") or training_steps
+    ratio = schedule.get("decay_ratio")
+    warmup = schedule["warmup_steps"]
+    decay = total - warmup if ratio is None else round(total * ratio)
+    return warmup + 1, min(total, total + 1 - decay)

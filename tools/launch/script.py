@@ -1,0 +1,164 @@
+"""The batch script of a job, and the few questions that a launch asks Slurm.
+
+The script runs on the first node and does little: it checks the snapshot, starts the supervisor (train.supervise),
+passes Slurm's warning and the end of the job on to it, and puts the job back into the queue when the supervisor says
+that it was told to stop but is not done (exit status 85). Without Slurm (`--local`) it is the same script.
+
+With --no-kill a job survives the loss of any node, of its first one too, but then nobody is left to lead it, and Slurm
+keeps it until its time ends (seen with 22.05). So the last node watches a pulse that the first one writes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+SLURM_TIMEOUT_S = 60
+# None: Slurm has forgotten it. A state that is not here counts as alive
+ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+         "PREEMPTED", "REVOKED")  # fmt: skip
+STOPPED = 85  # records.exit_codes: a signal asked to stop, a checkpoint is saved
+
+SCRIPT = """#!/bin/bash
+{directives}
+# Written by tools.launch. {what}
+set -u
+cd {snapshot}
+sha256sum --quiet --check SHA256SUMS || {{ echo "{snapshot} was changed after it was made; launch again"; exit 1; }}
+cd code
+unset PYTHONPATH PYTHONHOME PYTHON_EXEC
+export PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+{exports}
+nodes=
+if [ -n "${{SLURM_JOB_ID:-}}" ]; then
+  names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  nodes="--nodes $names {spares}"
+  if {watch} && [ "${{names##*,}}" != "$names" ]; then
+    pulse={run}/.pulse-$SLURM_JOB_ID every=${{PULSE_S:-20}}
+    while touch "$pulse"; do sleep "$every"; done &
+    last=(--nodelist="${{names##*,}}" --nodes=1 --ntasks=1 --overlap --cpu-bind=none)
+    srun "${{last[@]}}" bash -c {watcher} "$pulse" "$every" &
+    trap 'kill $(jobs -p); rm -f "$pulse"' EXIT
+  fi
+fi
+{supervise} $nodes --job.config_file {job_file} &
+supervisor=$!
+signalled=
+trap 'signalled=yes; kill -USR1 $supervisor 2>/dev/null' USR1
+trap 'signalled=yes; kill -TERM $supervisor 2>/dev/null' TERM
+# a signal ends `wait` early, with its own status: wait again until the status is the supervisor's
+while :; do
+  wait $supervisor; code=$?
+  [ -n "$signalled" ] || break
+  signalled=
+done
+[ $code != 138 ] || code={stopped}  # USR1 came before the supervisor had begun to listen
+echo "supervisor ended with $code"
+if [ $code = {stopped} ] && [ -n "${{SLURM_JOB_ID:-}}" ] && {requeue}; then
+  scontrol requeue $SLURM_JOB_ID && sleep 600  # Slurm ends this script
+fi
+exit $code
+"""
+
+# On the last node, with the pulse file as $0. Its time is only compared for a change: clocks may differ.
+WATCHER = """last= still=0
+while sleep "$1"; do
+  now=$(stat -c %y "$0") || continue
+  [ "$now" = "$last" ] && still=$((still + 1)) || still=0
+  last=$now
+  [ $still -lt 9 ] || exec scontrol requeue $SLURM_JOB_ID
+done"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is asked of Slurm; every field that is None is left to the cluster."""
+
+    nodes: int
+    gpus_per_node: int
+    spares: int = 0
+    cpu: bool = False
+    partition: str | None = None
+    time: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    requeue: bool = True
+    signal_before_s: int = 600
+    env: tuple[str, ...] = ()
+
+
+def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | None) -> str:
+    """The text of submit.sbatch. Raises ValueError for an --env that is no KEY=VALUE or sounds like a secret."""
+    options = {
+        "job-name": run.name,
+        "nodes": cluster.nodes + cluster.spares,
+        "ntasks-per-node": 1,
+        "gpus-per-node": None if cluster.cpu else cluster.gpus_per_node,
+        "mem": 0,
+        "partition": cluster.partition,
+        "time": cluster.time,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "dependency": dependency,
+        "signal": f"B:USR1@{cluster.signal_before_s}",
+        "output": run / "slurm-%j.log",
+        "open-mode": "append",
+    }
+    flags = ["exclusive", "no-kill", "requeue" if cluster.requeue else "no-requeue"]
+    directives = [f"--{k}={_quoted(str(v))}" for k, v in options.items() if v is not None] + [f"--{f}" for f in flags]
+    python = snapshot / "env/bin/python"
+    supervise = [str(python), "-P", "-m", "train.supervise", "--nproc-per-node", str(cluster.gpus_per_node)]
+    return SCRIPT.format(
+        directives="\n".join(f"#SBATCH {d}" for d in directives),
+        what=f"{cluster.nodes} nodes x {cluster.gpus_per_node} ranks, {cluster.spares} spare",
+        snapshot=shlex.quote(str(snapshot)),
+        exports="\n".join(f"export {_export(pair)}" for pair in cluster.env),
+        supervise=shlex.join(supervise),
+        run=shlex.quote(str(run)),
+        watch="true" if cluster.requeue else "false",
+        watcher=shlex.quote(WATCHER),
+        spares=f"--spares {cluster.spares}",
+        job_file=shlex.quote(str(snapshot / "job.toml")),
+        stopped=STOPPED,
+        requeue="true" if cluster.requeue else "false",
+    )
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"' if " " in value else value
+
+
+def _export(pair: str) -> str:
+    key, separator, value = pair.partition("=")
+    if not separator or not key.isidentifier():
+        raise ValueError(f"--env {pair!r} is not KEY=VALUE")
+    if SECRET.search(key):
+        raise ValueError(
+            f"--env {key}=... sounds like a secret and would be written into the run folder; export it in the shell "
+            "instead, sbatch hands the environment on to the job"
+        )
+    return f"{key}={shlex.quote(value)}"
+
+
+def submit(script: Path) -> int:
+    """sbatch; returns the job id. Raises ValueError with Slurm's words when it refuses."""
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SLURM_TIMEOUT_S
+    )
+    if done.returncode:
+        raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
+    return int(done.stdout.strip().split(";")[0])
+
+
+def job_state(job_id: int) -> str | None:
+    """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm has forgotten."""
+    command = ["scontrol", "show", "job", "-o", str(job_id)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
+    found = re.search(r"\bJobState=(\S+)", done.stdout)
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return found[1] if found else None

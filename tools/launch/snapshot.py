@@ -1,0 +1,202 @@
+"""The snapshot of a launch: all that a job runs from, in one read-only folder that no later edit can reach.
+
+    runs/NAME/snapshot/<time>-<commit>/
+        code/             the tracked files of the commit (with --allow-dirty: of the working tree)
+        changes.diff      only for a dirty tree: its difference from the commit
+        env/              an interpreter whose path is code/ and the installed packages, nothing of the checkout
+        job.toml          the resolved job config: file, overrides, defaults; all paths absolute
+        mixture/          the lock and its tokenizer as files, the sources as links to the data
+        environment.json  python, host, modules, the variables that matter      packages.txt   as `pip freeze` prints
+        snapshot.json     commit, command, mixture fingerprint                  submit.sbatch  the job script
+        SHA256SUMS        of every file; `sha256sum --check SHA256SUMS` is the first thing that the job does
+
+Why env/: an editable install puts an import hook in front of sys.path, which neither PYTHONPATH nor `-P` can beat. A
+virtual environment of three small files has no hooks, and every child of it (torchrun's workers) is the same program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from data_mixtures.mixture import read_lock
+from records.files import file_sha256
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+KEPT_VARIABLES = re.compile(
+    r"^(CUDA|NCCL|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI_|OFI|SLURM|TRITON|WANDB|HF_|LD_LIBRARY_PATH$|PATH$|LOADEDMODULES$)"
+)
+RESOLVE_TIMEOUT_S = 300
+
+
+def take_snapshot(
+    run: Path, config: Path, overrides: list[str], allow_dirty: bool, script: Callable[[Path], str]
+) -> Path:
+    """Make run/snapshot/<id>/ whole or not at all; returns it. script: text of submit.sbatch for the final folder.
+
+    Raises ValueError for a dirty tree, a job file that TorchTitan refuses, or a mixture that was edited.
+    """
+    code = code_tree(allow_dirty)
+    final = run / "snapshot" / f"{time.strftime('%Y%m%dT%H%M%S')}-{code['version']}"
+    if final.exists():
+        raise ValueError(f"{final} exists already: this second has its snapshot; launch again")
+    partial = final.with_name(f".{final.name}.partial")
+    partial.mkdir(parents=True)
+    try:
+        write_code(partial / "code", code)
+        if code["diff"]:
+            (partial / "changes.diff").write_bytes(code["diff"])
+        write_interpreter(partial / "env")
+        job = resolve(partial, config, overrides)
+        fingerprint = pin(job, run, partial, final)
+        (partial / "job.toml").write_text(tomli_w.dumps(job), encoding="utf-8")
+        (partial / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
+        facts = {"code_version": code["version"], "commit": code["commit"], "mixture_fingerprint": fingerprint,
+                 "config": str(config), "overrides": overrides, "argv": sys.argv, "time": time.time()}  # fmt: skip
+        for name, value in (("snapshot.json", facts), ("environment.json", environment())):
+            (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        (partial / "submit.sbatch").write_text(script(final), encoding="utf-8")
+        seal(partial)
+        partial.rename(final)
+    except BaseException:
+        remove(partial)
+        raise
+    return final
+
+
+def code_tree(allow_dirty: bool) -> dict[str, Any]:
+    """The git tree to run: HEAD's, or the working tree's with its difference from HEAD. Raises ValueError if dirty."""
+    if not (ROOT / ".git").exists():
+        raise ValueError(
+            f"{ROOT} is not a git checkout, so its code has no name; launch from a clone of the repository"
+        )
+    commit = git("rev-parse", "HEAD").decode().strip()
+    changed = git("status", "--porcelain").decode()
+    code: dict[str, Any] = {"commit": commit, "tree": commit, "version": commit[:12], "diff": b""}
+    if changed:
+        if not allow_dirty:
+            raise ValueError(
+                f"the checkout differs from its commit {commit[:12]}:\n{changed}commit the changes, so that the run "
+                "can be repeated, or launch with --allow-dirty, which keeps the difference in the snapshot"
+            )
+        with tempfile.TemporaryDirectory() as folder:  # an index of our own: the user's staging area stays as it is
+            index = {"GIT_INDEX_FILE": f"{folder}/index"}
+            git("read-tree", commit, **index)
+            git("add", "--all", **index)
+            code["tree"] = git("write-tree", **index).decode().strip()
+        code["diff"] = git("diff", "--binary", commit, code["tree"])
+        code["version"] += "-dirty"
+    return code
+
+
+def git(*arguments: str, **variables: str) -> bytes:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, env={**os.environ, **variables}, capture_output=True)
+    if done.returncode:
+        raise ValueError(f"git {' '.join(arguments)} failed: {done.stderr.decode().strip()}")
+    return done.stdout
+
+
+def write_code(folder: Path, code: dict[str, Any]) -> None:
+    folder.mkdir()
+    subprocess.run(["tar", "-xC", str(folder)], input=git("archive", "--format=tar", code["tree"]), check=True)
+    (folder / "CODE_VERSION").write_text(code["version"] + "\n")  # what provenance.code_version answers from now on
+
+
+def write_interpreter(env: Path) -> None:
+    """A virtual environment by hand: this Python, the snapshot's code, the packages that are importable now."""
+    base = Path(sys._base_executable)  # type: ignore[attr-defined]
+    (env / "bin").mkdir(parents=True)
+    (env / "bin/python").symlink_to(base)
+    (env / "pyvenv.cfg").write_text(f"home = {base.parent}\ninclude-system-site-packages = false\n")
+    packages_folder = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(env)}))
+    packages_folder.mkdir(parents=True)
+    up = os.path.relpath(env.parent / "code", packages_folder)
+    ours, standard = {ROOT, ROOT / "models"}, Path(os.__file__).parent
+    installed = [p for p in map(Path, sys.path) if p.is_absolute() and p.is_dir() and p.resolve() not in ours]
+    installed = [p for p in installed if p != standard and p.name != "lib-dynload"]
+    # a path in a .pth file is searched, but its own .pth files are not run: no import hook comes along
+    (packages_folder / "snapshot.pth").write_text("\n".join([f"{up}/models", up, *map(str, installed)]) + "\n")
+
+
+def resolve(snapshot: Path, config: Path, overrides: list[str]) -> dict[str, Any]:
+    """The whole job config as the snapshot's own code reads it. Raises ValueError with the parser's words."""
+    command = [str(snapshot / "env/bin/python"), "-P", "-m", "train.job_file"]
+    command += ["--job.config_file", str(config.resolve()), *overrides]
+    unset = ("PYTHONPATH", "PYTHONHOME")
+    env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=snapshot / "code", env=env, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S
+    )
+    if done.returncode:
+        raise ValueError(f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{done.stderr[-3000:]}")
+    return tomllib.loads(done.stdout)
+
+
+def pin(job: dict[str, Any], run: Path, partial: Path, final: Path) -> str:
+    """Make every path of the job absolute and its mixture the snapshot's copy; returns the mixture's fingerprint."""
+    job["job"] |= {"dump_folder": str(run), "config_file": str(final / "job.toml")}
+    if job["checkpoint"].get("initial_load_path"):
+        job["checkpoint"]["initial_load_path"] = str(Path(job["checkpoint"]["initial_load_path"]).resolve())
+    lock_path = Path(job["mixture"]["lock"])
+    lock = read_lock(lock_path)
+    folder = partial / "mixture"
+    folder.mkdir()
+    shutil.copy(lock_path, folder / lock_path.name)
+    for source in lock["sources"]:
+        (folder / source["name"]).symlink_to((lock_path.parent / source["name"]).resolve())
+    tokenizer = lock_path.parent / "tokenizer.model"
+    if tokenizer.is_file():
+        shutil.copy(tokenizer, folder)
+    job["mixture"]["lock"] = str(final / "mixture" / lock_path.name)
+    return lock["fingerprint"]
+
+
+def packages() -> list[str]:
+    """Installed packages, one a line, as `pip freeze` writes them; without pip, which uv's environments lack."""
+    found = {}
+    for package in metadata.distributions():
+        origin = json.loads(package.read_text("direct_url.json") or "{}").get("url")
+        name = package.metadata["Name"]
+        found[name.lower()] = f"{name} @ {origin}" if origin else f"{name}=={package.version}"
+    return [found[name] for name in sorted(found)]
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what this was launched; variables whose name sounds like a secret are left out."""
+    kept = {k: v for k, v in sorted(os.environ.items()) if KEPT_VARIABLES.match(k) and not SECRET.search(k)}
+    modules = [module for module in os.environ.get("LOADEDMODULES", "").split(":") if module]
+    return {"python": sys.version, "executable": sys.executable, "host": list(os.uname()), "modules": modules,
+            "variables": kept}  # fmt: skip
+
+
+def seal(folder: Path) -> None:
+    """Write SHA256SUMS over every regular file, then take the right to write from everything."""
+    paths = [p for p in sorted(folder.rglob("*")) if not p.is_symlink()]
+    files = [p for p in paths if p.is_file()]
+    sums = "".join(f"{file_sha256(p)}  {p.relative_to(folder)}\n" for p in files)
+    (folder / "SHA256SUMS").write_text(sums)
+    for path in (*paths, folder / "SHA256SUMS", folder):
+        path.chmod(path.stat().st_mode & ~0o222)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that may be sealed already."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+    shutil.rmtree(folder)

@@ -1,0 +1,148 @@
+"""One start of the workers, from the supervisor's side: watch it, hand on a wish to stop, end what hangs.
+
+The wish to stop travels as the file RUN/stop, which rank 0 looks for at every step: a file reaches any node, and a
+signal would have to pass srun and torchrun, which take it for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from records.events import read_outcome, record_event
+from records.exit_codes import CRASHED
+from records.job import SupervisedJob
+
+from .heartbeat import HangWatch, laggards, read_heartbeats
+from .nodes import start_workers
+from .signals import StopSignals
+
+POLL_S = 0.2
+# torchrun's own report on the console: the cause, where outcome.json may hold a consequence that another rank saw
+ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
+# torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
+SLURM_GRACE_S = 90.0
+DEATH_S = 10.0  # a process in a call to a dead file system survives even SIGKILL: it is not waited for
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one start ended; step: the last one reached."""
+
+    code: int
+    step: int
+    reason: str
+    suspects: tuple[str, ...] = ()  # nodes that a hang points at
+
+
+class Attempt:
+    """Start the workers with `start`, then `watch` until they are gone."""
+
+    def __init__(self, job: SupervisedJob, number: int, stop: StopSignals):
+        self.job, self.number, self.stop = job, number, stop
+        self.heartbeats = job.run / "heartbeats"
+        self.logs = job.run / "logs" / f"start-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
+        self.known: set[psutil.Process] = set()  # workers on this machine, also when torchrun has lost them
+
+    def start(self, nodes: list[str] | None, nproc_per_node: int, train_arguments: list[str]) -> None:
+        """A new rendezvous for every start: nothing of a broken one is met again."""
+        shutil.rmtree(self.heartbeats, ignore_errors=True)
+        for stale in ("outcome.json", "stop"):
+            (self.job.run / stale).unlink(missing_ok=True)
+        name = f"{self.job.run.name}-{os.getpid()}-{self.number}"
+        self.on_nodes = nodes is not None
+        port = free_port() if nodes is None else random.randrange(20_000, 30_000)
+        self.workers = start_workers(nodes, nproc_per_node, name, port, train_arguments, self.logs)
+
+    def watch(self) -> Ended:
+        """Wait for the end of this start."""
+        section = self.job.resilience
+        hang = HangWatch(self.heartbeats, section.hang_timeout_s, section.start_timeout_s)
+        ended, told = None, False
+        while self.workers.poll() is None:
+            time.sleep(POLL_S)
+            self._note_workers()
+            if self.stop.asked and not told:
+                (self.job.run / "stop").touch()
+                told = True
+            if self.stop.forced:
+                ended = Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
+            elif (waited_s := hang.hung_for_s()) is not None:
+                ended = self._on_hang(waited_s)
+            if ended:
+                break
+        self._kill()
+        return ended or self._outcome()
+
+    def _outcome(self) -> Ended:
+        outcome = read_outcome(self.job.run)
+        if outcome is not None and outcome["code"] != CRASHED:
+            return Ended(outcome["code"], outcome["step"], outcome["reason"])
+        said = outcome["reason"] if outcome else f"no word from a worker, exit status {self.workers.returncode}"
+        console = self.logs / "console.log"
+        found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
+        if found:
+            said += f" (first to fail: rank {found[2]} on {found[1]}, exit status {found[3]})"
+        steps = [beat["step"] or 0 for beat in read_heartbeats(self.heartbeats)]
+        return Ended(CRASHED, outcome["step"] if outcome else max(steps, default=0), said)
+
+    def _on_hang(self, waited_s: float) -> Ended:
+        """Put the evidence away: who stood where, and everybody's stacks."""
+        time.sleep(1)  # the workers' own watchdogs have just written, or are about to
+        beats = read_heartbeats(self.heartbeats)
+        blamed = laggards(beats)
+        evidence = self.logs / "hang"
+        if self.heartbeats.is_dir():
+            shutil.copytree(self.heartbeats, evidence)
+        facts: list[dict[str, Any]] = [{key: beat[key] for key in ("rank", "host", "pid", "step")} for beat in blamed]
+        step = max((beat["step"] or 0 for beat in beats), default=0)
+        reason = f"no rank finished a step for {waited_s:.0f} s"
+        record_event(self.job.run, "hang", step=step, reason=reason, laggards=facts, stacks=str(evidence))
+        ranks = ", ".join(f"rank {fact['rank']} on {fact['host']}" for fact in facts[:4]) or "nobody reported"
+        return Ended(CRASHED, step, f"{reason}; {ranks}", tuple({fact["host"] for fact in facts}))
+
+    def _note_workers(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            self.known |= set(psutil.Process(self.workers.pid).children(recursive=True))
+
+    def _kill(self) -> None:
+        """Nothing of this start may live on: it would write into the run folder of the next.
+
+        Processes here are killed at once: a stopped one obeys nothing less. srun is asked first and given time, so that
+        Slurm ends its tasks on all nodes.
+        """
+        if self.workers.poll() is None and self.on_nodes:
+            self.workers.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.workers.wait(SLURM_GRACE_S)
+        self.workers.kill()
+        self.workers.wait()
+        for process in self.known:
+            with suppress(psutil.NoSuchProcess):  # psutil knows a process by its start, so a reused number is safe
+                process.kill()
+        deadline_s = time.monotonic() + DEATH_S
+        while time.monotonic() < deadline_s and not all(map(_is_gone, self.known)):
+            time.sleep(0.05)
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

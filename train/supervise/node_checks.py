@@ -1,0 +1,172 @@
+"""What is looked at on a node before it may train: one line begins a check, one line ends it.
+
+Started by `train.supervise.preflight` in a process of its own: a wedged driver or a dead file system blocks inside a system call,
+where no timer of the same process can help. Every check raises with what is wrong, or returns facts worth keeping.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from data_mixtures import mixture, shards
+from laneformer import LaneformerConfig
+from records.job import read_job
+
+from .nodes import node_name
+
+GIB = 1 << 30
+BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and two moments
+SCRATCH_GIB = 1.0  # compile caches and shared memory of the ranks
+MATMUL_SIZE = 4096
+FREE_GPU_MEMORY = 0.95  # less means that somebody else's process is still there
+READ_BYTES = 4096
+
+
+class NodeChecks:
+    """The checks of one node; `needs` holds gpus, and free_disk_gib or None for two checkpoints' worth."""
+
+    def __init__(self, train_arguments: list[str], needs: dict[str, Any]):
+        self.job = read_job(train_arguments)
+        self.gpus: int = needs["gpus"]
+        self.free_disk_gib: float | None = needs["free_disk_gib"]
+
+    def in_order(self) -> list[tuple[str, float, Callable[[], dict[str, Any]]]]:
+        """(name, deadline in s, check): cheap ones first, each relying on those before it."""
+        return [
+            ("gpus", 120, self.count_gpus),
+            ("memory", 30, self.memory),
+            ("matmul", 120, self.matmul),
+            ("collective", 180, self.collective),
+            ("mixture", 600, self.read_mixture),
+            ("disk", 60, self.disk),
+        ]
+
+    def count_gpus(self) -> dict[str, Any]:
+        found = torch.cuda.device_count()
+        if found != self.gpus and (self.gpus or found):
+            raise ValueError(f"{found} GPUs where {self.gpus} are needed")
+        return {"found": found, "kind": torch.cuda.get_device_name(0) if found else "cpu"}
+
+    def memory(self) -> dict[str, Any]:
+        for gpu in range(self.gpus):
+            free_bytes, total_bytes = torch.cuda.mem_get_info(gpu)
+            if free_bytes < FREE_GPU_MEMORY * total_bytes:
+                raise ValueError(
+                    f"GPU {gpu} has {free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free; is an old process left?"
+                )
+        return {"available_gib": round(psutil.virtual_memory().available / GIB, 1)}
+
+    def matmul(self) -> dict[str, Any]:
+        """The same product on every device: its time, and that it is exactly right (small integers are, in float32)."""
+        size = MATMUL_SIZE if self.gpus else 256
+        slowest_s = 0.0
+        for device in [torch.device("cuda", i) for i in range(self.gpus)] or [torch.device("cpu")]:
+            ones = torch.ones(size, size, device=device)
+            for repeat in range(2):  # the first also loads the kernels
+                started = time.perf_counter()
+                product = ones @ ones
+                wrong = int((product != size).sum().item())
+                if wrong:
+                    raise ValueError(f"{device}: {wrong} of {size * size} elements of a product are wrong")
+                slowest_s = max(slowest_s, time.perf_counter() - started) if repeat else slowest_s
+        return {"matmul_s": slowest_s}
+
+    def collective(self) -> dict[str, Any]:
+        """An all-reduce among the node's GPUs, one process each, as in training."""
+        with tempfile.TemporaryDirectory() as folder:
+            meeting = f"file://{folder}/rendezvous"
+            if self.gpus:
+                mp.spawn(all_reduce, (self.gpus, meeting, "nccl"), nprocs=self.gpus)
+            else:
+                all_reduce(0, 1, meeting, "gloo")
+        return {}
+
+    def read_mixture(self) -> dict[str, Any]:
+        """Every shard opens and its first bytes arrive; one of them, another on each node, has its manifest's hash."""
+        lock_path = Path(self.job.mixture.lock)
+        mixture.Mixture.open(lock_path)
+        files = []
+        for source in mixture.read_lock(lock_path)["sources"]:
+            folder = lock_path.parent / source["name"]
+            entries = shards.read_manifest(folder)["shards"]
+            files += [(folder / entry["name"], entry["sha256"]) for entry in entries]
+        for path, _ in files:
+            with open(path, "rb") as file:
+                if not file.read(READ_BYTES):
+                    raise ValueError(f"{path} is empty")
+        path, sha256 = files[int(hashlib.sha256(node_name().encode()).hexdigest(), 16) % len(files)]
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise ValueError(f"{path} is not what its manifest says: another sha256")
+        return {"shards": len(files), "hashed": str(path)}
+
+    def disk(self) -> dict[str, Any]:
+        """Room for two checkpoints where the run is written, and for caches where temporary files go."""
+        run = self.job.run
+        run.mkdir(parents=True, exist_ok=True)
+        needed_gib = self.free_disk_gib
+        if needed_gib is None:
+            needed_gib = 2 * self._checkpoint_bytes() / GIB
+        free: dict[str, Any] = {}
+        for path, gib in ((run, needed_gib), (Path(tempfile.gettempdir()), SCRATCH_GIB)):
+            free[str(path)] = round(shutil.disk_usage(path).free / GIB, 1)
+            if free[str(path)] < gib:
+                raise ValueError(f"{path} has {free[str(path)]} GiB free where {gib:.1f} are needed")
+        with tempfile.TemporaryFile(dir=run) as file:
+            file.write(b"written by preflight")
+        return {"free_gib": free}
+
+    def _checkpoint_bytes(self) -> int:
+        config = LaneformerConfig.from_flavor(self.job.model.flavor)
+        return BYTES_PER_PARAMETER * config.parameter_count()["total"]
+
+
+def all_reduce(rank: int, ranks: int, meeting: str, backend: str) -> None:
+    """One process of the collective: sum the ranks' numbers. Raises ValueError for a wrong sum."""
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    values = torch.full((1 << 20,), float(rank + 1), device=device)
+    dist.all_reduce(values)
+    expected = ranks * (ranks + 1) / 2
+    if not bool((values == expected).all()):
+        raise ValueError(f"all-reduce over {ranks} ranks gave {values.unique().tolist()} where {expected} is right")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run the checks in order until one fails; the reports go to the original stdout, one JSON object a line."""
+    needs, *train_arguments = sys.argv[1:]
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no report
+
+    def report(**facts: Any) -> None:
+        print(json.dumps(facts), file=reports, flush=True)
+
+    for name, deadline_s, check in NodeChecks(train_arguments, json.loads(needs)).in_order():
+        report(begin=name, deadline_s=deadline_s)
+        started = time.perf_counter()
+        try:
+            facts = check()
+        except (Exception, SystemExit) as problem:  # any failure at all disqualifies the node, and must be named
+            report(end=name, error=f"{type(problem).__name__}: {problem}")
+            return
+        report(end=name, facts={**facts, "seconds": round(time.perf_counter() - started, 3)})
+    report(passed=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Is this node fit to train? Asked of every node before the first step of every attempt.
+
+    python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml [--section.key value ...]
+
+prints one JSON line for the node it runs on and ends with 0 if the node is good. `healthy_nodes` asks all candidates at
+once, one srun each, so that a dead node can be told from the others. Network between nodes is not tried here: when two
+nodes cannot talk, nobody can say which one is ill; the job's own first step meets that, under its timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+from .nodes import node_name, srun
+
+FIRST_REPORT_S = 180.0  # until torch is imported, on a cold file system
+NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
+SLOW_NODE = 1.5  # a GPU node whose matmul takes this many times the median is left out: it would slow all others
+
+
+def healthy_nodes(
+    candidates: list[str], train_arguments: list[str], options: list[str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Run the pre-flight on every candidate: (good ones in their order, reason of every bad one).
+
+    train_arguments: what the workers get, `--job.config_file ...`; options: pre-flight's own (`--gpus 8`).
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool:
+        answers = list(pool.map(lambda node: _ask(node, [*(options or []), *train_arguments]), candidates))
+    records = dict(zip(candidates, answers, strict=True))
+    bad = {node: record["reason"] for node, record in records.items() if not record["ok"]}
+    seconds = {node: r["checks"]["matmul"]["matmul_s"] for node, r in records.items() if r["ok"] and r["gpus"]}
+    if len(seconds) > 2:
+        median_s = statistics.median(seconds.values())
+        slow = {node: s for node, s in seconds.items() if s > SLOW_NODE * median_s}
+        bad |= {node: f"matmul: {s:.4f} s where the median node needs {median_s:.4f} s" for node, s in slow.items()}
+    return [node for node in candidates if node not in bad], bad
+
+
+def _ask(node: str, arguments: list[str]) -> dict[str, Any]:
+    """The node's own JSON line, or a record that says why there is none."""
+    command = [*srun([node]), sys.executable, "-m", "train.supervise.preflight", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NODE_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return {"node": node, "ok": False, "reason": f"srun: no answer within {NODE_DEADLINE_S:.0f} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"node"')]
+    if not lines:
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        said = [line for line in said if "error" in line.lower()] or said
+        return {"node": node, "ok": False, "reason": f"srun: exit status {done.returncode}, said {said[0]!r}"}
+    return json.loads(lines[-1])
+
+
+def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float | None) -> dict[str, Any]:
+    """Run `train.supervise.node_checks` in a process that can be given up, and keep to the deadline of every check."""
+    needs = json.dumps({"gpus": gpus, "free_disk_gib": free_disk_gib})
+    command = [sys.executable, "-m", "train.supervise.node_checks", needs, *train_arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    checks: dict[str, Any] = {}
+    reason = _follow(process.stdout, checks)
+    if reason is not None and process.poll() is None:
+        process.kill()  # not waited for: a process in an uninterruptible call cannot die
+    return {"node": node_name(), "ok": reason is None, "reason": reason, "gpus": gpus, "checks": checks}
+
+
+def _follow(reports: IO[str], checks: dict[str, Any]) -> str | None:
+    """Collect the facts of the checks; returns why the node is bad, None if all were passed."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in reports:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    running, deadline = "start", time.monotonic() + FIRST_REPORT_S
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return f"{running}: no answer within its deadline"
+        if line is None:
+            return f"{running}: the process ended without a word"
+        report = json.loads(line)
+        if "passed" in report:
+            return None
+        if "begin" in report:
+            running, deadline = report["begin"], time.monotonic() + report["deadline_s"]
+        elif "error" in report:
+            return f"{report['end']}: {report['error']}"
+        else:
+            checks[report["end"]] = report["facts"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Is this node fit to train?")
+    expected = os.environ.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # "8", or "h100:8"
+    parser.add_argument("--gpus", type=int, default=int(expected), help="GPUs that the node must have")
+    parser.add_argument("--free-disk-gib", type=float, help="room in the run folder; default: two checkpoints")
+    options, train_arguments = parser.parse_known_args()
+    record = check_this_node(train_arguments, options.gpus, options.free_disk_gib)
+    print(json.dumps(record), flush=True)
+    # the thread may still hang on a dead file system
+    os._exit(0 if record["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()
