@@ -1,11 +1,14 @@
-"""What every record of a run needs: the code's version, a file's hash, and lines that survive a crash whole."""
+"""The files of a run: lines that survive a crash whole, files that appear whole, hashes, the version of the code."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def code_version(folder: Path) -> str:
@@ -45,6 +48,19 @@ def append_line(path: Path, line: str) -> None:
             cut = file.read(1) != b"\n"
         file.write(b"\n" * cut + line.encode() + b"\n")
         os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file that others may be appending to; [] without the file.
+
+    A line that a crash cut short, or that is still being written, is left out: `append_line` closes it, so that it
+    spoils only itself.
+    """
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
 
 
 def replace_last_line(path: Path, old: str, new: str) -> None:
