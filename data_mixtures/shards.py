@@ -22,6 +22,8 @@ import numpy as np
 import pyarrow
 import xxhash
 
+from records.files import file_sha256, write_atomically
+
 FORMAT = 1
 TOKEN_BYTES = 2
 BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
@@ -114,7 +116,7 @@ def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def manifest_sha256(folder: Path) -> str:
-    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    return file_sha256(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -163,13 +165,7 @@ def windows(path: Path, count: int, seq_len: int) -> np.ndarray:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def publish(partial: Path, final: Path) -> None:

@@ -7,7 +7,6 @@ spaces kept, digits split one by one. Text is never parsed for control tokens: "
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import re
 from collections.abc import Iterable
@@ -81,10 +80,6 @@ def load(path: Path) -> sentencepiece.SentencePieceProcessor:
     if ids != (UNK, BOS, EOS):
         raise ValueError(f"{path} has <unk>, <s>, </s> = {ids}; Laneformer data needs {(UNK, BOS, EOS)} as in Llama-2")
     return processor
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def encode(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -38,9 +38,8 @@ from rich.console import Console
 import evals
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
-from records.events import read_outcome, record_event
-from records.exit_codes import DONE, STOPPED
-from records.files import append_line
+from records.events import DONE, STOPPED, read_outcome, record_event
+from records.files import append_line, read_lines
 from records.job import SupervisedJob, read_job
 
 SCRATCH = ".evals-watch"
@@ -71,7 +70,7 @@ class Watcher:
         """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
         while True:
             over = once or self.run_is_done()  # asked first, so that the last checkpoint is not missed
-            self.trackers.give(json_lines(self.records))
+            self.trackers.give(read_lines(self.records))
             work = self.to_do()
             if work:
                 self.evaluate(work)
@@ -112,7 +111,7 @@ class Watcher:
     def recorded(self) -> dict[tuple[int, str], float]:
         """(step, command) -> when the checkpoint was saved that its newest record is about."""
         found: dict[tuple[int, str], float] = {}
-        for record in json_lines(self.records):
+        for record in read_lines(self.records):
             if "command" in record and record.get("step") is not None:
                 key = (record["step"], record["command"])
                 found[key] = max(found.get(key, 0.0), record["checkpoint_time"])
@@ -133,7 +132,7 @@ class Watcher:
                 out = scratch / f"step-{work.step}-{number}.jsonl"
                 out.unlink(missing_ok=True)  # of a watcher that was killed before it handed it over
                 status = self.call(work.step, self.arguments(command, hf, out, origin))
-                records = json_lines(out)
+                records = read_lines(out)
                 if status or not records:
                     self.fail(work, (command,), f"exit status {status}, {len(records)} records")
                     continue
@@ -151,7 +150,7 @@ class Watcher:
 
     def progress(self, step: int) -> dict[str, Any]:
         """phase and tokens_total at a step, from the logged step next to it; nothing before the first one."""
-        rows = [row for row in json_lines(self.run / "metrics.jsonl") if row.get("step") and "tokens" in row]
+        rows = [row for row in read_lines(self.run / "metrics.jsonl") if row.get("step") and "tokens" in row]
         if not rows:
             return {}
         row = min(reversed(rows), key=lambda row: abs(row["step"] - step))
@@ -188,15 +187,6 @@ class Watcher:
 
     def say(self, text: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')}  {text}", markup=False)
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that others may be writing to; a cut line is left out."""
-    found = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [each for each in found if isinstance(each, dict)]
 
 
 @contextlib.contextmanager

@@ -8,22 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from records.exit_codes import CRASHED
-from records.files import append_line, write_atomically
+from records.files import append_line, host_name, read_lines, write_atomically
+
+# how a worker or the supervisor ends: exit status, and `code` in outcome.json; any other status is a crash
+DONE = 0  # training.steps reached
+CRASHED = 1
+STOPPED = 85  # stopped on request with a checkpoint saved; start again to continue
+UNCLEAN = 86  # the guard refused a step; its batch is recorded in events.jsonl
 
 REASON_CHARS = 2000
-
-
-def host_name() -> str:
-    """The name under which Slurm knows this node, else the machine's own."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def record_event(run: Path, kind: str, **facts: Any) -> None:
@@ -38,14 +37,7 @@ def record_event(run: Path, kind: str, **facts: Any) -> None:
 
 def read_events(run: Path) -> list[dict[str, Any]]:
     """All events of a run, oldest first; a line that a crash cut is left out."""
-    path = run / "events.jsonl"
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
+    return read_lines(run / "events.jsonl")
 
 
 def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) -> None:

@@ -1,45 +1,21 @@
-"""The files of a run: lines that survive a crash whole, files that appear whole, hashes, the version of the code."""
+"""The files of a run: append and read JSON lines, write files atomically, hash them, and name the code and the host."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
-
-def code_version(folder: Path) -> str:
-    """The git commit of the code in `folder`, `-dirty` with local changes, "unknown" outside a checkout.
-
-    A snapshot (tools.launch) says it in a file, as it may lie inside a checkout of other code.
-    """
-    for parent in (folder, *folder.parents):
-        if (parent / "CODE_VERSION").is_file():
-            return (parent / "CODE_VERSION").read_text().strip()
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30
-        ).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        dirty = "-dirty" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return commit + dirty if commit else "unknown"
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+# what decides a model's answers: config, tokenizer, weights, chat template
+MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja")
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line to a file, on disk when this returns; a half line left by a crash is closed first."""
+    """Append one line and flush it to disk; a partial line left by a crash is terminated first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", buffering=0) as file:
         cut = False
@@ -50,21 +26,8 @@ def append_line(path: Path, line: str) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that others may be appending to; [] without the file.
-
-    A line that a crash cut short, or that is still being written, is left out: `append_line` closes it, so that it
-    spoils only itself.
-    """
-    found = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [each for each in found if isinstance(each, dict)]
-
-
 def replace_last_line(path: Path, old: str, new: str) -> None:
-    """Put `new` in place of the last line of a file, which must be `old`, in one write."""
+    """Replace the last line of a file, which must be `old`, by `new` in one write."""
     with open(path, "r+b", buffering=0) as file:
         start = file.seek(-len(old.encode()) - 1, os.SEEK_END)
         found = file.read()
@@ -75,11 +38,79 @@ def replace_last_line(path: Path, old: str, new: str) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
+def read_lines(path: Path, unreadable: list[int] | None = None) -> list[dict[str, Any]]:
+    """The JSON objects of a file that other processes may be appending to; [] if the file does not exist.
+
+    Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity become None.
+    unreadable: receives the numbers of the skipped lines, but not of the last one, which may be half written.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")  # the last entry is empty, or a line that is still being written
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line, parse_constant=lambda name: None) if line.strip() else None
+        except ValueError:
+            record = False
+        if isinstance(record, dict):
+            found.append(record)
+        elif record is not None and number < len(lines) and unreadable is not None:
+            unreadable.append(number)
+    return found
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a temporary file, flush it to disk and rename it: readers see the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_sha256(folder: Path) -> str:
+    """One hash of a model folder: names and contents of config, tokenizer, weights and chat template (MODEL_FILES).
+
+    README, licence and remote code do not count. The same weights in other shards have another hash.
+    """
+    paths = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+    listing = "".join(f"{path.name} {file_sha256(path)}\n" for path in sorted(paths))
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def host_name() -> str:
+    """Slurm's name for this node, outside Slurm the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def code_version(folder: Path) -> str:
+    """The git commit of the code in `folder`: "-dirty" appended for local changes, "unknown" outside a checkout.
+
+    A snapshot (tools.launch) records it in CODE_VERSION, since it may lie inside a checkout of other code.
+    """
+    for parent in (folder, *folder.parents):
+        if (parent / "CODE_VERSION").is_file():
+            return (parent / "CODE_VERSION").read_text().strip()
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30)
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        dirty = "-dirty" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return commit + dirty if commit else "unknown"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from records.attempts import Stretch, merge_attempts, place_on_one_axis
+from records.files import read_lines
 
 FIGURES = (
     "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
@@ -55,21 +56,10 @@ class Run:
         return [e for e in self.evals if e.get("kind") == kind]
 
 
-def read_jsonl(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
-    """All JSON objects of a file, NaN as None; lines that are none are left out, and told unless it is the last one."""
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")  # the last entry is empty, or what is being written right now
-    records, bad = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line, parse_constant=lambda name: None) if line.strip() else None
-        except ValueError:
-            record = False
-        if isinstance(record, dict):
-            records.append(record)
-        elif record is not None and number < len(lines):
-            bad.append(number)
+def read_or_warn(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    """`read_lines`, with a warning about unreadable lines."""
+    bad: list[int] = []
+    records = read_lines(path, bad)
     if bad:
         warnings.append(
             f"{path.parent.name}/{path.name}: {len(bad)} unreadable line(s) left out, the first is line {bad[0]}"
@@ -140,19 +130,19 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
     """
     config = _read_object(place / "config.toml", run.warnings)
     phase = str(config.get("phase", {}).get("name") or name)
-    read = read_jsonl(place / "metrics.jsonl", run.warnings)
+    read = read_or_warn(place / "metrics.jsonl", run.warnings)
     clean = [row for row in (_clean(row, name) for row in read) if row]
     if len(clean) < len(read):
         run.warnings.append(f"metrics.jsonl: {len(read) - len(clean)} row(s) without a step left out")
-    run.evals += [e for e in read_jsonl(place / "evals.jsonl", run.warnings) if e not in run.evals]
+    run.evals += [e for e in read_or_warn(place / "evals.jsonl", run.warnings) if e not in run.evals]
     run.model = run.model or _read_object(place / "model.json", run.warnings)
     lineage = _read_object(place / "lineage.json", run.warnings)
     if lineage:
         run.lineages.setdefault(phase, lineage)
     if config:
         run.configs.setdefault(phase, config)
-    run.attempts += [{"phase": phase, **start} for start in read_jsonl(place / "attempts.jsonl", run.warnings)]
-    run.events += [{"phase": phase, **event} for event in read_jsonl(place / "events.jsonl", run.warnings)]
+    run.attempts += [{"phase": phase, **start} for start in read_or_warn(place / "attempts.jsonl", run.warnings)]
+    run.events += [{"phase": phase, **event} for event in read_or_warn(place / "events.jsonl", run.warnings)]
     return [row for row in clean if _key(row) not in elsewhere]
 
 

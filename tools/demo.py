@@ -19,6 +19,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from records.files import read_lines
+
 PROMPTS = ("def main(", "The first", "import os\n", "Question: what is 12 + 30?\n", "Returns a list of")
 NEW_TOKENS = 48
 console = Console(stderr=True)
@@ -127,13 +129,6 @@ def show_progress(progress: Progress, task: Any, metrics: Path) -> None:
         row = rows[-1]
         rate = f"{row['tokens_per_s']:,.0f} tokens/s"
         progress.update(task, completed=row["step"], loss=f"loss {row['loss']:.3f}", rate=rate)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole JSON lines of a file that may still be written to."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def merge_metrics(out: Path) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.hf import model_card
 from laneformer.hf.tokenizer import write_tokenizer
+from records.files import read_lines
 
 DType = Literal["bfloat16", "float16", "float32"]
 MAX_SHARD_BYTES = 4_000_000_000
@@ -198,9 +199,7 @@ def training_progress(run_folder: Path, checkpoint: Path) -> dict[str, Any]:
     if not match:
         return {}
     progress: dict[str, Any] = {"step": int(match[1])}
-    metrics = run_folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    for line in lines:
+    for line in read_lines(run_folder / "metrics.jsonl"):
         if line.get("step") == progress["step"]:
             progress |= {key: line[key] for key in ("phase", "tokens_total", "loss") if line.get(key) is not None}
     return progress

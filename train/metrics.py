@@ -18,7 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from records.files import append_line, replace_last_line
+from records.files import append_line, read_lines, replace_last_line
 
 from .checkpoint_times import CheckpointTimes
 from .data import MixtureLoader
@@ -66,16 +66,9 @@ class RunMetrics(MetricsProcessor):
     def continue_after(self, step: int) -> None:
         """Begin an attempt behind `step`: the z-scores go on from the rows that led there."""
         self.last_logged_step = step
-        if torch.distributed.get_rank() != 0 or not self.path.is_file():
+        if torch.distributed.get_rank() != 0:
             return
-        by_step: dict[int, dict[str, Any]] = {}
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # half a line, left by a crash
-            if row["step"] <= step:
-                by_step[row["step"]] = row
+        by_step = {row["step"]: row for row in read_lines(self.path) if row["step"] <= step}
         for row in [by_step[step] for step in sorted(by_step)][-Z_WINDOW:]:
             for z, key in ((self.loss_z, "loss"), (self.grad_norm_z, "grad_norm")):
                 z.add(math.nan if row.get(key) is None else row[key])

@@ -41,9 +41,7 @@ def open_run_folder(run: Path, job_config: Any, model: LaneformerConfig, tokeniz
     write_atomically(config, resolved)
     write_atomically(run / "model.json", json.dumps(model.to_dict(), indent=2) + "\n")
     if tokenizer is not None and tokenizer.is_file():
-        temporary = run / ".tokenizer.model"
-        shutil.copy(tokenizer, temporary)
-        temporary.rename(run / "tokenizer.model")
+        write_atomically(run / "tokenizer.model", tokenizer.read_bytes())
 
 
 def record_attempt(run: Path, **facts: Any) -> None:

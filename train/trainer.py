@@ -21,8 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from laneformer.titan import TitanLaneformer
-from records.events import crash_on_record, record_event, write_outcome
-from records.exit_codes import DONE, STOPPED, UNCLEAN
+from records.events import DONE, STOPPED, UNCLEAN, crash_on_record, record_event, write_outcome
 from records.files import write_atomically
 
 from .checkpoint import PhaseCheckpointManager
@@ -128,7 +127,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         )
 
     def train(self) -> None:
-        """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `exit_codes` has a code."""
+        """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `records.events` has a code."""
         with crash_on_record(self.run, self.attempt, lambda: self.step):
             try:
                 super().train()

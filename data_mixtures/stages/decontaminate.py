@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import glob
 import gzip
-import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_mixtures.stages import stage, word_hashes
+from records.files import file_sha256, write_atomically
 
 INDEX = "benchmarks.npz"
 CODE = ("stages/decontaminate.py", "stages/word_hashes.py")  # decides what is found
@@ -109,7 +110,7 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         path.unlink(missing_ok=True)
         return
     files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
-    hashes = {name: {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files[name]} for name in benchmarks}
+    hashes = {name: {p.name: file_sha256(p) for p in files[name]} for name in benchmarks}
     code = stage.key_of(CODE)
     header = _header(path)
     if header and header["code"] == code and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes:
@@ -119,10 +120,9 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     described = [asdict(each) for each in _described(items, hashes, arrays)]
     text = json.dumps({"code": code, "benchmarks": described}).encode()
     stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        np.savez(file, **stored)
-    partial.replace(path)
+    archive = io.BytesIO()
+    np.savez(archive, **stored)
+    write_atomically(path, archive.getvalue())
 
 
 def _described(

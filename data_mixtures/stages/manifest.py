@@ -24,6 +24,7 @@ from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.plan import source as planned
 from data_mixtures.stages.stage import Unit
 from data_mixtures.stages.tokenize_units import TOKENIZER
+from records.files import file_sha256
 
 _BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
 # modules that decide no byte of a shard: they run, read, check or report
@@ -124,7 +125,7 @@ def _description(plan: Recipe, out: Path, source: str, entries: list[dict[str, A
         "plan_hash": planned(out, source)["plan_hash"],
         "code_version": code_version(),
         **asdict(layout),
-        "tokenizer_sha256": tokenizer.sha256(out / TOKENIZER),
+        "tokenizer_sha256": file_sha256(out / TOKENIZER),
         "vocab_size": model.vocab_size(),
         **_counts(out, source),
         "contamination": _contamination(out, source),

@@ -12,6 +12,8 @@ import plotly.graph_objects as go
 import plotly.io
 import plotly.offline
 
+from records.files import write_atomically
+
 FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 COLOURS = {"web": "#4f8ff7", "code": "#f0994b", "math": "#2fb5a0", "multilingual": "#c77dff", "qa": "#e5647c"}
 NEUTRAL = "#8a94a6"
@@ -59,9 +61,7 @@ pre { font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; white-
 
 def write(path: Path, stats: Mapping[str, Any]) -> None:
     """Write the page of what stats.json holds, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(page(stats), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, page(stats))
 
 
 def page(stats: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ import xxhash
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe
 from data_mixtures.stages import filter, plan, stage
+from records.files import file_sha256, write_atomically
 
 TOKENIZER = "tokenizer.model"
 DOCUMENTS, TOKENS = "documents.npy", "tokens.bin"
@@ -48,7 +49,7 @@ class Tokenize:
     def key(self, unit: stage.Unit) -> str:
         receipt = stage.read_receipt(self.out, filter.Filter.name, unit)
         documents = receipt["files"][filter.DOCUMENTS] if receipt is not None else None
-        return stage.key_of(_MODULES, self.recipe.seed, tokenizer.sha256(self.out / TOKENIZER), documents)
+        return stage.key_of(_MODULES, self.recipe.seed, file_sha256(self.out / TOKENIZER), documents)
 
     def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
         filtered, _ = stage.result(self.out, filter.Filter.name, unit)
@@ -117,23 +118,21 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
     path, receipt, training = out / TOKENIZER, out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
     key = _tokenizer_key(recipe, out)
     made = json.loads(receipt.read_text(encoding="utf-8")) if receipt.is_file() else None
-    if path.is_file() and made == {"key": key, "sha256": tokenizer.sha256(path)}:
+    if path.is_file() and made == {"key": key, "sha256": file_sha256(path)}:
         return
     if isinstance(training, Path):
         model = training.read_bytes()
     else:
         model = tokenizer.train(training_sample(recipe, out, training.train_bytes), training)
-    partial = path.with_name(f".{TOKENIZER}.partial")
-    partial.write_bytes(model)
-    partial.replace(path)
-    shards.write_json(receipt, {"key": key, "sha256": tokenizer.sha256(path)})
+    write_atomically(path, model)
+    shards.write_json(receipt, {"key": key, "sha256": file_sha256(path)})
 
 
 def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     training = recipe.tokenizer
     if isinstance(training, Path):
         tokenizer.load(training)
-        return tokenizer.sha256(training)
+        return file_sha256(training)
     receipts = [_filtered(out, source.name) for source in recipe.sources]
     files = [[receipt["files"][filter.DOCUMENTS] for receipt in source] for source in receipts]
     return stage.key_of(_MODULES, asdict(training), recipe.seed, recipe.valid_per_10000, files)

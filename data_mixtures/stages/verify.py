@@ -26,6 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from data_mixtures import mixture, shards, tokenizer
 from data_mixtures.stages.tokenize_units import TOKENIZER
+from records.files import file_sha256
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage
     damage = []
     for source, manifest in manifests.items():
         path = out / TOKENIZER
-        if path.is_file() and tokenizer.sha256(path) != manifest["tokenizer_sha256"]:
+        if path.is_file() and file_sha256(path) != manifest["tokenizer_sha256"]:
             damage.append(Damage(path, f"is not the tokenizer of {source} ({manifest['tokenizer_sha256']})"))
     for path in sorted(out.glob("*.lock.json")):
         try:

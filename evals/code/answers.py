@@ -17,7 +17,7 @@ import textwrap
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from evals.code.score import Dataset
-from records.files import append_line, write_atomically
+from records.files import append_line, model_sha256, read_lines, write_atomically
 
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
@@ -92,11 +92,7 @@ class EngineModel:
     def __init__(self, folder: Path, chat: bool, sampling: Sampling, device: str = "auto"):
         from laneformer import Engine  # the compiled part: an endpoint does not need it
 
-        weights = hashlib.sha256()
-        for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja")]):
-            with open(path, "rb") as file:
-                weights.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-        self.identity = {"model": folder.resolve().name, "model_sha256": weights.hexdigest()}
+        self.identity = {"model": folder.resolve().name, "model_sha256": model_sha256(folder)}
         self.sampling, self.template = sampling, chat_template(folder) if chat else None
         self.engine = Engine.from_pretrained(folder, device=device)
         if self.engine.tokenizer is None:
@@ -211,7 +207,7 @@ def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, fold
     settings = {**model.identity, "data_md5": dataset.md5, "prompt": "chat" if chat else "completion"}
     check_settings(folder / "settings.json", settings | asdict(sampling))
     path = folder / "answers.jsonl"
-    known = {(row["task_id"], row["sample"]): row for row in read_rows(path)}
+    known = {(row["task_id"], row["sample"]): row for row in read_lines(path)}
     wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(sampling.n)}
     missing = [key for key in wanted if key not in known]
     stops = () if chat else STOPS_OF[dataset.name] + STOPS
@@ -248,15 +244,6 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(settings, indent=1) + "\n")
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The answers of a file; a line that a crash cut short is no answer."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
 
 
 def fenced_blocks(text: str) -> list[str]:

@@ -28,7 +28,7 @@ from evals.core.prompts import FEWSHOT_SEED, Item, Prompt, Protocol, Unscorable,
 from evals.core.tasks import Bundle, Task
 from evals.scorer import Kind, Scorer, open_encoder, open_scorer, read_config
 from records.evals import NOWHERE, About, AboutFlags
-from records.files import code_version, file_sha256, write_atomically
+from records.files import code_version, file_sha256, model_sha256, write_atomically
 
 console = Console(stderr=True)
 Tasks = dict[str, dict[str, Any]]
@@ -116,14 +116,6 @@ def evaluate(
     return settings | aggregate(tasks) | {"tasks": tasks, "missing": missing, "differs": bundle.differs} | marks
 
 
-def folder_sha256(folder: Path) -> str:
-    """Of the files that make a model: config, tokenizer, weights."""
-    digest = hashlib.sha256()
-    for path in sorted(p for pattern in ("*.json", "*.safetensors", "*.bin", "*.model") for p in folder.glob(pattern)):
-        digest.update(f"{path.name} {file_sha256(path)}\n".encode())
-    return digest.hexdigest()
-
-
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
     table = Table(title=f"{figures.get('not_core', 'CORE')}, protocol {figures['protocol']}")
@@ -161,7 +153,7 @@ def measure(
     data_sha256 = hashlib.sha256("".join(bundle.sha256(task) for task in chosen).encode()).hexdigest()
     scorer = open_scorer(model, device, kind)
     code = code_version(Path(__file__).parent)
-    decides = (folder_sha256(model), data_sha256, protocol, most, scorer.name, code)
+    decides = (model_sha256(model), data_sha256, protocol, most, scorer.name, code)
     partial = Partial(about.out, hashlib.sha256(repr(decides).encode()).hexdigest())
     figures = evaluate(scorer, bundle, protocol, most, labels, partial)
     scorer.close()

@@ -13,6 +13,7 @@ import xxhash
 from data_mixtures import prepare, recipe, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.stages import plan
+from records.files import file_sha256
 
 HELD_OUT = 2**64 // 10  # valid_per_10000 = 1000
 
@@ -174,7 +175,7 @@ def test_a_given_tokenizer_is_copied_not_trained(recipe_path, run_prepare, tmp_p
     assert first["tokenizer.model"] == second["tokenizer.model"]
     assert first["phase1.lock.json"] == second["phase1.lock.json"]
     sha = Mixture.open(tmp_path / "second/phase1.lock.json").tokenizer_sha256
-    assert sha == tokenizer.sha256(tmp_path / "first/tokenizer.model")
+    assert sha == file_sha256(tmp_path / "first/tokenizer.model")
 
 
 def test_a_tokenizer_with_other_conventions_is_refused(tmp_path):

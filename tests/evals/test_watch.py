@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from evals.watch import Watcher, check, only_watcher
-from records.exit_codes import STOPPED
+from records.events import STOPPED
 from records.job import Checkpoint, Job, SupervisedJob, Training
 from tests.train.supervised import ROOT, arguments, environment
 from train.job_config import Evals

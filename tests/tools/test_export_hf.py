@@ -49,7 +49,9 @@ def write_run(folder: Path, model: Laneformer, step: int = 30) -> Path:
     (folder / "model.json").write_text(json.dumps(model.config.to_dict()))
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     line = {"step": step, "phase": "phase2", "tokens_total": 123_456, "loss": 4.25}
-    (folder / "metrics.jsonl").write_text(json.dumps({**line, "step": step - 1}) + "\n" + json.dumps(line) + "\n")
+    cut = '{"step": 7, "los'  # a crash in the middle of a line
+    lines = [json.dumps({**line, "step": step - 1}), json.dumps(line), cut]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
     state = {
         **model.state_dict(),
         "optimizer.state.norm.weight.exp_avg": torch.ones(3),

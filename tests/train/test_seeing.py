@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data_mixtures.mixture import Mixture, valid_windows
 from laneformer import Laneformer, LaneformerConfig
-from records.files import append_line, replace_last_line
+from records.files import append_line
 from train.metrics import Z_WINDOW, RunMetrics
 from train.source_losses import sequence_losses
 from train.statistics import RunningZ
@@ -271,13 +271,3 @@ def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(metrics.loss_z.values) == [1.0, 2.5, 3.5]
     assert list(metrics.grad_norm_z.values) == [0.5] * 3
     assert metrics.last_logged_step == 3
-
-
-def test_the_last_line_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    append_line(path, '{"step": 1}')
-    append_line(path, '{"step": 2}')
-    replace_last_line(path, '{"step": 2}', '{"step": 2, "é": 3}')
-    assert path.read_text() == '{"step": 1}\n{"step": 2, "é": 3}\n'
-    with pytest.raises(AssertionError):
-        replace_last_line(path, '{"step": 1}', "{}")

@@ -34,7 +34,7 @@ if not torch.accelerator.is_available():
     patch_torch_for_cpu()  # before torchtitan is imported
 
 from laneformer import LaneformerConfig
-from records.files import code_version, write_atomically
+from records.files import code_version, read_lines, write_atomically
 from tools.bench.synthetic_data import write_synthetic_lock
 from tools.plan import sums as plan_sums
 
@@ -194,7 +194,7 @@ def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Resu
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {(done.stdout + done.stderr)[-3000:]}")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][options.warmup :]
+    rows = read_lines(run / "metrics.jsonl")[options.warmup :]
     # TorchTitan's console line; MiB and colours differ by version, the number does not
     memory = [float(m) for m in re.findall(r"memory: *([\d.]+)GiB", done.stdout + done.stderr)]
     count = re.search(r"size: ([\d,]+) total parameters", done.stdout + done.stderr)

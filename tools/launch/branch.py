@@ -5,12 +5,12 @@ Both are ordinary launches; this file only works out the job file, the overrides
 
 from __future__ import annotations
 
-import json
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from records.files import read_lines
 from tools.launch.script import ENDED, job_state
 
 
@@ -29,9 +29,7 @@ class Start:
 
 def last_launch(run: Path) -> dict[str, Any] | None:
     """The newest line of launches.jsonl; None for a run that was started by hand."""
-    path = run / "launches.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return json.loads(lines[-1]) if lines else None
+    return next(reversed(read_lines(run / "launches.jsonl")), None)
 
 
 def resolved_job(run: Path) -> dict[str, Any]:

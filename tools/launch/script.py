@@ -16,12 +16,13 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from records.events import STOPPED
+
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 SLURM_TIMEOUT_S = 60
 # None: Slurm has forgotten it. A state that is not here counts as alive
 ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
          "PREEMPTED", "REVOKED")  # fmt: skip
-STOPPED = 85  # records.exit_codes: a signal asked to stop, a checkpoint is saved
 
 SCRIPT = """#!/bin/bash
 {directives}

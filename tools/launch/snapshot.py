@@ -114,7 +114,7 @@ def git(*arguments: str, **variables: str) -> bytes:
 def write_code(folder: Path, code: dict[str, Any]) -> None:
     folder.mkdir()
     subprocess.run(["tar", "-xC", str(folder)], input=git("archive", "--format=tar", code["tree"]), check=True)
-    (folder / "CODE_VERSION").write_text(code["version"] + "\n")  # what provenance.code_version answers from now on
+    (folder / "CODE_VERSION").write_text(code["version"] + "\n")  # what records.files.code_version answers from now on
 
 
 def write_interpreter(env: Path) -> None:

@@ -9,7 +9,6 @@ memory and minutes, widths and lanes are the job's own, but there is one layer a
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from laneformer.config import LaneformerConfig
+from records.files import read_lines
 from tools.bench.synthetic_data import write_synthetic_lock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,8 +46,8 @@ def dry_run(config: Path, overrides: tuple[str, ...], titan_job: Any, world_size
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0:
             raise ValueError(f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}")
-        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-        attempt = json.loads((run / "attempts.jsonl").read_text().splitlines()[-1])
+        row = read_lines(run / "metrics.jsonl")[-1]
+        attempt = read_lines(run / "attempts.jsonl")[-1]
     return {
         "world_size": attempt["world_size"],
         "step": row["step"],

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from records.checkpoints import newest_saved_step
-from records.events import record_event
-from records.exit_codes import CRASHED, DONE, STOPPED, UNCLEAN
+from records.events import CRASHED, DONE, STOPPED, UNCLEAN, record_event
 from records.job import SupervisedJob, read_job
 
 from ..skips import add_windows, read_skip_list, windows_of

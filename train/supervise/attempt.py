@@ -19,8 +19,7 @@ from typing import Any
 
 import psutil
 
-from records.events import read_outcome, record_event
-from records.exit_codes import CRASHED
+from records.events import CRASHED, read_outcome, record_event
 from records.job import SupervisedJob
 
 from .heartbeat import HangWatch, laggards, read_heartbeats

@@ -8,6 +8,7 @@ watchdog needs no signal from outside, so it works on every node, and not the in
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from records.events import host_name
+from records.files import host_name, write_atomically
 
 LONGEST_INTERVAL_S = 5.0
 
@@ -48,13 +49,9 @@ class Heartbeat:
         faulthandler.cancel_dump_traceback_later()
 
     def _write_for_ever(self) -> None:
-        temporary = self.path.with_suffix(".part")
         while True:
-            try:
-                temporary.write_text(json.dumps({**self.state, "time": time.time()}))
-                temporary.rename(self.path)
-            except OSError:
-                pass  # a full disk must not end the job; the supervisor sees an old file
+            with contextlib.suppress(OSError):  # a full disk must not end the job; the supervisor sees an old file
+                write_atomically(self.path, json.dumps({**self.state, "time": time.time()}))
             time.sleep(self.interval_s)
 
 

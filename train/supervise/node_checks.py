@@ -24,9 +24,8 @@ import torch.multiprocessing as mp
 
 from data_mixtures import mixture, shards
 from laneformer import LaneformerConfig
+from records.files import host_name
 from records.job import read_job
-
-from .nodes import node_name
 
 GIB = 1 << 30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and two moments
@@ -108,7 +107,7 @@ class NodeChecks:
             with open(path, "rb") as file:
                 if not file.read(READ_BYTES):
                     raise ValueError(f"{path} is empty")
-        path, sha256 = files[int(hashlib.sha256(node_name().encode()).hexdigest(), 16) % len(files)]
+        path, sha256 = files[int(hashlib.sha256(host_name().encode()).hexdigest(), 16) % len(files)]
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 raise ValueError(f"{path} is not what its manifest says: another sha256")

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from records.files import host_name
+
 SCONTROL_TIMEOUT_S = 60
 
 
@@ -60,11 +62,6 @@ def node_address(node: str) -> str:
     return found[1] if found else node
 
 
-def node_name() -> str:
-    """Slurm's name of the node that this runs on, else the host's."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-
-
 def _scontrol(*arguments: str) -> str:
     command = ["scontrol", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
@@ -76,7 +73,7 @@ def _scontrol(*arguments: str) -> str:
 def main() -> None:
     """On a node: become torchrun with the node's place in the list as its rank."""
     names, log_folder, *arguments = sys.argv[1:]
-    node = node_name()
+    node = host_name()
     here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={Path(log_folder) / node}"]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *here, *arguments])
 

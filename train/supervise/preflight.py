@@ -21,7 +21,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
-from .nodes import node_name, srun
+from records.files import host_name
+
+from .nodes import srun
 
 FIRST_REPORT_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
@@ -72,7 +74,7 @@ def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float 
     reason = _follow(process.stdout, checks)
     if reason is not None and process.poll() is None:
         process.kill()  # not waited for: a process in an uninterruptible call cannot die
-    return {"node": node_name(), "ok": reason is None, "reason": reason, "gpus": gpus, "checks": checks}
+    return {"node": host_name(), "ok": reason is None, "reason": reason, "gpus": gpus, "checks": checks}
 
 
 def _follow(reports: IO[str], checks: dict[str, Any]) -> str | None:

@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from records.events import read_events
-from records.exit_codes import CRASHED, DONE, STOPPED, UNCLEAN
+from records.events import CRASHED, DONE, STOPPED, UNCLEAN, read_events
 from records.job import SupervisedJob, read_job
 from train.supervise.__main__ import Supervisor, only_supervisor
 from train.supervise.attempt import Attempt

@@ -1,0 +1,73 @@
+"""Lines that survive a crash, files that appear whole, and one hash of a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from records.files import append_line, model_sha256, read_lines, replace_last_line, write_atomically
+
+
+def test_a_cut_line_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert read_lines(path) == []
+    path.write_text('{"a": 1}\n\n{"a": 2, "b"')
+    unreadable: list[int] = []
+    assert read_lines(path, unreadable) == [{"a": 1}]
+    assert unreadable == [], "the last line may be half written"
+    append_line(path, '{"a": 3}')
+    append_line(path, "[4]")
+    assert read_lines(path, unreadable) == [{"a": 1}, {"a": 3}]
+    assert unreadable == [3, 5]
+
+
+def test_not_a_number_is_none_and_odd_bytes_are_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": NaN, "b": [-Infinity]}\r\n\xff\n{"c": "\xe2\x80\xa8"}\n')
+    assert read_lines(path) == [{"a": None, "b": [None]}, {"c": "\u2028"}]
+
+
+def test_the_last_line_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_line(path, '{"step": 1}')
+    append_line(path, '{"step": 2}')
+    replace_last_line(path, '{"step": 2}', '{"step": 2, "é": 3}')
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "é": 3}\n'
+    with pytest.raises(AssertionError):
+        replace_last_line(path, '{"step": 1}', "{}")
+
+
+@pytest.mark.parametrize(("content", "stored"), [("é\n", "é\n".encode()), (b"\xff", b"\xff")])
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, content: str | bytes, stored: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    write_atomically(path, content)
+    assert path.read_bytes() == stored
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert path.read_bytes() == stored
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path: Path) -> None:
+    decisive = (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "merges.txt",
+    )
+    for name in decisive:
+        (tmp_path / name).write_text(name)
+    before = model_sha256(tmp_path)
+    for name in ("README.md", "model.py"):
+        (tmp_path / name).write_text(name)
+    assert model_sha256(tmp_path) == before
+    for name in decisive:
+        (tmp_path / name).write_text("changed")
+        assert model_sha256(tmp_path) != before, name
+        (tmp_path / name).write_text(name)
+    (tmp_path / "config.json").rename(tmp_path / "configs.json")
+    assert model_sha256(tmp_path) != before, "names count"
