@@ -1,4 +1,4 @@
-"""The rival benchmark: what it computes from known speeds, what it says of a missing rival, and real processes."""
+"""The decode benchmark: its arithmetic on known speeds, its report of a missing baseline, and real processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 from rich.console import Console
 
 from laneformer import LaneformerConfig
-from tools.bench import decode as bench_decode
-from tools.bench import decode_rivals as bench_rivals
-from tools.bench.decode import OURS, Options
-from tools.bench.decode_rivals import ContestantProcess
+from tools.bench import decode, decode_baselines
+from tools.bench.decode import OURS, Options, candidate
 
 SILENT = Console(quiet=True)
 BENCH = {
@@ -24,24 +22,26 @@ BENCH = {
 }  # fmt: skip
 
 
-class FakeContestant:
+class FakeCandidate:
     """Known speeds instead of a process: ours makes 40, 41, ... tokens/s, llama.cpp 20; Transformers is not there."""
 
     log: list[tuple[str, str]] = []  # noqa: RUF012  (one for all, emptied by the fixture)
 
     def __init__(self, name, flavor, dtype, threads):
-        self.name, self.turns = name, -1  # the first turn warms up
-        self.missing = "No module named 'torch'; pip install torch" if name == "transformers" else None
-        self.facts = {"version": f"{name} 1", "settings": "none", "weight_bytes_per_token": 10**7}
+        self.name, self.trials = name, -1  # the first trial warms up
 
     def ask(self, do, **command):
+        if do == "facts":
+            if self.name == "transformers":
+                return {"missing": "No module named 'torch'; pip install torch"}
+            return {"version": f"{self.name} 1", "settings": "none", "weight_bytes_per_token": 10**7}
         self.log.append((self.name, do))
         if do == "bench":
             return BENCH
         if do == "prefill":
             return 10.0 * len(command["prompt"])
-        self.turns += 1
-        return 20.0 if self.name == "llamacpp" else 39.0 + self.turns
+        self.trials += 1
+        return 20.0 if self.name == "llamacpp" else 39.0 + self.trials
 
     def cpu_clocks(self):
         return time.perf_counter(), 0.0, 0.0
@@ -52,60 +52,54 @@ class FakeContestant:
 
 @pytest.fixture
 def fake(monkeypatch):
-    FakeContestant.log.clear()
-    monkeypatch.setattr(bench_decode, "ContestantProcess", FakeContestant)
-    return FakeContestant
+    FakeCandidate.log.clear()
+    monkeypatch.setattr(decode, "candidate", FakeCandidate)
+    return FakeCandidate
 
 
 def run(**values) -> dict:
-    options = Options(**values)
-    options.check()
-    return {**bench_decode.compare(options, options.names(), SILENT), "command": "the command"}
+    return decode.compare(Options(**values), SILENT)
 
 
 def test_figures_of_known_speeds(fake):
     result = run(pairs=3)
     assert result["ratios"] == {"llamacpp": {"median": 2.05, "min": 2.0, "max": 2.1, "ahead": 3, "pairs": 3}}
-    ours = result["contestants"][OURS]
+    ours = result["candidates"][OURS]
     assert ours["tokens_per_s"] == pytest.approx({"median": 41, "p10": 40.2, "p90": 41.8})
     assert ours["percent_of_probe"]["median"] == pytest.approx(100 * 41 * 1e7 / 2e9)
     assert ours["prefill_tokens_per_s"] == {"128": 1280.0, "512": 5120.0}
     assert result["missing"] == {"transformers": "No module named 'torch'; pip install torch"}
-    assert set(result["contestants"]) == {OURS, "llamacpp"}
+    assert set(result["candidates"]) == {OURS, "llamacpp"}
     json.dumps(result)
 
 
 def test_a_round_behind_is_not_counted_as_ahead(fake):
     rounds = [{"tokens_per_s": {OURS: ours, "llamacpp": 30.0}} for ours in (29.0, 30.0, 31.0, 60.0)]
-    assert bench_decode.ratio(rounds, "llamacpp")["ahead"] == 2
+    assert decode.ratio(rounds, "llamacpp")["ahead"] == 2
 
 
-def test_turns_alternate_between_probes_and_everyone_is_closed(fake):
+def test_trials_alternate_between_probes_and_everyone_is_closed(fake):
     result = run(pairs=4, against="llamacpp")
     assert [r["order"][0] for r in result["rounds"]] == [OURS, "llamacpp", OURS, "llamacpp"]
-    measured = [entry for entry in fake.log if entry[1] in ("decode", "bench")][2:]  # after the two warm turns
+    measured = [entry for entry in fake.log if entry[1] in ("decode", "bench")][2:]  # after the two warm-ups
     assert [do for _, do in measured[:10]] == ["bench", "decode", "bench", "decode", "bench"] * 2
     assert [name for name, do in measured if do == "decode"][:4] == [OURS, "llamacpp", "llamacpp", OURS]
     assert [entry for entry in fake.log if entry[1] == "close"] == [(OURS, "close"), ("llamacpp", "close")]
 
 
-def test_the_file_grows_by_sections_that_hold_the_figures(fake, tmp_path):
-    path = tmp_path / "new" / "decode.md"
-    for _ in range(2):
-        bench_decode.append_section(path, bench_decode.markdown(run(pairs=2)))
-    text = path.read_text()
-    assert text.count("# Decode speed on CPU, in paired runs\n") == 1
-    assert text.count("\n    the command\n") == text.count("\n## ") == 2
-    assert "| llamacpp | 2.02 | 2.00 | 2.05 | 2 of 2 |" in text
-    assert "- transformers: left out, No module named 'torch'" in text
-    assert list(path.parent.iterdir()) == [path]
+def test_the_section_holds_the_figures(fake):
+    title, body = decode.section(Options(pairs=2), run(pairs=2))
+    assert title == "`300m` in bf16, 2 threads, depth 0"
+    assert "| laneformer | 40.5 | 40.1 | 40.9 | 10.0 | 20 | 20 | 20 |" in body
+    assert "| llamacpp | 2.02 | 2.00 | 2.05 | 2 of 2 |" in body
+    assert "- transformers: left out, No module named 'torch'" in body
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"against": "llama.cpp"}, "unknown rival 'llama.cpp'; choose from"),
-        ({"against": OURS}, "unknown rival"),
+        ({"against": "llama.cpp"}, "unknown baseline 'llama.cpp'; choose from"),
+        ({"against": OURS}, "unknown baseline"),
         ({"pairs": 0}, "pairs = 0 must be at least 1"),
         ({"flavor": "tiny", "depth": 448}, "depth = 448 is outside 0 to 447"),
     ],
@@ -115,10 +109,10 @@ def test_bad_options(values, message):
         run(**values)
 
 
-def test_the_rivals_shape_holds_the_same_matrices():
+def test_the_baselines_shape_holds_the_same_matrices():
     for flavor in ("2b", "300m", "tiny"):
         config = LaneformerConfig.from_flavor(flavor)
-        shapes = bench_rivals.gguf_shapes(config).values()
+        shapes = decode_baselines.gguf_shapes(config).values()
         count = config.parameter_count()
         assert sum(math.prod(s) for s in shapes) == count["total"]
         assert sum(math.prod(s) for s in shapes if len(s) == 1) == count["norms"]
@@ -127,59 +121,78 @@ def test_the_rivals_shape_holds_the_same_matrices():
 def test_the_random_gguf_is_read_back_and_written_once(tmp_path):
     gguf = pytest.importorskip("gguf")
     config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=1, swa_layers=())
-    path = bench_rivals.random_gguf(config, "bf16", tmp_path)
+    path = decode_baselines.random_gguf(config, "bf16", tmp_path)
     assert list(tmp_path.iterdir()) == [path]
     reader = gguf.GGUFReader(path)
     shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
-    assert shapes == bench_rivals.gguf_shapes(config)
+    assert shapes == decode_baselines.gguf_shapes(config)
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == config.vocab_size
     matrix = next(t for t in reader.tensors if t.name == "blk.0.ffn_up.weight")
     values = (np.asarray(matrix.data).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     # 65536 draws: the deviation's own error is 0.3% of it, five of those are allowed; cutting to bf16 takes up to 0.4%
     assert values.std() == pytest.approx(config.initializer_range, rel=0.02)
     written = path.stat().st_mtime_ns
-    assert bench_rivals.random_gguf(config, "bf16", tmp_path).stat().st_mtime_ns == written
+    assert decode_baselines.random_gguf(config, "bf16", tmp_path).stat().st_mtime_ns == written
 
 
-def test_ours_alone_from_the_command_line(capsys):
-    arguments = ["--flavor", "tiny", "--against", "", "--pairs", "1", "--new-tokens", "8", "--threads", "1", "--json"]
-    bench_decode.main(arguments)
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["contestants"][OURS]["tokens_per_s"]["median"] > 0
+def test_ours_alone_from_the_command_line(capsys, tmp_path):
+    out = tmp_path / "decode.md"
+    arguments = ["--flavor", "tiny", "--against", "", "--pairs", "1", "--new-tokens", "8", "--threads", "1"]
+    decode.main([*arguments, "--out", str(out)])
+    captured = capsys.readouterr()
+    result = json.loads(captured.out.splitlines()[-1])
+    assert result["candidates"][OURS]["tokens_per_s"]["median"] > 0
     assert result["probe_bytes_per_s"]["median"] > 1e6
-    assert result["command"] == "python -m tools.bench.decode --flavor tiny --against '' " + " ".join(arguments[4:])
+    assert (
+        result["command"]
+        == f"python -m tools.bench decode --flavor tiny --against '' {' '.join(arguments[4:])} --out {out}"
+    )
+    page = out.read_text()
+    assert page.startswith(
+        f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads, depth 0\n\n    python"
+    )
+    assert f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs (" in page
+    assert f"Commit {result['commit']}." in page
+    assert "round 1 of 1: laneformer" in captured.err
 
 
-def test_a_contestant_sleeps_between_its_turns_and_a_dead_one_says_why():
-    process = ContestantProcess(OURS, "tiny", "bf16", 1)
+def test_wrong_options_are_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        decode.main(["--pairs", "0"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "decode: pairs = 0 must be at least 1\n"
+
+
+def test_a_candidate_sleeps_between_its_trials_and_refuses_unknown_commands():
+    process = candidate(OURS, "tiny", "bf16", 1)
     process.ask("decode", prompt=[5], new_tokens=4)
     before = process.cpu_clocks()
     time.sleep(0.5)
     after = process.cpu_clocks()
-    assert after[1] - before[1] <= 0.05 * (after[0] - before[0]), "an idle contestant takes CPU from the others"
+    assert after[1] - before[1] <= 0.05 * (after[0] - before[0]), "an idle candidate takes CPU from the others"
     with pytest.raises(RuntimeError, match="no attribute 'juggle'"):
         process.ask("juggle")
-    assert process.process.returncode is not None
+    process.close()
 
 
-def test_what_a_rival_lacks_is_said_with_the_line_that_installs_it(monkeypatch, tmp_path):
+def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkeypatch, tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError('planted')\n")
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    process = ContestantProcess("transformers", "tiny", "bf16", 1)
-    assert process.missing is not None
-    assert process.missing.startswith("planted; ")
-    assert "pip install" in process.missing
+    process = candidate("transformers", "tiny", "bf16", 1)
+    missing = process.ask("facts")["missing"]
+    assert missing.startswith("planted; ")
+    assert "pip install" in missing
     process.close()
 
 
 @pytest.mark.slow
 def test_transformers_runs():
-    process = ContestantProcess("transformers", "tiny", "bf16", 1)
-    assert process.missing is None
+    process = candidate("transformers", "tiny", "bf16", 1)
+    facts = process.ask("facts")
     assert process.ask("decode", prompt=[5, 6, 7], new_tokens=4) > 0
     assert process.ask("prefill", prompt=[5] * 20) > 0
     config = LaneformerConfig.from_flavor("tiny")
     count = config.parameter_count()
-    assert process.facts["weight_bytes_per_token"] == 2 * (count["total"] - count["embedding"])
+    assert facts["weight_bytes_per_token"] == 2 * (count["total"] - count["embedding"])
     process.close()

@@ -1,8 +1,7 @@
-"""The contestants of tools.bench.decode, each in a process of its own that sleeps while the others are measured.
+"""The candidates of tools.bench.decode: our engine, llama.cpp and Transformers, each in a process of its own.
 
-A process reads one JSON command a line from stdin and answers it with one JSON line; it ends when stdin does. Every
-contestant holds random weights of the same shape and element type, so a token costs each the same bytes. None of them
-tokenises. Where a rival has two ways to do it, it takes the one that is faster here and now, and says which.
+All hold random weights of the same shape and element type, so a token costs each the same bytes; none tokenizes. A
+baseline with two ways to run takes the one that is faster on this machine and reports which.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ import io
 import itertools
 import json
 import os
-import select
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,81 +24,22 @@ import numpy as np
 import tyro
 
 from laneformer import LaneformerConfig
+from tools.bench.harness import serve
 
-ROOT = Path(__file__).resolve().parents[2]
 Name = Literal["laneformer", "llamacpp", "transformers"]
 Dtype = Literal["bf16", "fp16"]
 LLAMACPP_FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
-PIP_LINES = {
+INSTALL = {
     "laneformer": "make setup",
     "llamacpp": f'CMAKE_ARGS="-DGGML_NATIVE=on -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF" {sys.executable} -m pip install '
     f"--target {LLAMACPP_FOLDER} llama-cpp-python gguf",
     "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.14" "transformers>=4.57,<6"',
 }
-TRIAL_TOKENS = 12  # decides between two ways of one rival
-SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
-REPLY_TIMEOUT_S = 900.0
-CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+TRIAL_TOKENS = 12  # decides between two ways of one baseline
 
 
-class ContestantProcess:
-    """One contestant in a process of its own: started, asked, closed. `missing` says what it lacks, else None."""
-
-    def __init__(self, name: str, flavor: str, dtype: Dtype, threads: int):
-        self.name = name
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
-        command = [sys.executable, "-m", "tools.bench.decode_rivals", "--name", name, "--flavor", flavor]
-        command += ["--dtype", dtype, "--threads", str(threads)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        self.facts = self._reply()
-        self.missing: str | None = self.facts.get("missing")
-
-    def ask(self, do: str, **command: Any) -> Any:
-        """Its answer to one command; RuntimeError with the end of its log if it died or fell silent."""
-        time.sleep(SETTLE_S)
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
-        return self._reply()
-
-    def _reply(self) -> Any:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], REPLY_TIMEOUT_S)
-        line = self.process.stdout.readline() if ready else ""
-        if not line:
-            self.close()
-            self.log.seek(0)
-            raise RuntimeError(f"{self.name} gave no answer; its last lines:\n{self.log.read()[-1500:]}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def cpu_clocks(self) -> tuple[float, float, float]:
-        """Seconds: of the wall, of CPU in this process, and of CPU in use on the machine (stolen time included)."""
-        own = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-        busy = user + nice + system + irq + softirq + steal
-        return time.perf_counter(), (int(own[11]) + int(own[12])) / CLOCK_HZ, busy / CLOCK_HZ
-
-
-class Contestant(Protocol):
+class DecodeEngine(Protocol):
     """`facts`: version, settings, weight_bytes_per_token. Speeds are tokens/s; the first token is not counted."""
 
     facts: dict[str, Any]
@@ -114,19 +51,19 @@ class Contestant(Protocol):
 
 def main(name: Name, flavor: str, dtype: Dtype = "bf16", threads: int = 2) -> None:
     """Answer commands until stdin ends. Started by tools.bench.decode."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
-    try:
-        contestant = CONTESTANTS[name](LaneformerConfig.from_flavor(flavor), dtype, threads)
-    except ImportError as error:
-        print(json.dumps({"missing": f"{error}; {PIP_LINES[name]}"}), file=replies, flush=True)
-        return
-    print(json.dumps(contestant.facts), file=replies, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        do = command.pop("do")
-        answer = laneformer_bench(**command) if do == "bench" else getattr(contestant, do)(**command)
-        print(json.dumps(answer), file=replies, flush=True)
+    made = functools.cache(lambda: CANDIDATES[name](LaneformerConfig.from_flavor(flavor), dtype, threads))
+
+    def answer(do: str, **arguments: Any) -> Any:
+        if do == "bench":
+            return laneformer_bench(**arguments)
+        if do != "facts":
+            return getattr(made(), do)(**arguments)
+        try:
+            return made().facts
+        except ImportError as error:
+            return {"missing": f"{error}; {INSTALL[name]}"}
+
+    serve(answer)
 
 
 def laneformer_bench(flavor: str, threads: int) -> dict[str, Any]:
@@ -148,7 +85,7 @@ def fastest(ways: dict[str, Callable[[], float]]) -> str:
     return max(speeds, key=speeds.__getitem__)
 
 
-class LaneformerContestant:
+class OurEngine:
     """Our engine through its public interface: the stream a user would read."""
 
     def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
@@ -173,7 +110,7 @@ class LaneformerContestant:
         return len(prompt) / (time.perf_counter() - start)
 
 
-class LlamaCppContestant:
+class LlamaCpp:
     """llama.cpp on a random GGUF: its C interface, one llama_decode a token, the largest logit taken by numpy."""
 
     def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
@@ -208,7 +145,7 @@ class LlamaCppContestant:
         model_options.load_mode = load_mode
         model = self.api.llama_model_load_from_file(str(path).encode(), model_options)
         if not model:
-            raise RuntimeError(f"llama.cpp cannot load {path}; delete it, so that it is written anew")
+            raise RuntimeError(f"llama.cpp cannot load {path}; delete it, and it will be written again")
         options = self.api.llama_context_default_params()
         options.n_ctx = self.config.max_position_embeddings
         options.n_threads = options.n_threads_batch = self.threads
@@ -264,8 +201,8 @@ def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOL
     import gguf
 
     c = config
-    size = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
-    path = folder / f"llama-{size}-{c.num_key_value_heads}-{c.vocab_size}-{dtype}.gguf"
+    layout = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
+    path = folder / f"llama-{layout}-{c.num_key_value_heads}-{c.vocab_size}-{dtype}.gguf"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
@@ -273,22 +210,21 @@ def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOL
     kind = gguf.GGMLQuantizationType.BF16 if dtype == "bf16" else gguf.GGMLQuantizationType.F16
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(temporary, "llama")
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_vocab_size(c.vocab_size)
+    shape = {
+        "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
+        "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size,
+        "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads,
+        "layer_norm_rms_eps": c.norm_eps, "rope_dimension_count": c.head_dim, "vocab_size": c.vocab_size,
+    }  # fmt: skip
+    for name, value in shape.items():
+        getattr(writer, f"add_{name}")(value)
     add_dummy_vocabulary(writer, c.vocab_size)
     rng = np.random.default_rng(0)
-    for name, shape in gguf_shapes(c).items():
-        if len(shape) == 1:
-            writer.add_tensor(name, np.ones(shape, np.float32))
+    for name, size in gguf_shapes(c).items():
+        if len(size) == 1:
+            writer.add_tensor(name, np.ones(size, np.float32))
             continue
-        values = rng.standard_normal(shape, np.float32) * np.float32(c.initializer_range)
+        values = rng.standard_normal(size, np.float32) * np.float32(c.initializer_range)
         if dtype == "fp16":
             writer.add_tensor(name, values.astype(np.float16))
         else:  # the upper half of a float32; cutting instead of rounding matters to nobody here
@@ -316,7 +252,7 @@ def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
     writer.add_token_types([kind for _, kind in tokens])
 
 
-class TransformersContestant:
+class TransformersLlama:
     """LlamaForCausalLM with random weights and SDPA attention: a plain loop over forward, static or growing cache."""
 
     def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
@@ -376,10 +312,10 @@ class TransformersContestant:
         return token
 
 
-CONTESTANTS: dict[str, Callable[[LaneformerConfig, Dtype, int], Contestant]] = {
-    "laneformer": LaneformerContestant,
-    "llamacpp": LlamaCppContestant,
-    "transformers": TransformersContestant,
+CANDIDATES: dict[str, Callable[[LaneformerConfig, Dtype, int], DecodeEngine]] = {
+    "laneformer": OurEngine,
+    "llamacpp": LlamaCpp,
+    "transformers": TransformersLlama,
 }
 
 if __name__ == "__main__":

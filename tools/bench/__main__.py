@@ -1,0 +1,29 @@
+"""`python -m tools.bench NAME ...`: one benchmark; `python -m tools.bench NAME --help` lists its options."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHMARKS = {
+    "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
+    "load": "time from packed weights to the first token",
+    "loader": "training data loaders on the same windows",
+    "text": "filtering and tokenizing text on one core",
+    "train": "training speed, alternating with TorchTitan's Llama",
+    "cuda": "correctness and speed of the CUDA engine",
+}
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        known = "\n".join(f"  {each:8}{about}" for each, about in BENCHMARKS.items())
+        print(f"usage: python -m tools.bench NAME [--help] ...\n\n{known}", file=sys.stderr)
+        raise SystemExit(0 if name in ("-h", "--help") else 2)
+    del sys.argv[1]
+    importlib.import_module(f"tools.bench.{name}").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""What all benchmarks share: candidate processes, alternating trials, spread, machine facts, and the Markdown file.
+
+A shared machine changes within seconds, so two figures are only comparable if their trials alternate, and ratios are
+taken within a round. A candidate is a process of its own that sleeps while others are measured.
+
+The module needs nothing beyond NumPy when imported, so it also serves machines without the packages of `make setup`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import select
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from records.files import code_version, write_atomically
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 900.0
+INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
+Result = dict[str, Any]
+
+# --- candidates --------------------------------------------------------------------------------------------------
+
+
+class Candidate:
+    """A Python process that calls `serve`; started when first asked, and again after it has ended."""
+
+    def __init__(self, name: str, command: Sequence[str], settle_s: float = 0.0, quiet: bool = True, **env: str):
+        """`command` follows `python`. `settle_s`: pause before each command. `quiet`: show stderr in errors alone."""
+        self.name, self.command, self.settle_s, self.env = name, list(command), settle_s, env
+        self.log = tempfile.TemporaryFile("w+") if quiet else None  # noqa: SIM115  (open as long as the candidate)
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, do: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
+        """The answer to one command; RuntimeError if it fails, or if the process dies or exceeds the timeout."""
+        time.sleep(self.settle_s)
+        process, line = self._started(), ""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            process.stdin.flush()
+            if not select.select([process.stdout], [], [], timeout_s)[0]:
+                self.close()
+                raise RuntimeError(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
+            line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name}: its process ended with status {process.wait()}{self._last_lines()}")
+        reply = json.loads(line)
+        if reply["ends"]:
+            self.close()
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["result"]
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self.process is None or self.process.poll() is not None:
+            paths = [str(ROOT / "models"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self.process = subprocess.Popen(
+                [sys.executable, *self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+                text=True, cwd=ROOT, env={**os.environ, **self.env, "PYTHONPATH": os.pathsep.join(paths)},
+            )  # fmt: skip
+        return self.process
+
+    def _last_lines(self) -> str:
+        if self.log is None:
+            return ""
+        self.log.seek(0)
+        return f"; its last lines:\n{self.log.read()[-1500:]}"
+
+    def cpu_clocks(self) -> tuple[float, float, float]:
+        """Seconds: wall clock, CPU time of this process, and CPU time in use on the machine (stolen time included)."""
+        own = Path(f"/proc/{self._started().pid}/stat").read_text().rsplit(")", 1)[1].split()
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        hertz, busy = os.sysconf("SC_CLK_TCK"), user + nice + system + irq + softirq + steal
+        return time.perf_counter(), (int(own[11]) + int(own[12])) / hertz, busy / hertz
+
+    def close(self) -> None:
+        """Kill the process, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def serve(answer: Callable[..., Any], alive: Callable[[], bool] = lambda: True) -> None:
+    """Answer each line {"do": ..., **arguments} of stdin by `answer(**line)`, until stdin ends or `alive` is false.
+
+    An error is an answer as well. What libraries print goes to stderr.
+    """
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        reply: Result = {}
+        try:
+            reply["result"] = answer(**json.loads(line))
+        except Exception as error:  # whatever a library raises
+            traceback.print_exc()
+            reply["error"] = f"{type(error).__name__}: {str(error)[:1000]}"
+        reply["ends"] = not alive()
+        print(json.dumps(reply), file=replies, flush=True)
+        if reply["ends"]:
+            return
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
+    """The order of each round: every second one is reversed."""
+    forward = list(candidates)
+    return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return dict(zip(("median", "p10", "p90"), np.percentile(values, (50, 10, 90)).tolist(), strict=True))
+
+
+def machine_facts() -> dict[str, str]:
+    """What lscpu says of the CPU, and the memory; empty values where the system does not tell."""
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines.splitlines())}
+    flags = said.get("Flags", "").split()
+    return {
+        "cpu": said.get("Model name", platform.processor()),
+        "cpus": said.get("CPU(s)", str(os.cpu_count())),
+        "caches": ", ".join(f"{level} {said[f'{level} cache']}" for level in ("L2", "L3") if f"{level} cache" in said),
+        "instructions": " ".join(flag for flag in INSTRUCTIONS if flag in flags),
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+    }
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table: first column left, the others right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """Text as it is; numbers with three digits."""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "-" if value is None else str(value)
+
+
+def heading(result: Result, title: str) -> str:
+    """Title, command and machine of one run; every figure below it is of this run."""
+    machine, (before, after) = result["machine"], result["load_average"]
+    return (
+        f"## {result['date']}: {title}\n\n    {result['command']}\n\n"
+        f"{machine['cpu']}, {machine['cpus']} CPUs ({machine['instructions']}; {machine['caches']}), "
+        f"{machine['memory']}; {machine['system']}. Commit {result['commit']}. "
+        f"Load average {before:.1f} before, {after:.1f} after; {result['seconds']} s in all."
+    )
+
+
+def append_section(path: Path, section: str, file_start: str) -> None:
+    """Add a section to a benchmark file, which opens with its title and what the columns mean."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_text(encoding="utf-8") if path.exists() else file_start
+    write_atomically(path, f"{before.rstrip()}\n\n{section}\n")
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The options of every benchmark."""
+
+    json: bool = False
+    """Print nothing but the JSON line."""
+    out: Path | None = None
+    """Markdown file to append a dated section to."""
+
+
+def command_line(name: str, arguments: Sequence[str] | None) -> str:
+    return shlex.join(["python", "-m", "tools.bench", name, *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def run(
+    name: str, options: Any, measure: Callable[[Any, Any], Result],
+    section: Callable[[Any, Result], tuple[str, str]], file_start: str, arguments: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """The command `python -m tools.bench NAME`: measure, report, and end with one JSON line of every figure.
+
+    `options`: dataclass; `measure(options, console)` raises ValueError for an option that cannot be measured;
+    `section(options, result)`: title and body. `file_start` opens a new benchmark file and is the help text.
+    """
+    import tyro  # here: a GPU machine may have neither
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    chosen = tyro.cli(options, args=arguments, prog=f"python -m tools.bench {name}", description=options.__doc__)
+    console = Console(stderr=True, quiet=chosen.json, width=None if sys.stderr.isatty() else 160)
+    started, load = datetime.datetime.now(datetime.UTC), os.getloadavg()[0]
+    try:
+        measured = measure(chosen, console)
+    except (ValueError, RuntimeError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    result = {
+        "date": started.strftime("%Y-%m-%d %H:%M UTC"), "command": command_line(name, arguments),
+        "seconds": round((datetime.datetime.now(datetime.UTC) - started).total_seconds()),
+        "commit": code_version(ROOT), "machine": machine_facts(), "load_average": [load, os.getloadavg()[0]],
+        **measured,
+    }  # fmt: skip
+    title, body = section(chosen, result)
+    text = f"{heading(result, title)}\n\n{body}"
+    console.print(Markdown(text))
+    if chosen.out is not None:
+        append_section(chosen.out, text, file_start)
+        console.print(f"appended to {chosen.out}")
+    print(json.dumps(result))
