@@ -94,10 +94,10 @@ def edges(root: Path) -> set[Edge]:
         for name in named(tree):
             if name in ours:
                 found.add(Edge(module, f"{name}.__main__" if f"{name}.__main__" in ours else name, process=True))
-    for package, folder in PACKAGES.items():
+    for owner, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.toml")):
             values = re.findall(rf'"{DOTTED}"', re.sub(r"(?m)#.*$", "", path.read_text(encoding="utf-8")))
-            found |= {Edge(package, name, process=True) for name in values if name in ours}
+            found |= {Edge(owner, name, process=True) for name in values if name in ours}
     return {edge for edge in found if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
 
 
