@@ -1,4 +1,4 @@
-"""The architecture as data: every shape, and every rule about how a partial output joins the residual stream.
+"""The architecture as data: every tensor's name and shape, and how each partial output joins the residual stream.
 
 Field names are those of the Hugging Face config, so that `config.json` and this class are the same dictionary.
 """
@@ -8,11 +8,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import math
 from dataclasses import dataclass
 from typing import Any
 
 MODULES = ("attention", "mlp")
+MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
+            "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")  # fmt: skip
+NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
+HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
+UNK, BOS, EOS = 0, 1, 2  # special token ids, as in Llama 2; every document begins with BOS
 ROPE_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -20,11 +26,16 @@ class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported
     """How lane l's partial output p_l joins its residual stream h_l (P is the sum of p over all lanes).
 
     Compare with `==`: Transformers may import remote code twice, and then there are two of each member.
+    The order is that of the engines' enums (cpu/csrc/model.h; the CUDA kernels' is generated from this one).
     """
 
     PRESENT = "h_l += P: a blocking all-reduce, every lane sees everything at once"
-    NO_REDUCE = "h_l += sqrt(L) * p_l: the lane keeps to itself"
+    NO_REDUCE = "h_l += sqrt(L) * p_l: no exchange between lanes"
     PAST = "h_l += p_l + (P' - p'_l): the other lanes' outputs arrive `broadcast_delay` layers late"
+
+    @property
+    def code(self) -> int:
+        return list(type(self)).index(self)
 
 
 @dataclass(frozen=True)
@@ -134,20 +145,45 @@ class LaneformerConfig:
 
     def broadcasts(self, layer: int, module: str) -> bool:
         """Whether the partial outputs of `layer` are added by the other lanes `broadcast_delay` layers later."""
-        later = layer + self.broadcast_delay
-        if later >= self.num_hidden_layers or self.join(later, module) is not Join.PAST:
+        target = layer + self.broadcast_delay
+        if target >= self.num_hidden_layers or self.join(target, module) is not Join.PAST:
             return False
         return self.rebroadcast_early or self.join(layer, module) is not Join.PRESENT
 
+    def adds_delayed(self, layer: int, module: str) -> bool:
+        """Whether the other lanes' partial outputs of `broadcast_delay` layers ago join the stream in this layer."""
+        return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model, named as in its state dict, and its shape.
+
+        A matrix is (L, out / L, in) where a lane owns rows, and (L, out, in / L) where it owns columns.
+        """
+        lanes, d, f, v = self.num_lanes, self.hidden_size, self.intermediate_size, self.vocab_size
+        kv = self.head_dim * self.num_key_value_heads
+        norm = (d,) if self.replicated_rmsn_scale else (lanes, d)
+        heads = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
+        rows = {"wq": d, "wk": kv, "wv": kv, "w1": f, "w3": f}
+        columns = {"wo": d, "w2": f}
+        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (v, d)}
+        for i in range(self.num_hidden_layers):
+            shapes |= {f"layers.{i}.{name}.weight": norm for name in NORMS}
+            for name in MATRICES:
+                part = name.split(".")[1]
+                shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+                shapes[f"layers.{i}.{name}.weight"] = shape
+        return {**shapes, "norm.weight": norm, HEAD: heads[self.lm_head_type]}
+
     def parameter_count(self) -> dict[str, int]:
         """Parameters by part: embedding, one layer's matrices, head, norms, total."""
-        d, f, n = self.hidden_size, self.intermediate_size, self.num_hidden_layers
-        kv = self.head_dim * self.num_key_value_heads
-        layer = 2 * d * d + 2 * d * kv + 3 * d * f
-        norms = (2 * n + 1) * d * (1 if self.replicated_rmsn_scale else self.num_lanes)
-        head = self.vocab_size * d
-        total = head + n * layer + head + norms
-        return {"embedding": head, "layer": layer, "lm_head": head, "norms": norms, "total": total}
+        sizes = {name: math.prod(shape) for name, shape in self.tensor_shapes().items()}
+        return {
+            "embedding": sizes["tok_embeddings.weight"],
+            "layer": sum(sizes[f"layers.0.{name}.weight"] for name in MATRICES),
+            "lm_head": sizes[HEAD],
+            "norms": sum(size for name, size in sizes.items() if name.endswith("norm.weight")),
+            "total": sum(sizes.values()),
+        }
 
     @classmethod
     def from_flavor(cls, name: str, **overrides: Any) -> LaneformerConfig:
@@ -168,6 +204,16 @@ class LaneformerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "swa_layers": list(self.swa_layers)}
+
+
+def hf_name(name: str) -> str:
+    """The name of a tensor in a Hugging Face folder: ours with `model.` in front, except for the head."""
+    return name if name == HEAD else f"model.{name}"
+
+
+def plain_name(name: str) -> str:
+    """The inverse of `hf_name`."""
+    return name.removeprefix("model.")
 
 
 FLAVORS: dict[str, dict[str, Any]] = {

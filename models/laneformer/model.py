@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import Join, LaneformerConfig
+from .config import HEAD, Join, LaneformerConfig
 
 
 class LaneLinear(nn.Module):
@@ -211,10 +211,8 @@ class LMHead(nn.Module):
 
     def __init__(self, config: LaneformerConfig):
         super().__init__()
-        lanes, d, v = config.num_lanes, config.hidden_size, config.vocab_size
         self.kind, self.sum_before_norm = config.lm_head_type, config.pre_norm_lane_agg
-        shapes = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
-        self.weight = nn.Parameter(torch.empty(*shapes[self.kind]))
+        self.weight = nn.Parameter(torch.empty(config.tensor_shapes()[HEAD]))
 
     def forward(self, h: Tensor, norm: LaneRMSNorm) -> Tensor:
         if self.kind == "vocab_parallel":
@@ -238,11 +236,11 @@ def run_layers(
     """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds one entry per layer."""
     h = embedding[:, :, None].expand(-1, -1, config.num_lanes, -1)
     nothing: tuple[Tensor | None, Tensor | None] = (None, None)
-    # at most `broadcast_delay` layers' partials are under way: each is L streams wide, and let go once it has arrived
-    under_way = deque([nothing] * max(config.broadcast_delay, 1))
+    # partials of at most `broadcast_delay` layers are in flight: each is L streams wide and freed once it has arrived
+    in_flight = deque([nothing] * max(config.broadcast_delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
-        h, partials = layer(h, under_way.popleft(), rope, mask, cache)
-        under_way.append(partials)
+        h, partials = layer(h, in_flight.popleft(), rope, mask, cache)
+        in_flight.append(partials)
     return h
 
 
@@ -278,7 +276,7 @@ class Laneformer(nn.Module):
         return [by_window[self.config.window(i)] for i in range(len(self.layers))]
 
     def init_weights(self, seed: int = 0) -> None:
-        """Draw every parameter anew (see init_parameter); a function of the seed alone."""
+        """Draw every parameter (see init_parameter); a function of the seed alone."""
         for name, parameter in self.named_parameters():
             init_parameter(self.config, name, parameter, seed)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import FLAVORS, Join
+from laneformer.config import FLAVORS, LM_HEAD_TYPES, Join, hf_name, plain_name
 
 PUBLISHED_2B = 15 * 141_557_760 + 2 * 98_304_000 + 31 * 3072
 
@@ -22,11 +22,22 @@ def test_2b_has_exactly_the_published_parameters() -> None:
 
 
 @pytest.mark.parametrize("flavor", sorted(FLAVORS))
-@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+@pytest.mark.parametrize("head", LM_HEAD_TYPES)
 @pytest.mark.parametrize("replicated", [True, False])
 def test_parameter_count_is_that_of_the_model(flavor: str, head: str, replicated: bool) -> None:
     config = LaneformerConfig.from_flavor(flavor, lm_head_type=head, replicated_rmsn_scale=replicated)
     assert count_on_meta(config) == config.parameter_count()["total"]
+
+
+@pytest.mark.parametrize("head", LM_HEAD_TYPES)
+@pytest.mark.parametrize("replicated", [True, False])
+def test_tensor_shapes_are_those_of_the_model(head: str, replicated: bool) -> None:
+    config = LaneformerConfig.from_flavor("tiny", lm_head_type=head, replicated_rmsn_scale=replicated)
+    with torch.device("meta"):
+        state = Laneformer(config).state_dict()
+    assert config.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert {plain_name(hf_name(name)) for name in state} == set(state)
+    assert [name for name in state if hf_name(name) == name] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("flavor", sorted(FLAVORS))
@@ -73,6 +84,8 @@ def test_joins_of_the_published_model() -> None:
     assert [config.join(i, "mlp") for i in range(3)] == [Join.PRESENT, Join.PRESENT, Join.PAST]
     # layers 0 and 1 are known to all already; the outputs of the last two layers never reach the other lanes
     assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(2, 13))
+    assert [i for i in range(15) if config.adds_delayed(i, "mlp")] == list(range(4, 15))
+    assert [join.code for join in Join] == [0, 1, 2]
 
 
 def test_windows_of_the_published_model() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..config import LaneformerConfig
+from ..config import BOS, EOS, UNK, LaneformerConfig
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(LaneformerConfig)}
 
@@ -23,7 +23,7 @@ class LaneformerHFConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Transformers reads this very name)
     rope_scaling = None  # shadows the property of 5.x, which would store the value under another name
 
-    def __init__(self, bos_token_id: int = 1, eos_token_id: int = 2, pad_token_id: int = 0, **kwargs: Any):
+    def __init__(self, bos_token_id: int = BOS, eos_token_id: int = EOS, pad_token_id: int = UNK, **kwargs: Any):
         values = {name: kwargs.pop(name, default) for name, default in FIELDS.items()}
         for key in kwargs:
             near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.85)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ..config import LaneformerConfig
+from ..config import BOS, LaneformerConfig
 from ..model import LaneAttention, causal_mask
 
 KINDS = ("auto", "sdpa", "flex")
-BOS = 1  # every document begins with it
 
 
 class TitanAttention(LaneAttention):

@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-HEAD = "lm_head.weight"
+from ..config import hf_name, plain_name
 
 
 class LaneformerStateDictAdapter(StateDictAdapter):
@@ -17,7 +17,7 @@ class LaneformerStateDictAdapter(StateDictAdapter):
         super().__init__(model_args, None)  # one safetensors file; tools.export_hf makes complete, sharded folders
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {name if name == HEAD else f"model.{name}": value for name, value in state_dict.items()}
+        return {hf_name(name): value for name, value in state_dict.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix("model."): value for name, value in hf_state_dict.items()}
+        return {plain_name(name): value for name, value in hf_state_dict.items()}
