@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 
 from ..model import Laneformer
 
+RECOMPILE_LIMIT = 64
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
 KEPT_OPS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -56,6 +57,10 @@ def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_c
     elif checkpointing.mode != "none":
         apply_ac(model, checkpointing, model_compile_enabled=compile_model, base_folder=job_config.job.dump_folder)
     if compile_model:
+        # All layers share one code object, and Dynamo counts its variants together: the 2B layout has six (which inputs
+        # a layer receives, with or without a mask) in each of two grad modes, above the default limit of 8, where
+        # fullgraph turns the limit into an error at the first validation.
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         # the last norm runs over the wide streams as well, and outside of any layer
         for module in (*model.layers, model.norm):
             module.compile(backend=job_config.compile.backend, fullgraph=True)
