@@ -1,22 +1,22 @@
-"""The page of tools.bench.cuda: from recorded figures to Markdown. What was not measured is named, never left out."""
+"""The page of tools.bench.cuda: recorded figures -> Markdown. What was not measured is listed as such."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from laneformer.engine.cuda.bench import datasheet, shares
+from tools.bench.harness import cell, table
 
 Report = dict[str, Any]
 HOP_US = 2.0  # assumed: a word to another GPU and back into its reader's poll over NVLink
 START = """# Decode speed on one GPU
 
-Random weights of one shape, one request, greedy; a token is timed when the host sees it, after the prompt and the
-launch. "of probe": bytes read per second over the best read that a kernel of our own reached on the same bytes in the
-same run; "of datasheet": over what the maker states. c: microseconds a layer that the stream of weights does not hide,
-(time a token - bytes / probe) / layers. Bytes are weights without what fills up the tapes' last chunks, plus keys and
-values."""
+Random weights of one shape, one request, greedy; a token is timed when it becomes visible to the host, after the prompt
+and the launch. "of probe": bytes read per second over the best rate that one of our kernels reached on the same bytes
+in the same run; "of datasheet": over the vendor's figure. c: exposed latency per layer in microseconds, (time per token
+- bytes / probe) / layers. Bytes are weights without the padding of the tapes' last chunks, plus keys and values."""
 
 
 def markdown(report: Report) -> str:
@@ -32,7 +32,7 @@ def markdown(report: Report) -> str:
 
 
 def section(steps: Report, name: str, write: Callable[[Report, Report], str]) -> str:
-    step = steps.get(name, {"not_measured": "its turn has not come"})
+    step = steps.get(name, {"not_measured": "the run has not reached it"})
     if "result" in step:
         return write(step["result"], steps)
     return f"not measured: {one_line(step.get('error') or step.get('not_measured'))}"
@@ -49,20 +49,6 @@ def verdict_of(step: Report) -> str:
     return "all checks hold" if result["holds"] else f"FAILED: {'; '.join(result['failed'])}"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """First column left, the others right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(map(shown, line)) + " |" for line in lines)
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return "-" if value is None else str(value)
-
-
 def bandwidth(steps: Report) -> tuple[float | None, float | None]:
     """Measured and stated bytes/s, None where unknown."""
     probe, machine = (steps.get(name, {}).get("result", {}) for name in ("probe", "machine"))
@@ -71,15 +57,14 @@ def bandwidth(steps: Report) -> tuple[float | None, float | None]:
 
 def machine_line(report: Report) -> str:
     facts = report["steps"].get("machine", {}).get("result")
-    start = f"Commit {report['commit']}."
     if facts is None:
-        return f"{start} Machine: not measured."
-    shown_first = (
-        f"{facts['gpu']}, {facts['multiprocessors']} multiprocessors, L2 {facts['l2_bytes'] / 2**20:.0f} MiB, "
-        f"{facts['memory_bytes'] / 2**30:.0f} GiB"
-    )
+        return f"Commit {report['commit']}. Machine: not measured."
     known = ("gpu", "multiprocessors", "l2_bytes", "memory_bytes")
-    return f"{shown_first}; " + ", ".join(f"{k} {v}" for k, v in facts.items() if k not in known) + f". {start}"
+    others = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in known)
+    return (
+        f"{facts['gpu']}, {facts['multiprocessors']} multiprocessors, L2 {facts['l2_bytes'] / 2**20:.0f} MiB, "
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB; {others}. Commit {report['commit']}."
+    )
 
 
 def probe_section(result: Report, steps: Report) -> str:
@@ -93,8 +78,8 @@ def probe_section(result: Report, steps: Report) -> str:
         for key, title in names.items()
     ]
     filling = (
-        f"Weights: {result['weight_bytes'] / 1e9:.3f} GB a token; {result['tape_bytes'] / 1e9:.3f} GB with what fills "
-        "up the tapes' last chunks."
+        f"Weights: {result['weight_bytes'] / 1e9:.3f} GB per token; {result['tape_bytes'] / 1e9:.3f} GB with the "
+        "padding of the tapes' last chunks."
     )
     return table(["read by", "GB/s", "% of datasheet"], rows) + f"\n\n{filling}"
 
@@ -109,7 +94,7 @@ def correctness_section(result: Report, steps: Report) -> str:
     columns = ["against HF float32", "largest relative error", "KL, nats", "prompts alike", "runs that differ"]
     parts = [table(columns, rows)]
     parts += [
-        f"{version}: prompt {p['prompt']} parts at token {p['token']} where the lead is {p['lead']:.2e} "
+        f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
         f"(a tie below {p['tie']:.2e})."
         for version in ("persistent", "graph")
         for p in result.get(version, {}).get("greedy", {}).get("parted", ())
@@ -132,10 +117,11 @@ def decode_section(result: Report, steps: Report) -> str:
     return table(list(DECODE_COLUMNS.values()), ([row[key] for key in DECODE_COLUMNS] for row in rows))
 
 
-def rivals_section(result: Report, steps: Report) -> str:
+def baselines_section(result: Report, steps: Report) -> str:
     """Medians of the rounds, and ratios within a round."""
     probe, stated = bandwidth(steps)
-    size, layers = weights_and_layers(steps)
+    sizes = steps.get("probe", {}).get("result", {})
+    size, layers = sizes.get("weight_bytes"), sizes.get("layers", 0)
     ours, rows = result["tokens_per_s"].get("persistent", []), []
     for name, speeds in result["tokens_per_s"].items():
         median = statistics.median(speeds)
@@ -143,26 +129,11 @@ def rivals_section(result: Report, steps: Report) -> str:
         ratio = statistics.median(a / b for a, b in zip(ours, speeds, strict=False)) if ours else None
         percents = (part.get(key) for key in ("percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer"))
         rows.append((name, median, min(speeds), max(speeds), *percents, ratio))
-    columns = [f"turns of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
+    columns = [f"trials of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
                "c, us/layer", "ours over it"]  # fmt: skip
     failed = "".join(f"\n\n{name}: not measured, {one_line(reason)}" for name, reason in result["failed"].items())
     mode = f"torch.compile mode {result['mode']}.\n\n" if "mode" in result else ""
     return mode + table(columns, rows) + failed
-
-
-def weights_and_layers(steps: Report) -> tuple[float | None, int]:
-    """Bytes of weights a token, and layers, as other steps know them."""
-    probe = steps.get("probe", {}).get("result", {})
-    return probe.get("weight_bytes"), probe.get("layers", 0)
-
-
-def sweep_section(result: Report, steps: Report) -> str:
-    rows = [
-        (", ".join(f"{k} {v}" for k, v in row["shape"].items()) or "the default",
-         row.get("chunks"), row.get("tokens_per_s"), row.get("same_tokens"), row.get("error", ""))
-        for row in result["rows"]
-    ]  # fmt: skip
-    return table(["shape", "chunks in the ring", "tokens/s", "same tokens", ""], rows)
 
 
 def prefill_section(result: Report, steps: Report) -> str:
@@ -189,7 +160,7 @@ def projection(result: Report, probe: float | None, hop_us: float = HOP_US) -> R
 def alone_section(result: Report, steps: Report) -> str:
     projected = projection(result, bandwidth(steps)[0])
     rows = [(row["blocks"], row["tokens_per_s"]) for row in result["rows"]]
-    exposed = shown(projected["exposed_us_per_layer"])
+    exposed = cell(projected["exposed_us_per_layer"])
     return table(["blocks", "tokens/s of one lane alone"], rows) + (
         f"\n\n**A projection, not a measurement**: {result['lanes']} GPUs with one lane each would make "
         f"{projected['tokens_per_s']:.0f} tokens/s (c {exposed} us/layer), if the other lanes' outputs arrive within "
@@ -207,13 +178,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Report, Report], str]]] = {
     "probe": ("Read bandwidth", probe_section),
     "correctness": ("Correctness", correctness_section),
     "decode": ("Decode", decode_section),
-    "rivals": ("Rivals, in turns", rivals_section),
-    "compiled": ("Transformers, compiled", rivals_section),
-    "max_autotune": ("Transformers, compiled with max-autotune", rivals_section),
-    "sweep": ("Other cuts", sweep_section),
+    "baselines": ("Baselines, alternating", baselines_section),
+    "compiled": ("Transformers, compiled", baselines_section),
     "prefill": ("Prompt", prefill_section),
     "fp16": ("fp16", fp16_section),
     "lane_alone": ("One lane on all multiprocessors", alone_section),
-    "two_groups": ("Two groups of lanes, as on two GPUs, on one", facts_section),
     "sanitizer": ("compute-sanitizer", facts_section),
 }

@@ -1,53 +1,138 @@
-"""The measurements of tools.bench.cuda, a function each: session -> figures. Shares and tables are the report's."""
+"""The measurements of tools.bench.cuda, one function each (session -> figures), and the process that runs them.
+
+A step that corrupts the GPU's context, or hangs, ends this process and no more: the next step gets a new one.
+Percentages and tables are made by the report.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 from laneformer import LaneformerConfig
+from laneformer.config import MODULES, Join
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.cuda.probe import read_bandwidth
 from laneformer.engine.folder import Tensor
-from tools.bench import cuda_check as bench_cuda_check
-from tools.bench.cuda_alone import TURN_TOKENS, lane_alone, median_speed, turn_of, two_groups
-from tools.bench.cuda_machine import machine_facts
-from tools.bench.cuda_rivals import alternate, eager, later, static
-from tools.bench.cuda_sanitize import sanitizer
-from tools.bench.cuda_session import DEVICE, LIMIT_S, Report, Session, say
-from tools.check.reference import random_weights, tensors_of
+from tools.bench import harness
+from tools.bench.harness import alternate, serve
+from tools.check import cuda as check
+from tools.check.reference import DTYPE_NAMES, Weights, hf_model, random_weights, tensors_of
 
+DEVICE = "cuda:0"
+LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
+SANITIZER_LIMIT_S = 120.0  # the same wait in a kernel that runs a hundred times slower
+TRIAL_TOKENS = 128
 GREEDY_PROMPTS = 8
-FAULTS_FLAVOR = {"2b": "300m"}  # planted faults need a model each, so a smaller one
-SWEEP: tuple[dict[str, Any], ...] = (
-    {"chunk_bytes": 1024}, {"chunk_bytes": 4096}, {"warps": 8}, {"warps": 8, "chunk_bytes": 4096},
-    {"blocks_per_lane": 15}, {"blocks_per_lane": 12},
-)  # fmt: skip
+FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
+PACKAGES = ("torch", "transformers", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy")
+QUERIES = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+Report = dict[str, Any]
+Trial = Callable[[int], float]  # new tokens -> tokens/s
+
+
+class Session:
+    """One model with random weights on the GPU; everything is made when a step first needs it."""
+
+    def __init__(self, flavor: str, dtype: str, runs: int = 100, without: Sequence[str] = ()):
+        """`without`: versions that are known to fail."""
+        self.flavor, self.dtype, self.runs, self.without = flavor, dtype, runs, without
+        self.config, self.deadline = LaneformerConfig.from_flavor(flavor), float("inf")
+        self.decoders: dict[str, CudaDecoder] = {}
+
+    def time_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """bf16 or fp16 matrices."""
+        torch_types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        return random_weights(self.config, dtype=torch_types[self.dtype], device=DEVICE)
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return tensors_of(self.weights)
+
+    @property
+    def version(self) -> str:
+        """The better one of those that work."""
+        return "graph" if "persistent" in self.without else "persistent"
+
+    def need(self, version: str) -> None:
+        """RuntimeError for a version that is known to fail."""
+        if version in self.without:
+            raise RuntimeError(f"the {version} version failed at its first tokens")
+
+    def make(self, version: str, **shape: Any) -> CudaDecoder:
+        self.need(version)
+        return CudaDecoder(self.config, self.tensors, self.dtype, (DEVICE,), version, LIMIT_S, **shape)
+
+    def decoder(self, version: str | None = None) -> CudaDecoder:
+        """One per version, kept; without a name the better one."""
+        version = version or self.version
+        if version not in self.decoders:
+            self.decoders[version] = self.make(version)
+        return self.decoders[version]
+
+    @functools.cached_property
+    def bandwidth(self) -> dict[str, float]:
+        return read_bandwidth(self.decoder().memories[0])
+
+
+def say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+# --- the machine and its memory ----------------------------------------------------------------------------------
 
 
 def machine(session: Session) -> Report:
-    return machine_facts(torch.device(DEVICE))
+    """Name, sizes, clocks under load and versions."""
+    properties = torch.cuda.get_device_properties(DEVICE)
+    load_gpu()
+    return {
+        "gpu": properties.name, "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size, "memory_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda,
+        "python": platform.python_version(), "kernel": platform.release(), **nvidia_smi(),
+        **{name: harness.version(name) for name in PACKAGES},
+    }  # fmt: skip
 
 
-def first(session: Session, version: str) -> Report:
-    """A few tokens, before anything else is asked of a version: one that hangs or crashes is left out from here on."""
-    decoder = getattr(session, version)
-    return {"tokens": bench_cuda_check.greedy(decoder, [5], 8), "geometry": shape_of(decoder)}
+def load_gpu() -> None:
+    """A few hundred milliseconds of work, so that the clocks are not idle ones; it may still run on return."""
+    matrix = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    for _ in range(200):
+        matrix = matrix @ matrix * 1e-4
 
 
-def shape_of(decoder: CudaDecoder) -> Report:
-    g = decoder.geometry
-    names = ("blocks_per_lane", "warps", "chunk_bytes", "chunks", "splits", "shared_bytes")
-    return {name: getattr(g, name) for name in names}
+def nvidia_smi() -> dict[str, str]:
+    """What torch does not report; empty where nvidia-smi is missing."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    return dict(zip(QUERIES, values, strict=True)) if len(values) == len(QUERIES) else {}
 
 
 def probe(session: Session) -> Report:
-    """The kernels' reads, and torch's copy of a large tensor, which reads and writes."""
-    memory = session.any_version.memories[0]
+    """Bytes/s of the kernels' reads, and of torch's copy of a large tensor, which reads and writes."""
+    memory = session.decoder().memories[0]
     source = memory.tapes
     target, (start, end) = torch.empty_like(source), (torch.cuda.Event(enable_timing=True) for _ in range(2))
     seconds = []
@@ -59,19 +144,28 @@ def probe(session: Session) -> Report:
         seconds.append(start.elapsed_time(end) / 1000)
     return {
         **{f"{name}_bytes_per_s": rate for name, rate in session.bandwidth.items()},
-        "torch_copy_bytes_per_s": 2 * source.nbytes / min(seconds[1:]),
-        "bytes_per_s": max(session.bandwidth.values()),
-        "weight_bytes": bench.weight_bytes(memory.geometry),
-        "tape_bytes": memory.weight_bytes,
+        "torch_copy_bytes_per_s": 2 * source.nbytes / min(seconds[1:]), "bytes_per_s": max(session.bandwidth.values()),
+        "weight_bytes": bench.weight_bytes(memory.geometry), "tape_bytes": memory.weight_bytes,
         "layers": session.config.num_hidden_layers,
-    }
+    }  # fmt: skip
+
+
+# --- correctness -------------------------------------------------------------------------------------------------
+
+
+def first(session: Session, version: str) -> Report:
+    """A few tokens before anything else: a version that hangs or crashes here is left out of all later steps."""
+    decoder = session.decoder(version)
+    names = ("blocks_per_lane", "warps", "chunk_bytes", "chunks", "splits", "shared_bytes")
+    geometry = {name: getattr(decoder.geometry, name) for name in names}
+    return {"tokens": check.greedy(decoder, [5], 8), "geometry": geometry}
 
 
 def correctness(session: Session) -> Report:
     """The verdict; speeds are shown beside it."""
-    truth = bench_cuda_check.reference(session.config, session.weights, bench_cuda_check.scored_length(session.config))
-    makers = {"persistent": lambda: session.persistent, "graph": lambda: session.graph}
-    report = bench_cuda_check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
+    truth = check.reference(session.config, session.weights, check.scored_length(session.config))
+    makers = {version: functools.partial(session.decoder, version) for version in ("persistent", "graph")}
+    report = check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
     del truth
     torch.cuda.empty_cache()
     say("planted faults")
@@ -82,10 +176,43 @@ def correctness(session: Session) -> Report:
     def make(wrong: LaneformerConfig, tensors: dict[str, Tensor]) -> CudaDecoder:
         return CudaDecoder(wrong, tensors, session.dtype, (DEVICE,), session.version, LIMIT_S)
 
-    planted = bench_cuda_check.check_faults(config, weights, make)
+    planted = check.check_faults(config, weights, make)
     report["passed"][f"planted faults are refused ({flavor})"] = planted["holds"]
     failed = [name for name, held in report["passed"].items() if not held]
     return {**report, "faults": planted["faults"], "failed": failed, "holds": not failed}
+
+
+def sanitizer(session: Session) -> Report:
+    """A short text through the tiny model under compute-sanitizer, where the machine has it."""
+    program, report = shutil.which("compute-sanitizer"), {}
+    if program is None:
+        return {"missing": "compute-sanitizer is not on the PATH"}
+    smoke_test = [sys.executable, "-m", "tools.bench.cuda_steps", "--flavor", "tiny", "--smoke"]
+    for tool in ("memcheck", "racecheck"):
+        if session.time_left() < 10:
+            break
+        command, seconds = [program, "--tool", tool, "--error-exitcode", "9", *smoke_test], session.time_left() - 5
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            report[tool] = {"status": done.returncode, "tail": (done.stdout + done.stderr)[-800:]}
+        except subprocess.TimeoutExpired:
+            report[tool] = {"error": "it ran out of time"}
+    return report
+
+
+def smoke(session: Session) -> None:
+    """Greedy tokens by both versions of a small model; RuntimeError unless the tokens are equal."""
+    config = dataclasses.replace(session.config, num_hidden_layers=4, swa_layers=(0, 1))
+    tensors = {name: t for name, t in session.tensors.items() if not name.startswith(("layers.4.", "layers.5."))}
+    made, shape = [], {"blocks_per_lane": 4, "warps": 4}
+    for version in ("persistent", "graph"):
+        decoder = CudaDecoder(config, tensors, session.dtype, (DEVICE,), version, SANITIZER_LIMIT_S, **shape)
+        made.append(check.greedy(decoder, [5, 6, 7], 4))
+    if made[0] != made[1]:
+        raise RuntimeError(f"persistent and graph give different tokens: {made}")
+
+
+# --- speed -------------------------------------------------------------------------------------------------------
 
 
 def decode(session: Session) -> Report:
@@ -93,76 +220,166 @@ def decode(session: Session) -> Report:
     context, measured = session.config.max_position_embeddings, {}
     bandwidth = max(session.bandwidth.values())
     for depth in sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS}):
-        measured[str(depth)] = bench.benchmark(session.any_version, depth, say, bandwidth)
+        measured[str(depth)] = bench.benchmark(session.decoder(), depth, say, bandwidth)
     return {"depths": measured}
 
 
 def prefill(session: Session) -> Report:
-    ttft_s, tokens_per_s = bench.measure_prefill(session.any_version, 0)
-    return {"prompt": bench.prefill_length(session.any_version), "ttft_s": ttft_s, "tokens_per_s": tokens_per_s}
+    ttft_s, tokens_per_s = bench.measure_prefill(session.decoder(), 0)
+    return {"prompt": bench.prefill_length(session.decoder()), "ttft_s": ttft_s, "tokens_per_s": tokens_per_s}
 
 
-def rivals(session: Session) -> Report:
-    """The graph of kernels, the kernel whose exchanges wait for all blocks, and Transformers."""
-    turns = {
-        "persistent": later(lambda: turn_of(session.persistent)),
-        "graph": later(lambda: turn_of(session.graph)),
-        "wide_exchanges": later(lambda: turn_of(session.make(wide_exchanges=True))),
-        "hf_generate": later(lambda: eager(session.config, session.weights)),
-    }  # fmt: skip
-    return alternate(turns, 6, TURN_TOKENS, session.time_left)
+def trials_of(decoder: CudaDecoder) -> Trial:
+    return lambda tokens: bench.speeds(bench.arrivals(decoder, [5], tokens))["tokens_per_s"]
 
 
-def compiled(session: Session, mode: str) -> Report:
-    turns = {
-        "persistent": later(lambda: turn_of(session.persistent)),
-        "hf_compiled": later(lambda: static(session.config, session.weights, mode)),
-    }
-    return {"mode": mode, **alternate(turns, 4, TURN_TOKENS, session.time_left)}
+def median_speed(decoder: CudaDecoder) -> float:
+    """Tokens/s of a few runs."""
+    return statistics.median(trials_of(decoder)(TRIAL_TOKENS) for _ in range(5))
 
 
-def sweep(session: Session) -> Report:
-    """Other cuts of the same work; all must give the tokens of the default one."""
-    expected, rows, longest = bench_cuda_check.greedy(session.persistent, [5]), [], 0.0
-    for shape in ({}, *SWEEP):
-        if session.time_left() < longest:
+def generate_of(session: Session, **options: Any) -> Trial:
+    """Transformers' own generate(); without options as it comes, with a growing cache and no compilation."""
+    model: Any = hf_model(session.config, session.weights, torch.bfloat16)
+    ids = torch.tensor([[5]], device=model.device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **options}
+
+    def trial(tokens: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        made = model.generate(ids, min_new_tokens=tokens, max_new_tokens=tokens, **options)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        assert made.shape[1] == tokens + 1, f"{made.shape[1] - 1} tokens instead of {tokens}"
+        return tokens / seconds
+
+    return trial
+
+
+def paired(makers: dict[str, Callable[[], Trial]], rounds: int, time_left: Callable[[], float]) -> Report:
+    """Tokens/s of every candidate in every round, after a warm-up; one that fails is left out with the reason.
+
+    A candidate is made for its warm-up, so that it can fail alone. Rounds end when the next one may exceed the time.
+    """
+    made: dict[str, Trial] = {}
+    speeds: dict[str, list[float]] = {name: [] for name in makers}
+    failed: dict[str, str] = {}
+    longest = 0.0
+    for index, order in enumerate([list(makers), *alternate(makers, rounds)]):
+        if time_left() < longest:
             break
         start = time.monotonic()
-        try:
-            decoder = session.make(**shape)
-            same = bench_cuda_check.greedy(decoder, [5]) == expected
-            speed = median_speed(decoder)
-            row = {"shape": shape, "chunks": decoder.geometry.chunks, "tokens_per_s": speed, "same_tokens": same}
-        except (ValueError, RuntimeError) as error:
-            row = {"shape": shape, "error": str(error)[:300]}
-        rows.append(row)
-        longest = max(longest, time.monotonic() - start)
-    return {"rows": rows}
+        for name in (name for name in order if name not in failed):
+            try:
+                made[name] = made.get(name) or makers[name]()
+                speeds[name].append(made[name](TRIAL_TOKENS))
+            except Exception as error:  # whatever a baseline raises is its result
+                failed[name] = f"{type(error).__name__}: {str(error)[:500]}"
+        longest = max(longest, time.monotonic() - start) if index else 0.0
+    counted = {name: values[1:] for name, values in speeds.items() if values[1:]}
+    return {"tokens": TRIAL_TOKENS, "tokens_per_s": counted, "failed": failed}
+
+
+def baselines(session: Session) -> Report:
+    """The graph of kernels, the kernel whose exchanges wait for all blocks, and Transformers."""
+    makers = {
+        "persistent": lambda: trials_of(session.decoder("persistent")),
+        "graph": lambda: trials_of(session.decoder("graph")),
+        "wide_exchanges": lambda: trials_of(session.make("persistent", wide_exchanges=True)),
+        "hf_generate": lambda: generate_of(session),
+    }
+    return paired(makers, 6, session.time_left)
+
+
+def compiled(session: Session) -> Report:
+    """Transformers with a static cache under torch.compile, which replays CUDA graphs in this mode."""
+    options = {
+        "cache_implementation": "static",
+        "compile_config": CompileConfig(mode="reduce-overhead", fullgraph=False),
+    }
+    makers = {
+        "persistent": lambda: trials_of(session.decoder("persistent")),
+        "hf_compiled": lambda: generate_of(session, **options),
+    }
+    return {"mode": "reduce-overhead", **paired(makers, 4, session.time_left)}
 
 
 def fp16(session: Session) -> Report:
-    """The same model in fp16: within the same limits, and as fast?"""
+    """Distances and speed of the same model in fp16."""
     weights = {name: weight.half() for name, weight in session.weights.items()}
     decoder = CudaDecoder(session.config, tensors_of(weights), "fp16", (DEVICE,), session.version, LIMIT_S)
-    truth = bench_cuda_check.reference(session.config, weights, bench_cuda_check.SHORT_LENGTH)
-    compared = bench_cuda_check.compare(bench_cuda_check.score(decoder, truth.ids), truth)
-    return {**compared, "tokens_per_s": median_speed(decoder)}
+    truth = check.reference(session.config, weights, check.SHORT_LENGTH)
+    return {**check.compare(check.score(decoder, truth.ids), truth), "tokens_per_s": median_speed(decoder)}
 
+
+def lane_alone(session: Session) -> Report:
+    """One lane on all multiprocessors, as each GPU of a machine with one lane per GPU would run it."""
+    session.need("persistent")
+    config, rows = one_lane(session.config), []
+    tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
+    multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    for blocks in dict.fromkeys((multiprocessors // 32 * 32, multiprocessors)):
+        decoder = CudaDecoder(config, tensors, session.dtype, (DEVICE,), blocks_per_lane=blocks, limit_s=LIMIT_S)
+        rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
+    bytes_per_token = bench.weight_bytes(decoder.geometry) + bench.cached_bytes(decoder.geometry, TRIAL_TOKENS / 2)
+    joins = [session.config.join(i, m) for i in range(session.config.num_hidden_layers) for m in MODULES]
+    return {
+        "rows": rows, "lanes": session.config.num_lanes, "layers": session.config.num_hidden_layers,
+        "bytes_per_token": bytes_per_token, "blocking_exchanges": joins.count(Join.PRESENT) + 1,
+    }  # fmt: skip
+
+
+def one_lane(config: LaneformerConfig) -> LaneformerConfig:
+    """A model that is one lane of `config`: its share of everything, the whole stream, the same head dimension."""
+    head_dim, lanes = config.head_dim, config.num_lanes
+    alone: type[LaneformerConfig] = type("OneLane", (LaneformerConfig,), {"head_dim": property(lambda self: head_dim)})
+    shares = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    return alone.from_dict({**config.to_dict(), "num_lanes": 1, **{n: getattr(config, n) // lanes for n in shares}})
+
+
+def first_lane(name: str, tensor: Tensor) -> Tensor:
+    whole = name.startswith("tok_embeddings") or name.endswith("norm.weight")
+    return tensor if whole else Tensor(tensor.dtype, tensor.values[:1])
+
+
+# --- the process -------------------------------------------------------------------------------------------------
 
 STEPS: dict[str, Callable[[Session], Report]] = {
-    "machine": machine,
-    "first_persistent": functools.partial(first, version="persistent"),
-    "first_graph": functools.partial(first, version="graph"),
-    "probe": probe,
-    "correctness": correctness,
-    "decode": decode,
-    "rivals": rivals,
-    "sweep": sweep,
-    "prefill": prefill,
-    "fp16": fp16,
-    "lane_alone": lane_alone,
-    "two_groups": two_groups,
-    "sanitizer": sanitizer,
-    "compiled": functools.partial(compiled, mode="reduce-overhead"),
-    "max_autotune": functools.partial(compiled, mode="max-autotune"),
-}
+    "machine": machine, "first_persistent": functools.partial(first, version="persistent"),
+    "first_graph": functools.partial(first, version="graph"), "probe": probe, "correctness": correctness,
+    "decode": decode, "baselines": baselines, "prefill": prefill, "fp16": fp16, "lane_alone": lane_alone,
+    "sanitizer": sanitizer, "compiled": compiled,
+}  # fmt: skip
+
+
+def context_alive() -> bool:
+    """Whether the GPU still answers this process: after an illegal access it never does again."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flavor", default="2b")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--without", action="append", default=[], help="a version that is known to fail")
+    parser.add_argument("--smoke", action="store_true", help="one short text, for compute-sanitizer")
+    options = parser.parse_args()
+    session = Session(options.flavor, options.dtype, options.runs, options.without)
+
+    def answer(do: str, seconds: float) -> Report:
+        session.deadline = time.monotonic() + seconds
+        return STEPS[do](session)
+
+    if options.smoke:
+        smoke(session)
+    else:
+        serve(answer, context_alive)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
     pytest tests/laneformer/cuda/test_gpu.py
 
-What the logits and tokens are held against, and the planted faults, are those of tools/bench/cuda_check.py.
+What the logits and tokens are held against, and the planted faults, are those of tools/check/cuda.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laneformer.engine.cuda.decoder import IN_KERNEL_TOKENS, CudaDecoder
 from laneformer.engine.cuda.engine import CudaEngine, sampling_of
 from laneformer.engine.cuda.params import Sampling
 from tests.laneformer.engine.engine_assets import byte_tokenizer, write_folder
-from tools.bench.cuda_check import check, check_faults, reference, score, scored_length
+from tools.check.cuda import check, check_faults, reference, score, scored_length
 from tools.check.reference import Weights, hf_logits, hf_model, random_weights, tensors_of
 
 MISSING = device.why_no_cuda()

@@ -14,28 +14,13 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.geometry import H200, plan
-from tests.tools.bench.test_cuda import PlainDecoder
-from tools.bench import (
-    cuda_alone as bench_cuda_alone,
-)
-from tools.bench import (
-    cuda_machine as bench_cuda_machine,
-)
-from tools.bench import (
-    cuda_report as bench_cuda_report,
-)
-from tools.bench import (
-    cuda_sanitize as bench_cuda_sanitize,
-)
-from tools.bench import (
-    cuda_session as bench_cuda_session,
-)
-from tools.bench import (
-    cuda_steps as bench_cuda_steps,
-)
-from tools.bench.cuda_session import Session
-from tools.check.reference import plain_model
+from laneformer.engine.cuda.geometry import H200, Machine, plan
+from laneformer.engine.cuda.memory import DeviceMemory
+from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
+from tests.tools.check.test_cuda import PlainDecoder
+from tools.bench import cuda_report, cuda_steps
+from tools.bench.cuda_steps import Session, first_lane, one_lane, paired
+from tools.check.reference import plain_model, random_weights, tensors_of
 
 CONFIG = LaneformerConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
@@ -48,7 +33,7 @@ PROPERTIES = SimpleNamespace(
 
 
 class StandIn(PlainDecoder):
-    """CudaDecoder's interface over model.py in float64; two groups side by side only work with plain launches."""
+    """CudaDecoder's interface over model.py in float64."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = ("cuda:0",),
@@ -57,7 +42,6 @@ class StandIn(PlainDecoder):
         self.config, self.tensors, self.version = config, tensors, version
         self.devices = [torch.device("cpu")] * len(devices)
         self.geometry = plan(config, dtype, H200, devices=len(devices), **shape)
-        self.kernels = [SimpleNamespace(cooperative=True) for _ in devices]
         self.memories = [SimpleNamespace(geometry=self.geometry, tapes=torch.ones(1024), weight_bytes=4096)]
         self.known, self.noise = {}, 0.0
 
@@ -65,11 +49,6 @@ class StandIn(PlainDecoder):
     def model(self) -> Any:
         weights = {name: torch.from_numpy(t.values).view(TYPES[t.dtype]) for name, t in self.tensors.items()}
         return plain_model(self.config, weights)
-
-    def wait(self) -> list[int]:
-        if len(self.kernels) > 1 and self.kernels[0].cooperative:
-            raise RuntimeError("waited in vain")
-        return super().wait()
 
 
 class Event:
@@ -89,13 +68,12 @@ class Event:
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on the CPU in which a token takes 1/800 s."""
-    for module in (bench_cuda_session, bench_cuda_steps, bench_cuda_alone, bench_cuda_sanitize):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
-        monkeypatch.setattr(module, "CudaDecoder", StandIn)
-    monkeypatch.setattr(bench_cuda_session, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
-    monkeypatch.setattr(bench_cuda_machine, "work", lambda device: None)
-    monkeypatch.setattr(bench_cuda_steps, "GREEDY_PROMPTS", 2)
-    monkeypatch.setattr(bench_cuda_steps, "TURN_TOKENS", 8)
+    monkeypatch.setattr(cuda_steps, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_steps, "CudaDecoder", StandIn)
+    monkeypatch.setattr(cuda_steps, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
+    monkeypatch.setattr(cuda_steps, "load_gpu", lambda: None)
+    monkeypatch.setattr(cuda_steps, "GREEDY_PROMPTS", 2)
+    monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
     monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
@@ -107,21 +85,18 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
 
 
 def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cuda_sanitize.shutil, "which", lambda name: None)
-    results = {name: {"result": step(session)} for name, step in bench_cuda_steps.STEPS.items()}
+    monkeypatch.setattr(cuda_steps.shutil, "which", lambda name: None)
+    results = {name: {"result": step(session)} for name, step in cuda_steps.STEPS.items()}
     steps = json.loads(json.dumps(results))  # as the worker hands them over
     assert steps["correctness"]["result"]["failed"] == []
     assert steps["correctness"]["result"]["holds"]
     assert set(steps["decode"]["result"]["depths"]) == {"0", "160", "256"}
-    assert steps["rivals"]["result"]["failed"] == {}
-    assert set(steps["rivals"]["result"]["tokens_per_s"]) == {"persistent", "graph", "wide_exchanges", "hf_generate"}
+    assert steps["baselines"]["result"]["failed"] == {}
+    assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "wide_exchanges", "hf_generate"}
     assert steps["compiled"]["result"]["failed"] == {}
-    assert steps["two_groups"]["result"]["same_tokens"]
-    assert steps["two_groups"]["result"]["error_cooperative"] == "waited in vain"
     assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
-    assert all(row["same_tokens"] for row in steps["sweep"]["result"]["rows"] if "error" not in row)
     head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
-    page = bench_cuda_report.markdown({**head, "steps": steps})
+    page = cuda_report.markdown({**head, "steps": steps})
     assert "not measured" not in page
     assert "compute-sanitizer is not on the PATH" in page
 
@@ -129,7 +104,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
 def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = StandIn.scores
     monkeypatch.setattr(StandIn, "scores", lambda self, text: exact(self, text).roll(1, -1))
-    found = bench_cuda_steps.correctness(session)
+    found = cuda_steps.correctness(session)
     assert not found["holds"]
     assert "persistent: closer to float32 than bf16 is" in found["failed"]
     assert "persistent: greedy tokens" in found["failed"]
@@ -138,13 +113,44 @@ def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: p
 def test_without_the_persistent_kernel_the_graph_is_measured(session: Session) -> None:
     session.without = ("persistent",)
     with pytest.raises(RuntimeError, match="the persistent version failed at its first tokens"):
-        bench_cuda_steps.STEPS["first_persistent"](session)
-    assert {row["version"] for row in bench_cuda_steps.decode(session)["depths"].values()} == {"graph"}
-    turns = bench_cuda_steps.rivals(session)
-    assert set(turns["failed"]) == {"persistent", "wide_exchanges"}
-    assert set(turns["tokens_per_s"]) == {"graph", "hf_generate"}
-    found = bench_cuda_steps.correctness(session)
+        cuda_steps.STEPS["first_persistent"](session)
+    assert {row["version"] for row in cuda_steps.decode(session)["depths"].values()} == {"graph"}
+    trials = cuda_steps.baselines(session)
+    assert set(trials["failed"]) == {"persistent", "wide_exchanges"}
+    assert set(trials["tokens_per_s"]) == {"graph", "hf_generate"}
+    found = cuda_steps.correctness(session)
     assert found["failed"] == ["persistent: runs"]
-    for step in ("lane_alone", "two_groups"):
-        with pytest.raises(RuntimeError, match="the persistent version"):
-            bench_cuda_steps.STEPS[step](session)
+    with pytest.raises(RuntimeError, match="the persistent version"):
+        cuda_steps.lane_alone(session)
+
+
+def test_a_lane_alone_is_packed_like_any_model() -> None:
+    """Its tapes hold the first lane's weights, whatever the number of splits."""
+    config, tensors = one_lane(SMALL_CONFIG), tensors_of(random_weights(SMALL_CONFIG))
+    geometry = plan(config, "bf16", Machine(8, 32 * 1024, 90), warps=2, chunk_bytes=512)
+    memory = DeviceMemory(geometry, {name: first_lane(name, t) for name, t in tensors.items()}, 0, "cpu")
+    lanes = sum(np.abs(t.values[0].astype(np.int64)).sum() for name, t in tensors.items() if t.values.ndim == 3)
+    assert int(memory.tapes.view(torch.uint16).long().sum()) == lanes
+    assert geometry.blocks == 8
+    assert 2 * bench.weight_bytes(geometry) == bench.weight_bytes(
+        plan(SMALL_CONFIG, "bf16", Machine(8, 32 * 1024, 90), warps=2)
+    )
+
+
+def test_candidates_alternate_and_a_failing_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
+    order = list[str]()
+
+    def maker(name: str, fails: bool = False) -> Any:
+        def run(tokens: int) -> float:
+            order.append(name)
+            if fails:
+                raise RuntimeError("no")
+            return float(tokens)
+
+        return lambda: run
+
+    found = paired({"a": maker("a"), "b": maker("b"), "c": maker("c", True)}, 2, lambda: 100.0)
+    assert order == ["a", "b", "c", "a", "b", "b", "a"]
+    assert found["tokens_per_s"] == {"a": [8.0, 8.0], "b": [8.0, 8.0]}
+    assert found["failed"] == {"c": "RuntimeError: no"}

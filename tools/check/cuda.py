@@ -1,9 +1,9 @@
-"""Is the GPU engine right? Its logits, tokens and bits against Transformers on the same GPU, before any speed.
+"""Is the CUDA engine right? Its logits, tokens and bits against Transformers on the same GPU.
 
 Transformers in float32 is the reference, and Transformers in bf16 the yardstick: the kernels round weights, keys and
 values to 16 bits and nothing else, so they must be closer to float32 than a model that rounds every activation too.
-Greedy tokens may part from the reference only where its lead is below what both sides may err. The same gate must
-refuse engines with one fault each.
+Greedy tokens may differ from the reference only where its lead is below the error of both sides. The same gate must
+refuse engines with one planted fault each.
 
     S positions   V vocabulary
 """
@@ -11,7 +11,7 @@ refuse engines with one fault each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from tools.check.reference import (
     without_message,
 )
 
-BEYOND_WINDOW = 64  # positions of the scored text that no longer see its start
+BEYOND_WINDOW = 64  # positions of the scored text whose window excludes its start
 SHORT_LENGTH = 48
 PROMPT_LENGTHS = (1, 5, 11, 203)
 NEW_TOKENS = 32
@@ -41,7 +41,7 @@ MakeDecoder = Callable[..., CudaDecoder]
 
 @dataclasses.dataclass
 class Reference:
-    """What Transformers says of one text, and how far its own bf16 is from its float32."""
+    """Transformers on one text, and how far its own bf16 is from its float32."""
 
     ids: list[int]
     logits: np.ndarray  # (S, V)
@@ -52,7 +52,7 @@ class Reference:
     continued: dict[tuple[int, ...], tuple[list[int], list[float]]] = dataclasses.field(default_factory=dict)
 
     def greedy(self, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-        """Tokens and leads of float32, asked for once."""
+        """Tokens and leads of float32, computed once."""
         key = (*prompt, new_tokens)
         if key not in self.continued:
             self.continued[key] = hf_greedy(self.model, prompt, new_tokens)
@@ -104,9 +104,9 @@ def prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
 
 
 def compare_greedy(decoder: CudaDecoder, truth: Reference, worst: float, count: int) -> Report:
-    """Tokens next to float32's. `worst`: the largest error of our logits; a tie is closer than both sides can err.
+    """Our tokens against float32's. `worst`: largest error of our logits; a tie is a lead below the error of both sides.
 
-    No more is forgiven than bf16's own error, which is what PyTorch in 16 bits, reading the longer prompts, may make.
+    The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which reads the longer prompts.
     """
     parted, tokens = [], []
     for index, prompt in enumerate(prompts(decoder.config, count)):
@@ -128,7 +128,7 @@ def differing_runs(decoder: CudaDecoder, ids: list[int], runs: int) -> int:
 
 
 def one_launch_is_many(decoder: CudaDecoder, prompt: list[int]) -> bool:
-    """The same tokens from one launch, and from launches of several lengths that go on from each other."""
+    """Whether one launch gives the same tokens as launches of several lengths that continue each other."""
     whole, parts = greedy(decoder, prompt, 48), list(prompt)
     for length in (1, 7, 16, 24):
         decoder.start(parts, length)
@@ -137,7 +137,7 @@ def one_launch_is_many(decoder: CudaDecoder, prompt: list[int]) -> bool:
 
 
 def faults(config: LaneformerConfig, weights: Weights) -> Iterator[tuple[str, LaneformerConfig, Weights]]:
-    """One small fault at a time; those that this architecture has not are left out."""
+    """One small fault at a time; those that do not apply to this architecture are left out."""
     name = f"layers.{config.num_hidden_layers // 2}.feed_forward.w2.weight"
     swapped = weights[name].clone()
     swapped[[0, 1]] = weights[name][[1, 0]]
@@ -162,13 +162,13 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
 
 
 def check(
-    makers: dict[str, Callable[[], CudaDecoder]],
+    makers: Mapping[str, Callable[[], CudaDecoder]],
     truth: Reference,
     count: int,
     runs: int,
     progress: Callable[[str], None],
 ) -> Report:
-    """All checks but the faults on "persistent" and "graph"; one that fails does not keep the other from its own."""
+    """All checks but the planted faults, of "persistent" and "graph"; a failure of one does not stop the other."""
     report: Report = {"positions": len(truth.ids), "hf_bf16": {"relative_error": truth.error, "kl": truth.kl}}
     passed: dict[str, bool] = {}
     logits, tokens = {}, {}

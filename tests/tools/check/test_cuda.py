@@ -1,0 +1,97 @@
+"""The verdict of the GPU engine on decoders without a GPU: a sound one passes, faulty ones do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from laneformer import LaneformerConfig
+from tools.check.cuda import check, check_faults, compare, reference
+from tools.check.reference import plain_model, random_weights
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_lanes": 2, "broadcast_delay": 1, "sliding_window": 6, "swa_layers": (0, 1),
+    "max_position_embeddings": 96, "vocab_size": 96,
+}  # fmt: skip
+CONFIG = LaneformerConfig(**SMALL)
+
+
+class PlainDecoder:
+    """The decoder's interface over model.py in float64."""
+
+    devices = (torch.device("cpu"),)
+
+    def __init__(self, config: LaneformerConfig, weights: dict[str, torch.Tensor]):
+        self.config, self.model, self.noise = config, plain_model(config, weights), 0.0
+        self.known = dict[tuple[int, ...], torch.Tensor]()
+
+    def start(self, ids: list[int], tokens: int, logits: torch.Tensor | None = None, **options: Any) -> None:
+        text = list(ids)
+        for _ in range(tokens):
+            scores = self.scores(tuple(text))
+            text.append(int(scores[-1].argmax()))
+        if logits is not None:
+            logits.copy_(scores + self.noise * torch.randn(scores.shape))
+        self.tokens = text[len(ids) :]
+
+    @torch.no_grad()
+    def scores(self, text: tuple[int, ...]) -> torch.Tensor:
+        if text not in self.known:
+            self.known[text] = self.model(torch.tensor([text]))[0].float()
+        return self.known[text]
+
+    def wait(self) -> list[int]:
+        return self.tokens
+
+
+class Unsteady(PlainDecoder):
+    """Right within every tolerance, but never twice the same."""
+
+    def __init__(self, config: LaneformerConfig, weights: dict[str, torch.Tensor]):
+        super().__init__(config, weights)
+        self.noise = 1e-6
+
+
+class Hanging(PlainDecoder):
+    def wait(self) -> list[int]:
+        raise RuntimeError("waited in vain")
+
+
+def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
+    weights = random_weights(CONFIG)
+    truth = reference(CONFIG, weights, 12)
+    sound = PlainDecoder(CONFIG, weights)
+    report = check({"persistent": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
+    assert all(report["passed"].values()), report["passed"]
+    assert len(report["passed"]) == 10
+
+    broken = {"persistent": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
+    passed = check(broken, truth, 1, 3, lambda text: None)["passed"]
+    assert not passed["persistent: runs"]
+    assert passed["graph: greedy tokens"]
+    assert not passed["graph: 3 equal runs"]
+    assert not any(name.startswith("both") for name in passed)
+
+
+def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed() -> None:
+    weights = random_weights(CONFIG)
+
+    def weights_of(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(t.values).view(torch.bfloat16) for name, t in tensors.items()}
+
+    report = check_faults(CONFIG, weights, lambda config, tensors: PlainDecoder(config, weights_of(tensors)))
+    assert report["holds"]
+    assert len(report["faults"]) == 4
+    deaf = check_faults(CONFIG, weights, lambda config, tensors: PlainDecoder(CONFIG, weights))
+    assert not deaf["holds"]
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    truth = reference(CONFIG, random_weights(CONFIG), 4)
+    wrong = truth.logits.copy()
+    wrong[2, 5] = np.nan
+    assert compare(truth.logits, truth)["holds"]
+    assert not compare(wrong, truth)["holds"]
