@@ -68,7 +68,11 @@ MACHINE = (
     Panel("Waiting for checkpoints", "s", ("checkpoint_s",), 81, ".2f"),
     Panel("Peak memory", "GiB", ("memory_gib",), 81, ".2f"),
 )
-LOOKS: dict[str, dict[str, Any]] = {"loss": {"opacity": 0.3}, "smooth_loss": {"line_width": 2.4}, "lr": {"line_width": 1.8, "line_color": NEUTRAL}}
+LOOKS: dict[str, dict[str, Any]] = {
+    "loss": {"opacity": 0.3},
+    "smooth_loss": {"line_width": 2.4},
+    "lr": {"line_width": 1.8, "line_color": NEUTRAL},
+}
 
 
 # curves
