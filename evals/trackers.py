@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from records.files import write_atomically
 from records.job import SupervisedJob
-from records.run import number
-from tools.dashboard.csv import numbers_in
+from records.run import number, numbers_in
 from train.trackers import name_wandb_run, open_trackio
 
 SENT = ".evals-tracked.json"

@@ -11,7 +11,7 @@ import bisect
 import json
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,15 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """(path, number) of every finite number in a value; what lies deeper has a path with slashes."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from numbers_in(f"{path}/{name}", inner)
+    elif (known := number(value)) is not None:
+        yield path, known
 
 
 def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:

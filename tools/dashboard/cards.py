@@ -1,162 +1,257 @@
-"""Pieces of the dashboard's page that are HTML: figures as text, tables, and the cards of what was evaluated."""
+"""The cards of one run: header and tiles, training charts, loss by source, bits per byte, decode speed, provenance."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from laneformer import LaneformerConfig
+from records.page import (
+    PALETTE,
+    card,
+    chart,
+    chip,
+    code,
+    colour,
+    line_chip,
+    measured,
+    none,
+    percent,
+    short,
+    table,
+    tiles,
+    utc,
+)
 from records.run import Run, number
-from tools.dashboard.charts import colour, to_div
-from tools.dashboard.overlays import bits_figure, line_of, sources_figure, sources_of
+from tools.dashboard.core import points_of, where_evaluated
+from tools.dashboard.figures import (
+    BUCKETS,
+    LONG,
+    VALID,
+    attempts_of,
+    bits_figure,
+    half_life_rows,
+    machine_figure,
+    restarts,
+    sources_figure,
+    sources_of,
+    training_figure,
+)
+
+CHIPS = 24  # more attempts than this are counted, not listed
+# what of the job's config is worth a line
+SETTINGS = {
+    "model": "flavor",
+    "training": "steps global_batch_size local_batch_size seq_len max_norm mixed_precision_param",
+    "optimizer": "name lr beta1 beta2 eps weight_decay",
+    "lr_scheduler": "warmup_steps decay_ratio decay_type min_lr_factor",
+    "mixture": "lock",
+    "parallelism": "data_parallel_shard_degree data_parallel_replicate_degree",
+    "compile": "enable",
+    "checkpoint": "interval initial_load_path",
+}
 
 
-def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
-    """A figure as text, "not measured" where there is none."""
-    known = number(value)
-    return '<span class="none">not measured</span>' if known is None else f"{known:{form}}{unit}"
+def planned_steps(run: Run) -> dict[str, int | None]:
+    """Steps that each phase is configured for, in the order of the run; None where no config says it."""
+    phases = list(dict.fromkeys([*run.phases, *run.configs]))
+    return {phase: run.configs.get(phase, {}).get("training", {}).get("steps") for phase in phases}
 
 
-def short(value: Any, unit: str = "") -> str:
-    """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
-    known = number(value)
-    if known is None:
-        return measured(None)
-    power = min(4, int(math.log10(abs(known)) // 3)) if abs(known) >= 1000 else 0
-    return f"{known / 1000**power:.3g} {' kMGT'[power].strip()}{unit}".strip()
+def state(run: Run, now: float) -> tuple[str, str]:
+    """(CSS class, words) for where the run stands, from its last logged step and its configs."""
+    if not run.kept_rows:
+        return "idle", "no step logged yet"
+    row, planned = run.kept_rows[-1], planned_steps(run)
+    steps = planned[row["phase"]]
+    where = f"{row['phase']}, step {row['step']:,}" + (f" of {steps:,}" if steps else "")
+    if steps == row["step"] and row["phase"] == list(planned)[-1]:
+        return "done", f"finished: {where}"
+    if row["time"] is None:
+        return "idle", where
+    age_s = max(0.0, now - row["time"])
+    return ("live", f"training: {where}") if age_s < 600 else ("idle", f"quiet since {utc(row['time'])} UTC: {where}")
 
 
-def utc(seconds: Any) -> str:
-    known = number(seconds)
-    return measured(None) if known is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(known))
+def header(run: Run, now: float) -> str:
+    kind, words = state(run, now)
+    versions = [str(r["code_version"]) for r in (*run.evals, *run.attempts) if r.get("code_version")]
+    facts = [*model_facts(run), *(f"git {version}" for version in list(dict.fromkeys(versions))[-1:])]
+    if run.kept_rows and run.kept_rows[-1]["x_tokens"] is not None:
+        facts.append(f"{short(run.kept_rows[-1]['x_tokens'])} tokens")
+    bars = ""
+    for index, (phase, steps) in enumerate(planned_steps(run).items()):
+        done = max((row["step"] for row in run.kept_rows if row["phase"] == phase), default=0)
+        label = f"{escape(phase)} <b>{done:,}</b>" + (f" / {steps:,}" if steps else "")
+        fill = f'<i style="width:{100 * min(1.0, done / steps) if steps else 100:.2f}%;background:{colour(index)}"></i>'
+        bars += f'<div style="flex:{steps or done or 1}"><div class="bar">{fill}</div><small>{label}</small></div>'
+    title = f'<h1>{escape(run.name)}</h1><span class="state {kind}">{escape(words)}</span>'
+    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    below = f'<p class="facts">{line}</p><div class="progress">{bars}</div>'
+    return f'<header><div class="title">{title}</div>{below}</header>'
 
 
-def card(title: str, body: str, caption: str = "") -> str:
-    below = f'<p class="caption">{caption}</p>' if caption else ""
-    return f'<section class="card"><h2>{escape(title)}</h2>{body}{below}</section>'
+def model_facts(run: Run) -> list[str]:
+    flavor = next((c["model"]["flavor"] for c in run.configs.values() if c.get("model", {}).get("flavor")), "")
+    name = f"Laneformer {flavor}".strip()
+    if not run.model:
+        return [name]
+    try:
+        model = LaneformerConfig.from_dict(run.model)
+    except (TypeError, ValueError) as error:
+        run.warnings.append(f"model.json does not describe a Laneformer: {error}")
+        return [name]
+    total, lanes = model.parameter_count()["total"], f"{model.num_lanes} lanes, delay {model.broadcast_delay}"
+    return [name, f"{short(total)} parameters", f"{model.num_hidden_layers} layers × {model.hidden_size}", lanes]
 
 
-def chip(tint: str, text: str) -> str:
-    return f'<span class="chip"><i style="background:{tint}"></i>{escape(text)}</span>'
+def tiles_of(run: Run) -> str:
+    row = run.kept_rows[-1] if run.kept_rows else {}
+    losses = [r for r in run.kept_rows if r["loss"] is not None]
+    bits, decode = (next(iter(run.evals_of(kind)[-1:]), {}) for kind in ("bits_per_byte", "decode_speed"))
+    first = f"from {losses[0]['loss']:.3f} at step {losses[0]['x_step']:,.0f}" if losses else "nothing logged"
+    speed = number(decode.get("tokens_per_s"))
+    return tiles((
+        ("loss", measured(losses[-1]["loss"] if losses else None, ".4f"), first),
+        ("bits per byte", measured(bits.get("bits_per_byte"), ".4f"), "held-out text, all sources"),
+        ("training speed", short(row.get("tokens_per_s")), "tokens per second"),
+        ("MFU", measured(row.get("mfu"), ".1f", " %"), "of the hardware's peak FLOP/s"),
+        ("decode", measured(speed, ",.0f" if (speed or 0) >= 100 else ".3g"), "tokens per second at batch 1"),
+        ("bandwidth used", measured(decode.get("percent_of_probe"), ".0f", " %"), "of the measured read speed"),
+    ))  # fmt: skip
 
 
-def line_chip(index: int, text: str) -> str:
-    """The chip of a curve that `line_of(index)` draws, dashes and all."""
-    line = line_of(index)
-    style = {"solid": "solid", "dash": "dashed", "dot": "dotted"}[line["dash"]]
-    return (
-        f'<span class="chip"><i class="line" style="border-top:3px {style} {line["color"]}"></i>{escape(text)}</span>'
-    )
+def training_cards(run: Run) -> str:
+    if not run.kept_rows:
+        return card("Training", none("not measured: metrics.jsonl has no rows yet"))
+    attempts = attempts_of(run)
+    names = [f"{phase} · attempt {n}" if len(run.phases) > 1 else f"attempt {n}" for phase, n in attempts]
+    chips = [chip(colour(i), name) for i, name in enumerate(names[:CHIPS])]
+    chips += [f"and {len(names) - CHIPS} more attempts"] * (len(names) > CHIPS)
+    if any(row["valid_loss"] is not None for row in run.kept_rows):
+        chips.append(chip(VALID, "validation loss"))
+    training = f'<p class="chips">{"".join(chips)}</p>{chart(training_figure(run), f"training-{run.name}")}'
+    machine = chart(machine_figure(run), f"machine-{run.name}")
+    of_machine = "Checkpoint seconds stand in the first row after the save. Waiting and memory are rank 0's."
+    cards = card("Training", training, training_caption(run)) + sources_card(run)
+    return cards + card("Statistics and machine", machine, of_machine)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+def training_caption(run: Run) -> str:
+    logged = sum(len(s.rows) for s in run.stretches)
+    again, half_life = logged - len(run.kept_rows), half_life_rows(run)
+    parts = {
+        f"{logged:,} logged steps; bold is the exponential mean (half-life {half_life:.3g} logged steps), faint the "
+        "logged value.": True,
+        "The loss axis leaves out the steepest start and the tips of spikes.": logged >= LONG,
+        f"Dotted: {again:,} logged steps that a restart or roll-back repeated; they no longer count.": again,
+        "↻ marks where an attempt took over.": restarts(run),
+        f"Drawn from {BUCKETS} groups of neighbouring steps with the extremes of each; every spike is kept.":
+            logged > 4 * BUCKETS,
+        "▾ above the loss marks an event of the job; hover over it for details.": run.events,
+        "Drag to zoom, double-click to reset.": True,
+    }  # fmt: skip
+    return " ".join(text for text, said in parts.items() if said)
+
+
+def sources_card(run: Run) -> str:
+    """What each source contributed, and how well it is predicted, in training and on held-out windows."""
+    if not any(row["loss_by_source"] for row in run.kept_rows):
+        return card("Loss by source", none())
+    last: dict[str, dict[str, Any]] = {"loss_by_source": {}, "valid_loss_by_source": {}, "tokens_by_source": {}}
+    for row in run.kept_rows:
+        for key, values in last.items():
+            values |= row[key]
+    tokens = {name: number(count) for name, count in last["tokens_by_source"].items()}
+    total = sum(count or 0.0 for count in tokens.values()) or 1.0
+    rows = []
+    for place, name in enumerate(sources_of(run)):
+        count = tokens.get(name)
+        cells = [line_chip(place, name), short(count), percent(None if count is None else count / total)]
+        rows.append([*cells, *(measured(last[key].get(name), ".4f") for key in list(last)[:2])])
+    head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
+    caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
+    return card("Loss by source", chart(sources_figure(run), f"sources-{run.name}") + table(head, rows), caption)
+
+
+def measurements(run: Run) -> str:
+    layout = "stack" if len(run.evals_of("bits_per_byte")) > 1 else "pair"  # curves over checkpoints need the width
+    return f'<div class="{layout}">{bits_card(run)}{decode_card(run)}</div>'
 
 
 def bits_card(run: Run) -> str:
-    evals = [e for e in run.evals_of("bits_per_byte") if isinstance(e.get("sources"), dict)]
-    if not evals:
-        return card("Bits per byte", '<p class="none">not measured</p>')
-    sources = evals[-1]["sources"]
-    names = sorted(sources, key=lambda name: number(sources[name].get("bits_per_byte")) or 0.0)
-    longest = max((number(sources[n].get("bits_per_byte")) or 0.0 for n in names), default=0) or 1.0
-    bars = ""
-    for index, name in enumerate(names):
-        value = number(sources[name].get("bits_per_byte"))
+    points = [p for p in points_of(run, "bits_per_byte") if isinstance(p.get("sources"), dict)]
+    if not points:
+        return card("Bits per byte", none())
+    sources = points[-1]["sources"]
+    bits = {name: number(sources[name].get("bits_per_byte")) for name in sources}
+    bits = dict(sorted(bits.items(), key=lambda item: item[1] or 0.0))
+    longest, bars = max((value or 0.0 for value in bits.values()), default=0) or 1.0, ""
+    for index, (name, value) in enumerate(bits.items()):
         fill = f'<i style="width:{100 * (value or 0) / longest:.2f}%;background:{colour(index)}"></i>'
         label = f"{escape(name)}<small>{escape(str(sources[name].get('category', '')))}</small>"
-        text = measured(value, ".3f")
-        bars += f'<div class="row"><span>{label}</span><div class="bar">{fill}</div><b>{text}</b></div>'
-    curves = to_div(bits_figure(evals, names), f"bits-{run.name}", "low") if len(evals) > 1 else ""
-    caption = f"Held-out text through the decode engine, {where_evaluated(evals[-1])}. Lower is better."
-    return card("Bits per byte", f'<div class="bits"><div class="rows">{bars}</div>{curves}</div>', caption)
-
-
-def where_evaluated(record: dict[str, Any]) -> str:
-    parts = [str(record["phase"])] if record.get("phase") else []
-    parts += [f"step {record['step']:,}"] if number(record.get("step")) is not None else []
-    return " ".join(parts) or "checkpoint not recorded"
+        bars += (
+            f'<div class="row"><span>{label}</span><div class="bar">{fill}</div><b>{measured(value, ".3f")}</b></div>'
+        )
+    curves = chart(bits_figure(points, list(bits)), f"bits-{run.name}") if len(points) > 1 else ""
+    caption = f"Held-out text through the decode engine, {escape(where_evaluated(points[-1]))}. Lower is better."
+    return card("Bits per byte", f'<div class="bits"><div>{bars}</div>{curves}</div>', caption)
 
 
 def decode_card(run: Run) -> str:
     """Decode speed as a part of what reading the weights at the measured bandwidth would allow."""
     records = run.evals_of("decode_speed")[-2:]
-    if not records:
-        return card("Decode speed", '<p class="none">not measured</p>')
     caption = "Batch 1. At full bandwidth every byte of a token is read once, as fast as a probe read in the same run."
     if any((number(record.get("percent_of_probe")) or 0) > 100 for record in records):
-        caption += " Beyond it weights come from the processor's caches, into which the probe's buffer does not fit."
-    return card("Decode speed", "".join(map(bullet, reversed(records))), caption)
-
-
-def spread(low: Any, high: Any) -> str:
-    return f"{short(low)} – {short(high)}" if number(low) is not None else measured(None)
+        caption += " Above it, weights come from the processor's caches, into which the probe's buffer does not fit."
+    body = "".join(map(bullet, reversed(records)))
+    return card("Decode speed", body, caption) if records else card("Decode speed", none())
 
 
 def bullet(record: dict[str, Any]) -> str:
     """One measured decode speed: its bar on the scale of the bandwidth, and the figures behind it."""
-    speed, percent, ttft_s = (number(record.get(key)) for key in ("tokens_per_s", "percent_of_probe", "ttft_s"))
-    per_token, bandwidth = (number(record.get(key)) for key in ("bytes_per_token", "probe_bytes_per_s"))
-    ceiling = bandwidth / per_token if bandwidth and per_token else None
+    keys = ("tokens_per_s", "percent_of_probe", "ttft_s", "bytes_per_token", "probe_bytes_per_s")
+    speed, share, ttft_s, per_token, bandwidth = (number(record.get(key)) for key in keys)
+    slow, fast = (record.get(f"tokens_per_s_{end}") for end in ("p10", "p90"))
+    entries = {
+        "read bandwidth": short(bandwidth, "B/s"),
+        "read for each token": short(per_token, "B"),
+        "of the bandwidth": measured(share, ".1f", " %"),
+        "10th to 90th percentile": none() if number(slow) is None else f"{short(slow)} – {short(fast)}",
+        "one token": measured(1000 / speed if speed else None, ".3g", " ms"),
+        "first token after": measured(ttft_s and 1000 * ttft_s, ".3g", " ms"),
+        "prefill": short(record.get("prefill_tokens_per_s"), " tok/s"),
+    }
     names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record.get(key)]
     names += [f"{record['threads']} threads"] if record.get("threads") else []
-    entries = (
-        ("read bandwidth", short(bandwidth, "B/s")),
-        ("read for each token", short(per_token, "B")),
-        ("of the bandwidth", measured(percent, ".1f", " %")),
-        ("10th to 90th percentile", spread(record.get("tokens_per_s_p10"), record.get("tokens_per_s_p90"))),
-        ("one token", measured(1000 / speed if speed else None, ".3g", " ms")),
-        ("first token after", measured(ttft_s and 1000 * ttft_s, ".3g", " ms")),
-        ("prefill", short(record.get("prefill_tokens_per_s"), " tok/s")),
-    )
-    scale = max(100.0, percent or 0) / 100
+    scale = max(100.0, share or 0) / 100
     limit = f'<u style="left:{100 / scale:.2f}%"></u>' if scale > 1 else ""  # where the bandwidth ends
-    behind = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries)
+    full = short(bandwidth / per_token if bandwidth and per_token else None)
+    behind = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries.items())
     return (
         f'<div class="bullet"><h3>{escape(" · ".join([*names, where_evaluated(record)]))}</h3>'
-        f'<div class="bar"><i style="width:{(percent or 0) / scale:.2f}%;background:{colour(0)}"></i>{limit}</div>'
-        f'<small class="scale"><span><b>{short(speed)}</b> tokens/s</span>'
-        f'<span>full bandwidth: {short(ceiling)}</span></small><dl class="facts-of">{behind}</dl></div>'
+        f'<div class="bar"><i style="width:{(share or 0) / scale:.2f}%;background:{PALETTE[0]}"></i>{limit}</div>'
+        f'<small class="scale"><span><b>{short(speed)}</b> tokens/s</span><span>full bandwidth: {full}</span></small>'
+        f"<dl>{behind}</dl></div>"
     )
 
 
-def code(value: Any) -> str:
-    """A hash or path in monospace; long hexadecimal is cut, the whole of it is in the tooltip."""
-    if value is None or value == "":
-        return '<span class="none">not recorded</span>'
-    text = str(value)
-    cut = text[:12] + "…" if len(text) > 24 and set(text) <= set("0123456789abcdef") else text
-    return f'<code title="{escape(text)}">{escape(cut)}</code>'
-
-
-def sources_card(run: Run, index: int) -> str:
-    """What each source contributed, and how well it is predicted, in training and on held-out windows."""
-    names = sources_of(run)
-    if not any(row["loss_by_source"] for row in run.kept_rows):
-        return card("Loss by source", '<p class="none">not measured</p>')
-    last = {key: _last_of(run, key) for key in ("loss_by_source", "valid_loss_by_source", "tokens_by_source")}
-    tokens = last["tokens_by_source"]
-    total = sum(number(count) or 0.0 for count in tokens.values()) or 1.0
-    rows = []
-    for place, name in enumerate(names):
-        count = number(tokens.get(name))
-        share = None if count is None else 100 * count / total
-        cells = [line_chip(place, name), short(count), measured(share, ".1f", " %")]
-        rows.append([*cells, *(measured(last[key].get(name), ".4f") for key in list(last)[:2])])
-    head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
-    figure = to_div(sources_figure(run), f"sources-{index}", "middle")
-    caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
-    return card("Loss by source", figure + table(head, rows), caption)
-
-
-def _last_of(run: Run, key: str) -> dict[str, Any]:
-    """The last value of every name under `key`."""
-    found: dict[str, Any] = {}
-    for row in run.kept_rows:
-        found |= row[key]
-    return found
+def provenance_card(run: Run) -> str:
+    """Where the figures come from: data, tokenizer and code by hash, the starts of the job, its settings by phase."""
+    keys = {"tokenizer_sha256": "tokenizer", "data_sha256": "evaluation data", "code_version": "evaluation code"}
+    facts = {title: [e[key] for e in run.evals if e.get(key)] for key, title in keys.items()}
+    facts["mixture"] = [a["mixture_fingerprint"] for a in run.attempts if a.get("mixture_fingerprint")]
+    for phase, lineage in run.lineages.items():
+        facts |= {f"{k} of {phase}": [v] for k, v in lineage.items() if isinstance(v, str | int | float)}
+    rows = [[escape(name), " ".join(map(code, dict.fromkeys(values))) or code(None)] for name, values in facts.items()]
+    body = table(("identity", "sha256 or version"), rows)
+    keys_of_start = ("phase", "attempt", "step", "world_size", "started_from", "torch", "code_version")
+    starts = [[*(code(a.get(key)) for key in keys_of_start), utc(a.get("time"))] for a in run.attempts]
+    if starts:
+        body += table(("phase", "attempt", "at step", "ranks", "from", "torch", "code", "time (UTC)"), starts)
+    settings = []
+    for section, key in ((section, key) for section, keys in SETTINGS.items() for key in keys.split()):
+        values = [config.get(section, {}).get(key) for config in run.configs.values()]
+        if any(value is not None for value in values):
+            settings.append([f"{section}.{key}", *map(code, values)])
+    return card("Provenance", body + (table(("setting", *run.configs), settings) if settings else ""))

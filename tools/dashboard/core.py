@@ -1,30 +1,42 @@
-"""CORE as figures: the aggregate over tokens, steps or FLOPs, the heat map of its tasks, and the means by category.
+"""CORE on the page: the aggregate over tokens, steps or FLOPs, the heat map of its tasks, means by category, the table.
 
-A `core` record that lacks a task has no aggregate (null) and no point in the first figure; its tasks are drawn all the
-same. Records of different protocols or numbers of items are curves of their own: they cannot be compared.
+A `core` record that lacks a task has no aggregate (null): the mean of the others would be another number. It has no
+point in the first figure; the tasks that it has are drawn all the same. Records of different protocols or numbers of
+items are curves of their own: they cannot be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
 from laneformer.config import LaneformerConfig, flops_per_token
+from records.page import (
+    BAD,
+    DASHES,
+    NEUTRAL,
+    PLOT,
+    card,
+    chart,
+    code,
+    colour,
+    line_chip,
+    measured,
+    missing,
+    short,
+    table,
+)
 from records.run import Run, number
-from tools.dashboard.charts import MARKS, NEUTRAL, TROUBLE_TINT, bare_figure, colour
-from tools.dashboard.overlays import DASHES, line_of, span
+from tools.dashboard.figures import BUTTONS, MARKS, curve, span, switch_x
 from tools.dashboard.published import CORE_REFERENCES
 
 VERSIONS = ("v1", "v2")
-AXES = {"tokens": "tokens seen, all phases", "steps": "step, all phases", "FLOPs": "training FLOPs, all phases"}
-BUTTONS = {
-    "type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}, "x": 1,
-    "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 4},
-}  # fmt: skip
-WORSE, BETTER = TROUBLE_TINT, "#2f6fe0"
-Point = dict[str, Any]  # a record; `at` says where it stands on each of AXES, None where that is not known
+BETTER = "#2f6fe0"  # than the baseline; BAD is worse
+NOISY = 0.03  # a standard error of the accuracy above which a task alone says little
+Point = dict[str, Any]  # a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
 
 
 class Curve(NamedTuple):
@@ -37,20 +49,21 @@ class Curve(NamedTuple):
     def last(self) -> Point:
         return self.points[-1]
 
+    @property
+    def has_core(self) -> bool:
+        return any(number(p.get("core_v1")) is not None for p in self.points)
+
 
 def points_of(run: Run, kind: str) -> list[Point]:
-    """The records of a kind, each with its place `at`, in the order of the run."""
+    """The records of a kind with their places, in the order of the run."""
     flops, points = flops_of(run), []
     for record in run.evals_of(kind):
         step, tokens = number(record.get("step")), number(record.get("tokens_total"))
         steps_before = run.origins.get(str(record.get("phase")), (0.0, 0.0))[0]
-        at = {
-            "tokens": tokens,
-            "steps": None if step is None else steps_before + step,
-            "FLOPs": None if tokens is None or flops is None else tokens * flops,
-        }
-        points.append({**record, "at": at})
-    return sorted(points, key=lambda p: (p["at"]["steps"] or 0.0, p["at"]["tokens"] or 0.0))
+        x_step = None if step is None else steps_before + step
+        x_flops = None if tokens is None or flops is None else tokens * flops
+        points.append({**record, "x_tokens": tokens, "x_step": x_step, "x_flops": x_flops})
+    return sorted(points, key=lambda p: (p["x_step"] or 0.0, p["x_tokens"] or 0.0))
 
 
 def newest(points: Sequence[Point], *keys: str) -> list[Point]:
@@ -66,6 +79,12 @@ def flops_of(run: Run) -> int | None:
         return None
     lengths = [config.get("training", {}).get("seq_len") for config in run.configs.values()]
     return flops_per_token(model, next((n for n in lengths if n), model.max_position_embeddings))
+
+
+def where_evaluated(record: Point) -> str:
+    parts = [str(record["phase"])] if record.get("phase") else []
+    parts += [f"step {record['step']:,}"] if number(record.get("step")) is not None else []
+    return " ".join(parts) or "checkpoint not recorded"
 
 
 def settings_of(record: Point) -> tuple[Any, ...]:
@@ -91,26 +110,33 @@ def core_curves(runs: Sequence[Run]) -> list[Curve]:
     return curves
 
 
+def tasks_of(points: Iterable[Point]) -> list[str]:
+    """All tasks that any record has scored, in the order of the records."""
+    return list(dict.fromkeys(task for point in points for task in point["tasks"]))
+
+
+def figure_of(point: Point, task: str, key: str) -> float | None:
+    found = point["tasks"].get(task)
+    return number(found.get(key)) if isinstance(found, dict) else None
+
+
+# figures
+
+
 def core_figure(curves: Sequence[Curve]) -> go.Figure:
     """CORE v1 (solid) and v2 (dashed) with one standard error, and the references that lie within reach."""
-    figure, values, places = bare_figure(), [], []
-    for index, curve in enumerate(curves):
-        for version, dash in zip(VERSIONS, DASHES, strict=False):
-            known = [p for p in curve.points if number(p.get(f"core_{version}")) is not None]
-            errors = [number(p.get(f"core_{version}_se")) or 0.0 for p in known]
-            y = [p[f"core_{version}"] for p in known]
-            look: dict[str, Any] = {"mode": "lines+markers", "marker": {"size": 6, "color": colour(index)}}
-            bars = {"type": "data", "array": errors, "thickness": 1, "width": 3}
+    figure, values = go.Figure(layout=PLOT), list[float]()
+    for index, each in enumerate(curves):
+        for version, dashes in zip(VERSIONS, DASHES, strict=False):
+            known = [p for p in each.points if number(p.get(f"core_{version}")) is not None]
+            y, errors = ([number(p.get(f"core_{version}{end}")) or 0.0 for p in known] for end in ("", "_se"))
+            bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
             if len(known) > MARKS:  # a dashed line would not be seen among as many marks
-                look, bars = {"mode": "lines"}, {**bars, "width": 0, "color": f"{colour(index)}55"}
-            line = {**line_of(index), "dash": dash}
-            figure.add_trace(
-                go.Scatter(y=y, name=f"{curve.name}, {version}", line=line, error_y=bars, **look)
-                .update(hovertemplate="%{y:.4f} ± %{error_y.array:.4f}")
-            )  # fmt: skip
-            places.append([p["at"] for p in known])
+                bars |= {"width": 0, "color": f"{colour(index)}55"}
+            trace = curve(known, y, colour(index), marks="circle", line_dash=dashes, name=f"{each.name}, {version}")
+            figure.add_trace(trace.update(error_y=bars, hovertemplate="%{y:.4f} ± %{error_y.array:.4f}"))
             values += [v + sign * e for v, e in zip(y, errors, strict=True) for sign in (1, -1)]
-    switch_x(figure, places)
+    switch_x(figure)
     draw_references(figure, values)
     figure.update_layout(margin={"t": 36})
     return figure
@@ -128,99 +154,151 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
     for reference in CORE_REFERENCES:
         if not ends[0] <= reference.value <= ends[1]:
             continue
-        dash = DASHES[VERSIONS.index(reference.version)]
+        line = {"color": NEUTRAL, "width": 1, "dash": DASHES[VERSIONS.index(reference.version)]}
         across = {"xref": "paper", "x0": 0, "x1": 1, "y0": reference.value, "y1": reference.value, "layer": "below"}
-        figure.add_shape(type="line", line={"color": NEUTRAL, "width": 1, "dash": dash}, opacity=0.6, **across)
+        figure.add_shape(type="line", line=line, opacity=0.6, **across)
         text = f"{reference.name} {reference.value:.4f} ({reference.version})"
         side = {"x": 0.995, "xanchor": "right"} if reference.value < 0.85 * last else {"x": 0.005, "xanchor": "left"}
-        above_it = "bottom" if reference.version == "v1" else "top"
-        place = {"xref": "paper", "y": reference.value, "yanchor": above_it, **side}
-        figure.add_annotation(text=text, showarrow=False, font={"size": 11}, **place)
+        place = {"xref": "paper", "y": reference.value, "yanchor": "bottom" if reference.version == "v1" else "top"}
+        figure.add_annotation(text=text, showarrow=False, font={"size": 11}, **place, **side)
     figure.update_yaxes(fixedrange=True, nticks=7, hoverformat=".4f", range=ends, zeroline=False)
 
 
-def switch_x(figure: go.Figure, places: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Give every trace its x, with a button for each axis on which all points have a place."""
-    known = [axis for axis in AXES if all(at[axis] is not None for trace in places for at in trace)] or ["steps"]
-    buttons: list[dict[str, Any]] = []
-    for axis in known:
-        x = [[at[axis] for at in trace] for trace in places]
-        change = {"xaxis.title.text": AXES[axis], "xaxis.autorange": True}
-        buttons.append({"label": axis, "method": "update", "args": [{"x": x}, change]})
-    for trace, x in zip(figure.data, buttons[0]["args"][0]["x"], strict=True):
-        trace.x = x
-    figure.update_xaxes(title_text=AXES[known[0]], title_font_size=12, exponentformat="SI", nticks=7, zeroline=False)
-    if len(known) > 1:
-        figure.update_layout(updatemenus=[{**BUTTONS, "buttons": buttons}])
-
-
-def labels_of(points: Sequence[Point]) -> list[str]:
-    """All tasks that any record has or misses, in the order of the records."""
-    names: dict[str, None] = {}
-    for point in points:
-        names |= dict.fromkeys(point["tasks"]) | dict.fromkeys(point.get("missing") or {})
-    return list(names)
-
-
-def figure_of(point: Point, task: str, key: str) -> float | None:
-    found = point["tasks"].get(task)
-    return number(found.get(key)) if isinstance(found, dict) else None
-
-
-def heat_figure(points: Sequence[Point], x_texts: Sequence[str]) -> go.Figure:
-    """Centered accuracy of each task (rows) at each checkpoint (columns); a gap where it is missing."""
-    figure, labels = bare_figure(), labels_of(points)
-    by_version = {v: [[figure_of(p, task, f"centered_{v}") for p in points] for task in labels] for v in VERSIONS}
-    known = [value for row in by_version["v2"] for value in row if value is not None]
-    scale = [[0, WORSE], [0.5, "rgba(138,148,166,0.12)"], [1, BETTER]]
-    reach = max([0.1, *(abs(value) for value in known)])
-    hover = "%{y}<br>%{customdata}<br>centered %{z:.4f}<extra></extra>"
-    figure.add_trace(
-        go.Heatmap(
-            z=rounded(by_version["v2"]), y=labels, customdata=[list(x_texts)] * len(labels), colorscale=scale,
-            zmin=-reach, zmax=reach, hovertemplate=hover, hoverongaps=False, xgap=len(points) < 60 and 1, ygap=1,
-            colorbar={"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}},
-        )
+def heat_figure(points: Sequence[Point]) -> go.Figure:
+    """Centered accuracy of each task (rows) at each checkpoint (columns); a gap where a checkpoint lacks the task."""
+    tasks, labels = tasks_of(points), [checkpoint_text(p) for p in points]
+    z: dict[str, list[list[float | None]]] = {
+        v: [
+            [None if (c := figure_of(p, task, f"centered_{v}")) is None else round(c, 5) for p in points]
+            for task in tasks
+        ]
+        for v in VERSIONS
+    }
+    reach = max([0.1, *(abs(c) for row in z["v2"] for c in row if c is not None)])
+    scale = [[0, BAD], [0.5, "rgba(138,148,166,0.12)"], [1, BETTER]]
+    bar = {"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}}
+    figure = go.Figure(layout={**PLOT, "height": 100 + 21 * len(tasks)})
+    figure.add_heatmap(
+        z=z["v2"], y=tasks, customdata=[labels] * len(tasks), colorscale=scale, zmin=-reach, zmax=reach, colorbar=bar,
+        hovertemplate="%{y}<br>%{customdata}<br>centered %{z:.4f}<extra></extra>", hoverongaps=False, ygap=1,
+        xgap=int(len(points) < 60),
     )  # fmt: skip
     ticks = sorted({0, (len(points) - 1) // 2, len(points) - 1})
-    texts = [x_texts[i] for i in ticks]
-    figure.update_xaxes(tickvals=ticks, ticktext=texts, tickangle=0, fixedrange=True, zeroline=False, showgrid=False)
-    missing = points[-1].get("missing") or {}
-    red = [f'<span style="color:{TROUBLE_TINT}">{t}</span>' if t in missing else t for t in labels]
-    figure.update_yaxes(
-        autorange="reversed",
-        fixedrange=True,
-        showgrid=False,
-        tickvals=labels,
-        ticktext=red,
-        tickfont={"size": 11},
-        automargin=True,
-    )
-    buttons = [
-        {"label": f"baselines {v}", "method": "restyle", "args": [{"z": [rounded(by_version[v])]}]}
-        for v in reversed(VERSIONS)
-    ]
-    menu = {**BUTTONS, "x": 0, "xanchor": "left", "buttons": buttons}  # on a phone the right end is out of sight
-    figure.update_layout(hovermode="closest", margin={"t": 36}, updatemenus=[menu])
+    still = {"fixedrange": True, "showgrid": False, "zeroline": False}
+    figure.update_xaxes(tickvals=ticks, ticktext=[labels[i] for i in ticks], tickangle=0, **still)
+    figure.update_yaxes(autorange="reversed", tickvals=tasks, tickfont={"size": 11}, automargin=True, **still)
+    buttons = [{"label": f"baselines {v}", "method": "restyle", "args": [{"z": [z[v]]}]} for v in reversed(VERSIONS)]
+    left = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": 4}}  # a phone does not show the right
+    figure.update_layout(hovermode="closest", margin={"t": 36}, updatemenus=[{**BUTTONS, **left, "buttons": buttons}])
     return figure
-
-
-def rounded(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    return [[None if value is None else round(value, 5) for value in row] for row in rows]
 
 
 def categories_figure(points: Sequence[Point]) -> go.Figure:
     """Mean centered accuracy (v2) by category, where all tasks of it were scored."""
-    figure, places = bare_figure(), []
-    names = dict.fromkeys(name for p in points for name in (p.get("categories") or {}))
-    for index, name in enumerate(names):
-        found = [(p["at"], number(p["categories"].get(name, {}).get("centered_v2"))) for p in points]
-        known = [(at, value) for at, value in found if value is not None]
-        mode = "lines+markers" if len(known) <= MARKS else "lines"
-        y = [round(value, 5) for _, value in known]
-        figure.add_trace(go.Scatter(y=y, name=name, mode=mode, line=line_of(index), marker={"size": 6}))
-        places.append([at for at, _ in known])
-    switch_x(figure, places)
+    figure = go.Figure(layout={**PLOT, "height": 260})
+    for index, name in enumerate(dict.fromkeys(name for p in points for name in (p.get("categories") or {}))):
+        found = [(p, number((p.get("categories") or {}).get(name, {}).get("centered_v2"))) for p in points]
+        known = [(p, round(value, 5)) for p, value in found if value is not None]
+        figure.add_trace(curve([p for p, _ in known], [v for _, v in known], colour(index), marks="circle", name=name))
+    switch_x(figure)
     figure.update_yaxes(fixedrange=True, nticks=6, zeroline=True, zerolinecolor=NEUTRAL, hoverformat=".4f")
     figure.update_layout(margin={"t": 36})
     return figure
+
+
+# the cards
+
+
+def core_card(run: Run) -> str:
+    curves = core_curves([run])
+    if not curves:
+        return ""
+    notes = dict.fromkeys(str(c.last["not_core"]) for c in curves if c.last.get("not_core"))
+    body = f'<ul class="warnings">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
+    body += "".join(map(last_core, curves)) + aggregate_chart(curves, f"core-{run.name}")
+    points, last = curves[-1].points, curves[-1].last
+    body += f"<h3>Accuracy of each task, {escape(settings_text(last))}</h3>{task_table(last)}"
+    if tasks_of(points):
+        heat = chart(heat_figure(points), f"heat-{run.name}")
+        body += f'<h3>Centered accuracy by checkpoint (tokens seen)</h3><div class="scroll wide">{heat}</div>'
+    body += categories_part(points, f"categories-{run.name}")
+    hashes = {"data": "data_sha256", "tokenizer": "tokenizer_sha256", "code": "code_version"}
+    caption = (
+        "CORE is the mean of 22 centered accuracies; bars are one standard error. v2 has DCLM's corrected baselines; "
+        "grey lines are published values in the version that they name. "
+        f"{escape(where_evaluated(last))}: seed {escape(str(last.get('seed')))}, "
+        f"{', '.join(f'{name} {code(last.get(key))}' for name, key in hashes.items())}."
+    )
+    return card("CORE", body, caption)
+
+
+def last_core(curve: Curve) -> str:
+    """The last CORE of a curve in both versions, or why there is none."""
+    last, said = curve.last, []
+    for version in VERSIONS:
+        error = number(last.get(f"core_{version}_se"))
+        said.append(f"CORE {version} {aggregate(last, version)}" + ("" if error is None else f" ± {error:.4f}"))
+    where = escape(f"{where_evaluated(last)} ({settings_text(last)})")
+    return f'<p class="chips"><span>{" · ".join(said)}</span><span>{where}</span></p>'
+
+
+def aggregate(point: Point, version: str) -> str:
+    value = number(point.get(f"core_{version}"))
+    return '<b class="missing">N/A</b>' if value is None else f"<b>{value:.4f}</b>"
+
+
+def aggregate_chart(curves: Sequence[Curve], name: str) -> str:
+    drawn = [c for c in curves if c.has_core]
+    chips = "".join(line_chip(i, c.name) for i, c in enumerate(drawn))
+    words = f'<p class="chips">{chips}<span>solid: v1, dashed: v2</span></p>'
+    return words + chart(core_figure(drawn), name) if drawn else ""
+
+
+def checkpoint_text(point: Point) -> str:
+    return where_evaluated(point) if number(point.get("tokens_total")) is None else short(point["tokens_total"])
+
+
+def categories_part(points: Sequence[Point], name: str) -> str:
+    """The means by category over checkpoints; a category that lacks a task has none."""
+    means = {c: number(values.get("centered_v2")) for c, values in (points[-1].get("categories") or {}).items()}
+    if all(mean is None for mean in means.values()):
+        return ""
+    chips = [missing(f"{c}: N/A") if m is None else line_chip(i, c) for i, (c, m) in enumerate(means.items())]
+    figure = chart(categories_figure(points), name)
+    return f'<h3>Means by category, centered on v2</h3><p class="chips">{"".join(chips)}</p>{figure}'
+
+
+def task_table(point: Point) -> str:
+    """The scored tasks of one record with how they were asked, and one line for the missing ones with their reasons."""
+    rows = []
+    for task, found in point["tasks"].items():
+        error = number(found.get("standard_error"))
+        noisy = " <small>noisy</small>" if (error or 0) > NOISY else ""
+        bases = " / ".join(dict.fromkeys(measured(found.get(f"baseline_{v}"), "g") for v in VERSIONS))
+        rows.append([
+            *(escape(str(text)) for text in (task, found.get("category", ""), found.get("type", ""))),
+            short(found.get("shots")), f"{short(found.get('n'))} of {short(found.get('n_total'))}",
+            f"{measured(found.get('accuracy'), '.4f')} ± {measured(error, '.4f')}{noisy}", f"{bases} %",
+            *(measured(found.get(f"centered_{v}"), ".4f") for v in VERSIONS),
+        ])  # fmt: skip
+    head = ("task", "category", "type", "shots", "items", "accuracy ± SE", "baseline", "centered v1", "centered v2")
+    reasons = point.get("missing") or {}
+    if not reasons:
+        return table(head, rows)
+    why = "".join(f"{escape(task)}: {escape(str(reason))}\n" for task, reason in reasons.items())
+    words = f"{len(reasons)} of {len(reasons) + len(rows)} tasks missing"
+    rest = f"<details><summary>{missing(words)}, and so no CORE: {escape(', '.join(reasons))}</summary>"
+    return (table(head, rows) if rows else "") + f"{rest}<pre>{why}</pre></details>"
+
+
+def core_of_all(runs: Sequence[Run]) -> str:
+    """CORE of several runs in one figure, and the newest accuracy of every task side by side."""
+    curves = core_curves(runs)
+    if not curves:
+        return ""
+    rows = [["CORE v1 / v2", *(" / ".join(aggregate(c.last, v) for v in VERSIONS) for c in curves)]]
+    for task in tasks_of(point for c in curves for point in c.points):
+        found = [figure_of(c.last, task, "accuracy") for c in curves]
+        rows.append([escape(task), *(missing("missing") if value is None else f"{value:.4f}" for value in found)])
+    head = ("accuracy at the last checkpoint", *(c.name for c in curves))
+    return card("CORE of all runs", aggregate_chart(curves, "core-comparison") + table(head, rows))

@@ -1,6 +1,6 @@
-"""The dashboard while the job runs: a file that is written anew when the run's files change, or a page served locally.
+"""The dashboard of a running job: a file that is rewritten when the run's files change, or a page served locally.
 
-Both read the run folder only. The server listens on this machine alone; from elsewhere, forward its port through ssh.
+Both only read the run folder. The server listens on this machine alone; from elsewhere, forward its port through ssh.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 from records.run import stamp
 
 HOST = "127.0.0.1"
-REST = 4.0  # after making the page, times what it took: a login node's core is mostly left to others
-QUIET_S = 60  # the page is also made anew this often without a change: it says since when a run is quiet
+REST = 4.0  # idle time after making a page, as a multiple of the time it took: at most a fifth of a login node's core
+QUIET_S = 60  # the page is remade at least this often: it says since when a run has been quiet
 
 
 def version_of(folders: Sequence[Path]) -> str:
@@ -105,6 +105,6 @@ def _handler(live: Live) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, *unused: Any) -> None:
-            """Requests every few seconds are no news."""
+            """Polling requests are not logged."""
 
     return Handler

@@ -14,9 +14,8 @@ from records.attempts import merge_attempts
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
 from tests.tools.dashboard.browser import browse, needs_browser
-from tools.dashboard.__main__ import page, state, write_page
-from tools.dashboard.cards import short
-from tools.dashboard.charts import BUCKETS, sample, smooth
+from tools.dashboard.__main__ import page, write_page
+from tools.dashboard.cards import state
 from tools.dashboard.core import core_curves
 
 NOW = 1.79e9 + 3600
@@ -91,29 +90,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-# drawing
-
-
-def test_sampling_keeps_spikes_and_ends_and_is_bounded() -> None:
-    rows = [{"loss": 2.0, "grad_norm": 0.3, "tokens_per_s": 100.0} for _ in range(50_000)]
-    rows[31_337]["loss"], rows[4242]["grad_norm"], rows[777]["tokens_per_s"] = 9.0, 50.0, 1.0
-    chosen = sample(rows, BUCKETS)
-    assert {0, 31_337, 4242, 777, 49_999} <= set(chosen)
-    assert len(chosen) <= 5 * BUCKETS + 1
-
-
-def test_smoothing_of_a_constant_is_the_constant_and_skips_gaps() -> None:
-    rows: list[dict[str, Any]] = [{"loss": 2.0 if i % 7 else None} for i in range(100)]
-    smooth(rows, half_life_rows=5)
-    assert all((r["smooth_loss"] is None) == (r["loss"] is None) for r in rows)
-    # a weighted mean of equal numbers: each of the 100 additions rounds by 2**-53 relative, on both sums
-    assert all(abs(r["smooth_loss"] - 2.0) <= 2.0 * 200 * 2**-53 for r in rows if r["loss"])
-
-
-def test_short_numbers() -> None:
-    assert [short(x) for x in (0, 12, 999, 1000, 2_320_069_632)] == ["0", "12", "999", "1 k", "2.32 G"]
-    assert short(17.4e9, "B/s") == "17.4 GB/s"
-    assert all("not measured" in short(x) for x in (None, float("nan"), "x"))
+# the page
 
 
 def test_state_tells_finished_running_and_quiet(tmp_path: Path) -> None:
@@ -123,9 +100,6 @@ def test_state_tells_finished_running_and_quiet(tmp_path: Path) -> None:
     assert state(read_run(folder), NOW + 3600)[0] == "idle"
     write_rows(tmp_path, [row(9, time=NOW)])
     assert state(read_run(folder), NOW) == ("done", "finished: phase1, step 9 of 9")
-
-
-# the page
 
 
 class Links(html.parser.HTMLParser):

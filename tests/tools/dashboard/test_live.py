@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from plotly.offline import get_plotlyjs
 
+from records.page import html_page
 from tests.tools.dashboard import made_up_run
 from tests.tools.dashboard.browser import browse, needs_browser
-from tools.dashboard.__main__ import page_body, read_runs, whole_page
+from tools.dashboard.__main__ import page_body, read_runs
 from tools.dashboard.live import Live, serve
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,15 +117,15 @@ PROBE = """
 (async () => {
   const wait = ms => new Promise(done => setTimeout(done, ms));
   await wait(500);
-  const chart = document.getElementById('training-0');
+  const chart = document.getElementById('training-made-up');
   chart.mark = 'the same element';
   await Plotly.update(chart, ...structuredClone(chart.layout.updatemenus[0].buttons[1].args));
   await Plotly.relayout(chart, {'updatemenus[0].active': 1, 'xaxis.range': [10, 50]});
   while (!document.querySelector('.state').textContent.includes('step 33')) await wait(100);
   await wait(500);
-  const now = document.getElementById('training-0'), xs = now.data.map(trace => Math.max(...trace.x));
+  const now = document.getElementById('training-made-up'), xs = now.data.map(trace => Math.max(...trace.x));
   console.log('TOLD ' + JSON.stringify([now.mark, now.layout.xaxis.range, now.layout.updatemenus[0].active,
-    Math.max(...xs), document.querySelectorAll('#training-0').length, document.querySelectorAll('main').length]));
+    Math.max(...xs), document.querySelectorAll('#training-made-up').length, document.querySelectorAll('main').length]));
 })();
 """
 
@@ -140,7 +142,7 @@ def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path)
         return drawn
 
     def whole(main: str, version: str) -> str:
-        return whole_page(main, "x", f"poll(200);{PROBE}", version, "'self'")
+        return html_page("x", main, get_plotlyjs(), f"poll(200);{PROBE}", version, "'self'")
 
     live = Live([run_folder], body, whole, rest=0.0)
     address: list[str] = []

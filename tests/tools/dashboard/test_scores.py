@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 
 from laneformer.config import LaneformerConfig, flops_per_token
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import write_page
-from tools.dashboard.charts import bare_figure
 from tools.dashboard.core import core_curves, core_figure, draw_references, heat_figure, points_of
-from tools.dashboard.csv import csv_text
 from tools.dashboard.published import CORE_REFERENCES
 from tools.dashboard.scores import ruler_card, score_cards
 
@@ -68,7 +64,7 @@ def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) 
     assert "GPT-2 XL 0.2565 (v1)" in texts
     assert not any("DCLM" in text for text in texts), "0.41 is far above a curve that ends at 0.27"
     assert all(text.endswith(("(v1)", "(v2)")) for text in texts)
-    higher = bare_figure()
+    higher = go.Figure()
     draw_references(higher, [0.3, 0.55])
     drawn = {(note.text, note.yanchor): shape for note, shape in zip(*(higher.layout[k] for k in PARTS), strict=True)}
     assert {text for text, _ in drawn} == {f"{r.name} {r.value:.4f} ({r.version})" for r in CORE_REFERENCES}
@@ -76,26 +72,37 @@ def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) 
     assert (v1.y0, v1.line.dash, v2.y0, v2.line.dash) == (0.57136, "solid", 0.55961, "dash")
 
 
-def test_a_missing_task_is_red_and_there_is_no_core(gappy: Path) -> None:
+def test_missing_tasks_are_one_line_and_there_is_no_core(gappy: Path, tmp_path: Path) -> None:
     run = read_run(gappy)
-    text = score_cards(run, 0)
+    text = score_cards(run)
     assert text.count('<b class="missing">N/A</b>') >= 2
-    assert 'id="core-0"' not in text, "no aggregate, no figure of it"
-    assert "missing: squad, coqa" in text
+    assert 'id="core-gappy"' not in text, "no aggregate, no figure of it"
+    assert text.count("2 of 22 tasks missing") == 1
+    assert "and so no CORE: squad, coqa<" in text
     assert "eval_data/squad.jsonl is missing" in text
-    assert '<span class="missing">squad</span>' in text
-    assert '<span class="missing">reading: N/A</span>' in text
-    heat = heat_figure(points_of(run, "core"), ["x"] * 6).to_dict()["data"][0]
-    assert [all(v is None for v in row) for row in heat["z"]] == [task in ("squad", "coqa") for task in heat["y"]]
+    assert ">squad<" not in text, "no row of its own"
+    assert '<span class="missing" title="">reading: N/A</span>' in text
+    heat = heat_figure(points_of(run, "core")).to_dict()["data"][0]
+    assert {*heat["y"]} == {*made_up_run.CORE_TASKS} - {"squad", "coqa"}
+    assert all(v is not None for row in heat["z"] for v in row)
+
+
+def test_a_task_that_one_checkpoint_lacks_is_a_gap_there(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    last = records(whole, "core")[-1]
+    tasks = {task: found for task, found in last["tasks"].items() if task != "squad"}
+    append(tmp_path / "run", {**last, "step": last["step"] + 1, "tasks": tasks, "missing": {"squad": "no file"}})
+    heat = heat_figure(points_of(read_run(tmp_path / "run"), "core")).to_dict()["data"][0]
+    gaps = [(task, i) for task, row in zip(heat["y"], heat["z"], strict=True) for i, v in enumerate(row) if v is None]
+    assert gaps == [("squad", 6)]
 
 
 def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: Path) -> None:
-    text = score_cards(read_run(whole), 0)
+    text = score_cards(read_run(whole))
     for task, found in records(whole, "core")[-1]["tasks"].items():
         assert f">{task}<" in text
         for key in ("accuracy", "centered_v1", "centered_v2"):
             assert f"{found[key]:.4f}" in text, (task, key)
-    assert text.count("<polyline") == 22
     for told in (
         "43.9 %", "45.1 %", "50.7 %", "51.6 %",  # code, ours and published
         "10: 75.1 % / 68.8 %", "164 × 1", "378 × 10", "greedy, chat <small>3 answers cut</small>",
@@ -107,7 +114,7 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
         assert told in text, told
     ruler = text[text.index("<h2>RULER") : text.index("<h2>Contamination")]
     assert len(re.findall(r"<td>\d\d\.\d %</td>", ruler)) == 21
-    assert ruler.count('<span class="missing">missing</span>') == 1, "ruler_fwe at 4,096"
+    assert ruler.count('<span class="missing" title="">missing</span>') == 1, "ruler_fwe at 4,096"
     assert ruler.count('<b class="missing">N/A</b>') == 1, "and so no mean of 4,096"
     assert "<td>12</td><td>7.32 %</td><td>431</td>" in text
     assert "4096 tokens" in ruler
@@ -147,29 +154,12 @@ def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(
 
 def test_a_toy_bundle_says_that_it_is_not_core(whole: Path, tmp_path: Path) -> None:
     folder = made_up_run.write_run(tmp_path / "toy", steps=60, every=1, missing=("squad",))
-    assert "not CORE" not in score_cards(read_run(folder), 0)
+    assert "not CORE" not in score_cards(read_run(folder))
     append(folder, {**records(folder, "core")[-1], "not_core": "not CORE: <i>a toy"})
-    text = score_cards(read_run(folder), 0)
+    text = score_cards(read_run(folder))
     assert '<ul class="warnings"><li>not CORE: &lt;i&gt;a toy</li></ul>' in text
     assert "Accuracy of each task, nanochat, 500 items a task, not CORE" in text
     assert [len(c.points) for c in core_curves([read_run(folder)])] == [6, 1], "never on the curve of CORE"
-
-
-def test_the_csv_holds_every_figure(gappy: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO(csv_text(read_run(gappy)))))
-    last = records(gappy, "core")[-1]
-    mine = {r["name"]: r for r in rows if r["kind"] == "core" and r["tokens_total"] == str(last["tokens_total"])}
-    for task, found in last["tasks"].items():
-        assert float(mine[task]["value"]) == found["accuracy"]
-        assert float(mine[task]["centered_v2"]) == pytest.approx(found["centered_v2"], rel=5e-8)  # 8 digits
-        assert mine[task]["protocol"] == "nanochat"
-    assert mine["squad"]["value"] == "missing"
-    assert any(r["name"] == "ruler/2048/ruler_cwe" and r["value"] == "0.45" for r in rows)
-    page = gappy / "page.html"
-    write_page([gappy], page, now=NOW)
-    link = re.search(r'href="data:text/csv;base64,([^"]*)"', page.read_text())
-    assert link is not None
-    assert base64.b64decode(link[1]).decode() == csv_text(read_run(gappy))
 
 
 def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> None:
@@ -177,7 +167,7 @@ def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> 
     text = (tmp_path / "x.html").read_text()
     head = text[text.index("CORE of all runs") : text.index("<article>")]
     assert "whole: nanochat" in head
-    assert '<span class="missing">missing</span>' in head
+    assert '<span class="missing" title="">missing</span>' in head
     assert len(re.findall(r'id="(core-[a-z0-9]+)"', text)) == 2, "the comparison, and the run that has a CORE"
     ids = re.findall(r'<div id="([^"]+)"></div><script', text)
     assert len(ids) == len(set(ids)), ids
@@ -190,6 +180,6 @@ def test_records_of_nobody_knows_what_do_not_break_the_page(tmp_path: Path) -> N
         {"kind": "lm_eval"}, {"kind": "lm_eval", "ruler": {"2048": {"ruler_vt": -1}}}, {"kind": "contamination"},
         {"kind": "core", "tasks": {}, "missing": {"<i>squad": "<b>why"}, "step": 3},
     )  # fmt: skip
-    text = score_cards(read_run(folder), 0)
+    text = score_cards(read_run(folder))
     assert "<i>squad" not in text
     assert "<b>why" not in text

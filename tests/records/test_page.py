@@ -1,0 +1,27 @@
+"""The page kit: number formats."""
+
+from __future__ import annotations
+
+import pytest
+
+from records.page import code, percent, short, table
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (12, "12"), (999, "999"), (1000, "1 k"), (1_234_567, "1.23 M"), (2_320_069_632, "2.32 G"),
+     (6e12, "6 T"), (999_900, "1 M")],
+)  # fmt: skip
+def test_short_numbers(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_units_and_what_is_not_a_number() -> None:
+    assert short(17.4e9, "B/s") == "17.4 GB/s"
+    assert percent(0.4391) == "43.9 %"
+    assert all("not measured" in short(x) for x in (None, float("nan"), "x"))
+    assert "not measured" in percent(None)
+
+
+def test_text_is_never_markup() -> None:
+    assert "<i>" not in code("<i>") + table(["<i>"], [])
