@@ -1,48 +1,21 @@
-"""A training checkpoint (torch DCP) as a Hugging Face folder that needs nothing of ours to load.
+"""Export a training checkpoint (torch DCP) as a Hugging Face folder; `laneformer.hf.export` does the work.
 
     python -m tools.export_hf --checkpoint runs/demo/phase2/checkpoint/step-150 --out runs/demo/hf
 
-Only the model's own tensors are read, and every one of them must be there in the right shape. The folder is made
-under a temporary name, loaded again as a stranger would, compared with the plain PyTorch model, and only then renamed.
-The architecture and the tokenizer come from the run folder (two levels above the checkpoint) unless given.
+The model card states the training progress that the run's metrics.jsonl holds for the checkpoint's step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-import shutil
-import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 import tyro
-from huggingface_hub import split_torch_state_dict_into_shards
-from rich.console import Console
-from safetensors.torch import save_file
-from torch import Tensor
 
-from laneformer import Laneformer, LaneformerConfig
-from laneformer.hf import model_card
-from laneformer.hf.tokenizer import write_tokenizer
+from laneformer.hf.export import DType, checkpoint_step, export
+from laneformer.hf.model_card import Progress
 from records.files import read_lines
-
-DType = Literal["bfloat16", "float16", "float32"]
-MAX_SHARD_BYTES = 4_000_000_000
-VERIFY_TOKENS = 256
-TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-AUTO_MAP = {
-    "AutoConfig": "configuration_laneformer.LaneformerHFConfig",
-    "AutoModel": "modeling_laneformer.LaneformerModel",
-    "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
-}
-console = Console(stderr=True)
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what we want
 
 
 def main(
@@ -56,176 +29,26 @@ def main(
     """Write the Hugging Face folder `out`; the last line of stdout is JSON.
 
     Args:
-        checkpoint: a torch DCP folder, `runs/<name>/checkpoint/step-N`.
-        out: the folder to make.
-        dtype: what the weights are rounded to.
-        config: `model.json`; default: in the run folder.
-        tokenizer: SentencePiece `tokenizer.model`; default: in the run folder.
-        overwrite: replace `out` if it holds something.
+        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`.
+        out: folder to create.
+        dtype: dtype of the weights in `out`.
+        config: path of `model.json`; default: the run folder's.
+        tokenizer: path of a SentencePiece `tokenizer.model`; default: the run folder's.
+        overwrite: replace `out` if it is not empty.
     """
-    print(json.dumps(export(checkpoint, out, dtype, config, tokenizer, overwrite)))
+    progress = training_progress(checkpoint)
+    print(json.dumps(export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress)))
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    dtype: DType = "bfloat16",
-    config: Path | None = None,
-    tokenizer: Path | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> dict[str, Any]:
-    """What `main` prints: out, step, parameters, dtype, weight_bytes, hf_max_logit_diff (float32 compute), seconds."""
-    started = time.monotonic()
-    run_folder = checkpoint.resolve().parent.parent
-    config_path = found(config or run_folder / "model.json", "--config")
-    tokenizer_path = found(tokenizer or run_folder / "tokenizer.model", "--tokenizer")
-    architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
-    with staged_folder(out, overwrite) as folder:
-        console.print(f"reading {checkpoint}")
-        weights = load_weights(checkpoint, architecture)
-        for name in weights:  # one by one: two whole copies of a large model need not fit
-            weights[name] = rounded(name, weights[name], dtype)
-        console.print(f"writing {folder}")
-        write_weights(folder, weights, max_shard_bytes)
-        write_configs(folder, architecture, dtype)
-        write_code(folder)
-        vocabulary = write_tokenizer(tokenizer_path, folder, architecture.max_position_embeddings).get_vocab_size()
-        if vocabulary > architecture.vocab_size:
-            raise ValueError(f"{tokenizer_path} has {vocabulary} pieces, but vocab_size is {architecture.vocab_size}")
-        shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
-        progress = training_progress(run_folder, checkpoint)
-        (folder / "README.md").write_text(model_card.render(architecture, dtype, progress))
-        console.print("loading it again, and comparing its logits with the plain model's")
-        difference = verify(folder, architecture, weights)
-    return {
-        "out": str(out),
-        "step": progress.get("step"),
-        "parameters": sum(w.numel() for w in weights.values()),
-        "dtype": dtype,
-        "weight_bytes": sum(w.nbytes for w in weights.values()),
-        "hf_max_logit_diff": difference,
-        "seconds": round(time.monotonic() - started, 2),
-    }
-
-
-def found(path: Path, option: str) -> Path:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; say where it is with {option}")
-    return path
-
-
-@contextlib.contextmanager
-def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its place when the block ends well, and vanishes when it does not."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
-        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or pass --overwrite")
-    part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        if out.exists():
-            out.rename(old)
-        part.rename(out)
-    finally:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:
-    """The model's tensors of a DCP checkpoint, in the dtype stored; ValueError if one is missing or misshapen."""
-    if not (checkpoint / ".metadata").is_file():
-        raise ValueError(f"{checkpoint} is no complete torch DCP checkpoint (no .metadata); choose another step")
-    reader = dcp.FileSystemReader(checkpoint)
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    with torch.device("meta"):
-        expected = Laneformer(config).state_dict()
-    missing = [name for name in expected if name not in stored]
-    if missing:
-        raise ValueError(f"{checkpoint} lacks {len(missing)} of {len(expected)} model tensors, first {missing[0]!r}")
-    extra = [name for name in stored if name not in expected and name.startswith("layers.")]
-    if extra:
-        raise ValueError(f"{checkpoint} holds {extra[0]!r}, which a model of this config lacks; give its own --config")
-    for name, tensor in expected.items():
-        if (actual := tuple(stored[name].size)) != (shape := tuple(tensor.shape)):
-            raise ValueError(f"{checkpoint}: {name} is {actual}, but the config says {shape}; give its own --config")
-    weights = {name: torch.empty(t.shape, dtype=stored[name].properties.dtype) for name, t in expected.items()}
-    dcp.load(weights, storage_reader=reader, no_dist=True)
-    return weights
-
-
-def rounded(name: str, weight: Tensor, dtype: DType) -> Tensor:
-    if not torch.isfinite(weight).all():
-        raise ValueError(f"{name} holds NaN or infinity; export an earlier checkpoint")
-    out = weight.to(getattr(torch, dtype))
-    if not torch.isfinite(out).all():
-        raise ValueError(f"{name} holds {float(weight.abs().max()):.4g}, too large for {dtype}; use bfloat16")
-    return out
-
-
-def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """model.safetensors, or model-0000N-of-0000M.safetensors with an index where it would be too large."""
-    named = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in weights.items()}
-    split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: named[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors makes files that only their owner can read
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def write_configs(folder: Path, config: LaneformerConfig, dtype: DType) -> None:
-    head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
-    head |= {"model_type": "laneformer", "dtype": dtype}
-    (folder / "config.json").write_text(json.dumps({**head, **TOKEN_IDS, **config.to_dict()}, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps({**TOKEN_IDS, "do_sample": False}, indent=2) + "\n")
-
-
-def write_code(folder: Path) -> None:
-    """The four files of remote code, side by side, so `from ..model` becomes `from .model`."""
-    package = Path(model_card.__file__).parent.parent
-    for source in ("config.py", "model.py", "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
-        text = (package / source).read_text()
-        (folder / Path(source).name).write_text(re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE))
-
-
-def training_progress(run_folder: Path, checkpoint: Path) -> dict[str, Any]:
-    """step, and what the run's last log line of that step says: phase, tokens_total, loss; the unknown is left out."""
-    match = re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
-    if not match:
-        return {}
-    progress: dict[str, Any] = {"step": int(match[1])}
-    for line in read_lines(run_folder / "metrics.jsonl"):
-        if line.get("step") == progress["step"]:
-            progress |= {key: line[key] for key in ("phase", "tokens_total", "loss") if line.get(key) is not None}
-    return progress
-
-
-@torch.no_grad()
-def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -> float:
-    """Largest difference between the logits of the folder as loaded by a stranger and of the plain model, in float32.
-
-    Both run the same operations on the same numbers, so nothing but the choice of an attention kernel can differ:
-    rounding, some 1e-6 of the largest logit. A weight in the wrong place moves logits by about their own size.
-    """
-    from transformers import AutoModelForCausalLM
-
-    length = min(config.max_position_embeddings, config.sliding_window + 16, VERIFY_TOKENS)
-    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    with torch.device("meta"):
-        plain = Laneformer(config)
-    plain.load_state_dict({name: w.float() for name, w in weights.items()}, assign=True)
-    expected = plain(ids)
-    del plain  # two float32 copies at once would not fit beside a 2B model on small machines
-    exported = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-    difference = float((exported.eval()(ids).logits - expected).abs().max())
-    if not difference <= 1e-4 * float(expected.abs().max()):
-        raise ValueError(f"exported logits are {difference:.3g} off the training model's; nothing was written")
-    return difference
+def training_progress(checkpoint: Path) -> Progress:
+    """Phase, total tokens and loss in the last row of metrics.jsonl about the checkpoint's step; None where unknown."""
+    step = checkpoint_step(checkpoint)
+    rows = read_lines(checkpoint.resolve().parent.parent / "metrics.jsonl") if step is not None else []
+    known: dict[str, Any] = {}
+    for row in rows:
+        if row.get("step") == step:
+            known |= {key: row[key] for key in ("phase", "tokens_total", "loss") if row.get(key) is not None}
+    return Progress(step=step, **known)
 
 
 if __name__ == "__main__":

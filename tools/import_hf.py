@@ -1,88 +1,29 @@
-"""The way back: a Hugging Face folder of a Laneformer as a run folder with a model-only DCP checkpoint at step 0.
+"""Import a Hugging Face folder of a Laneformer as a run folder with a model-only DCP checkpoint at step 0.
 
     python -m tools.import_hf --hf runs/demo/hf --out runs/imported
 
-Weights become float32, which holds bfloat16 and float16 exactly: exporting again in the same dtype gives the same bits.
 Training starts from it with `--checkpoint.initial_load_path RUN/checkpoint/step-0`.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import time
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 import tyro
-from rich.console import Console
-from safetensors import safe_open
-from torch import Tensor
 
-from laneformer import Laneformer, LaneformerConfig
-from laneformer.hf.configuration_laneformer import FIELDS
-from tools.export_hf import staged_folder
-
-console = Console(stderr=True)
+from laneformer.hf.load_folder import import_folder
 
 
 def main(hf: Path, out: Path, overwrite: bool = False) -> None:
     """Write the run folder `out`; the last line of stdout is JSON.
 
     Args:
-        hf: an exported folder: config.json, model*.safetensors, tokenizer.model.
-        out: the run folder to make: model.json, tokenizer.model, checkpoint/step-0.
-        overwrite: replace `out` if it holds something.
+        hf: exported folder with config.json, model*.safetensors, tokenizer.model.
+        out: run folder to create, with model.json, tokenizer.model, checkpoint/step-0.
+        overwrite: replace `out` if it is not empty.
     """
     print(json.dumps(import_folder(hf, out, overwrite)))
-
-
-def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any]:
-    """What `main` prints: out, checkpoint, parameters, dtype (as stored in `hf`), tokenizer, seconds."""
-    started = time.monotonic()
-    values = json.loads((hf / "config.json").read_text())
-    if values.get("model_type") != "laneformer":
-        raise ValueError(f"{hf}/config.json: model_type is {values.get('model_type')!r}, not 'laneformer'")
-    config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
-    console.print(f"reading {hf}")
-    weights = read_weights(hf, config)
-    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
-    weights = {name: weights[name].float() for name in list(weights)}
-    tokenizer = hf / "tokenizer.model"
-    with staged_folder(out, overwrite) as folder:
-        console.print(f"writing {folder}")
-        (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, folder / "tokenizer.model")
-        dcp.save(weights, checkpoint_id=folder / "checkpoint" / "step-0", no_dist=True)
-    return {
-        "out": str(out),
-        "checkpoint": str(out / "checkpoint" / "step-0"),
-        "parameters": sum(w.numel() for w in weights.values()),
-        "dtype": ",".join(sorted(dtypes)),
-        "tokenizer": tokenizer.is_file(),
-        "seconds": round(time.monotonic() - started, 2),
-    }
-
-
-def read_weights(hf: Path, config: LaneformerConfig) -> dict[str, Tensor]:
-    """All safetensors of the folder under the training names, in their own dtype; ValueError if one is amiss."""
-    files = sorted(hf.glob("model*.safetensors"))
-    if not files:
-        raise ValueError(f"{hf} holds no model*.safetensors")
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            weights |= {name.removeprefix("model."): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in Laneformer(config).state_dict().items()}
-    actual = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in sorted(expected.keys() | actual.keys()):
-        if expected.get(name) != actual.get(name):
-            raise ValueError(f"{hf}: {name} is {actual.get(name)}, but its config.json says {expected.get(name)}")
-    return weights
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.titan.attention import BOS
+from laneformer.config import BOS
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, STEPS = 32, 4, 4

@@ -30,6 +30,7 @@ from rich.table import Table
 from laneformer import Engine, LaneformerConfig
 from laneformer.config import FLAVORS, MODULES, Join
 from laneformer.hf.configuration_laneformer import FIELDS
+from laneformer.hf.load_folder import read_weights
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from records.files import code_version
 from tools.check.modules import (
@@ -52,7 +53,6 @@ from tools.check.reference import (
     tensors_of,
     without_message,
 )
-from tools.import_hf import read_weights
 
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 FAULT_POSITIONS = 48

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from tools.export_hf import staged_folder
+from laneformer.hf.export import staged_folder
 
 
 def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool = False) -> None:

@@ -1,10 +1,25 @@
-"""README.md of an exported folder: what the model is and how to run it, from real values only."""
+"""README.md of an exported folder: what the model is and how to run it; unknown values are left out."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from ..config import LaneformerConfig
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the exported checkpoint was trained; None where it is not known."""
+
+    step: int | None = None
+    """training step"""
+    phase: str | None = None
+    """name of the training phase"""
+    tokens_total: int | None = None
+    """training tokens, earlier phases included"""
+    loss: float | None = None
+    """training loss at that step, nats per token"""
+
 
 CARD = """\
 ---
@@ -28,8 +43,8 @@ arrive {broadcast_delay} layers late, so that on parallel hardware their exchang
 
 ## Use
 
-The architecture is not part of Transformers, so loading runs the Python files of this folder (read them: four, short).
-They need `torch` and `transformers` (4.57 or 5.x).
+The architecture is not part of Transformers, so loading runs the four Python files of this folder. They
+need `torch` and `transformers` (4.57 or 5.x).
 
 ```python
 import torch
@@ -48,15 +63,15 @@ Fast decoding on one request, without Transformers: `laneformer generate FOLDER 
 ## Details
 
 - Attention runs through PyTorch's scaled dot product attention; other implementations are refused.
-- Tokenizer: SentencePiece BPE with byte fallback, as `tokenizer.json` with the same ids; `<s>` is put in front, padding
+- Tokenizer: SentencePiece BPE with byte fallback, as `tokenizer.json` with the same ids; `<s>` is prepended, padding
   is `<unk>`. Text that spells `<s>` or `</s>` becomes that token.
-- Chat template: only `user` and `assistant` messages; system messages are ignored. It writes no `<s>`: encode the
-  rendered text with the tokenizer, which puts it in front.
+- Chat template: only `user` and `assistant` messages; system messages are ignored. It writes no `<s>`: the tokenizer
+  prepends it when it encodes the rendered text.
 """
 
 
-def render(config: LaneformerConfig, dtype: str, progress: dict[str, Any]) -> str:
-    """The card; `progress` may hold step, phase, tokens_total and loss of the checkpoint."""
+def render(config: LaneformerConfig, dtype: str, progress: Progress) -> str:
+    """The model card of a checkpoint whose weights were exported as `dtype`."""
     c = config
     full = [str(i) for i in range(c.num_hidden_layers) if c.window(i) is None]
     table = {
@@ -64,16 +79,15 @@ def render(config: LaneformerConfig, dtype: str, progress: dict[str, Any]) -> st
         "Attention heads, KV heads": f"{c.num_attention_heads}, {c.num_key_value_heads}",
         "Lanes, broadcast delay": f"{c.num_lanes}, {c.broadcast_delay} layers",
         "Context": f"{c.max_position_embeddings} tokens",
-        "Sliding window": f"{c.sliding_window} tokens; layers that see everything: {', '.join(full) or 'none'}",
+        "Sliding window": f"{c.sliding_window} tokens; full attention in layers: {', '.join(full) or 'none'}",
         "Vocabulary": f"{c.vocab_size}, head `{c.lm_head_type}`",
     }
-    if "step" in progress:
-        phase = f" of {progress['phase']}" if "phase" in progress else ""
-        table["Checkpoint"] = f"step {progress['step']:,}{phase}"
-    if "tokens_total" in progress:
-        table["Training tokens"] = f"{progress['tokens_total']:,}"
-    if "loss" in progress:
-        table["Training loss at that step"] = f"{progress['loss']:.4f}"
+    if progress.step is not None:
+        table["Checkpoint"] = f"step {progress.step:,}" + (f" of {progress.phase}" if progress.phase else "")
+    if progress.tokens_total is not None:
+        table["Training tokens"] = f"{progress.tokens_total:,}"
+    if progress.loss is not None:
+        table["Training loss at that step"] = f"{progress.loss:.4f}"
     total = c.parameter_count()["total"]
     size = f"{total / 1e9:.1f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
     rows = "\n".join(f"| {key} | {value} |" for key, value in table.items())

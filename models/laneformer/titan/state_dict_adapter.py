@@ -14,7 +14,7 @@ class LaneformerStateDictAdapter(StateDictAdapter):
     """Lets TorchTitan's own checkpointer write and read Hugging Face safetensors."""
 
     def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, None)  # one safetensors file; tools.export_hf makes complete, sharded folders
+        super().__init__(model_args, None)  # one safetensors file; hf/export.py writes complete, sharded folders
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {hf_name(name): value for name, value in state_dict.items()}

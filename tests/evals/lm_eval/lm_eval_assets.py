@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from laneformer.engine import Engine
 from laneformer.engine.text import StopStrings, TextStream, text_of
+from laneformer.hf.export import export
 from tests.laneformer.hf.hf_assets import VOCAB_SIZE, random_model, sentencepiece_model
-from tools.export_hf import export
 
 CONTEXT = 512
 QUESTIONS = [

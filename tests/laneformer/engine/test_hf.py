@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from laneformer import Laneformer
 from laneformer.engine import Engine
+from laneformer.hf.export import write_code, write_configs, write_weights
 from tests.laneformer.engine.engine_assets import TORCH_DTYPES, engine_of, random_ids
 from tests.laneformer.hf.hf_assets import random_model
 from tools.check.modules import allowed_error
-from tools.export_hf import write_code, write_configs, write_weights
 
 NEW_TOKENS = 32
 PROMPTS_EACH = 4
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def exported(folder: Path, model: Laneformer, dtype: str) -> Path:
-    """The model's folder as tools.export_hf writes it, without a tokenizer."""
+    """The model's folder as the export writes it, without a tokenizer."""
     folder.mkdir()
     write_weights(folder, {name: w.to(TORCH_DTYPES[dtype]).contiguous() for name, w in model.state_dict().items()})
     write_configs(folder, model.config, DTYPES[dtype])

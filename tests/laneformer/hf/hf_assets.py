@@ -1,18 +1,22 @@
-"""Small real things for the Hugging Face tests: a SentencePiece model of standard-library code, and a random model."""
+"""Small real inputs of the Hugging Face tests: a SentencePiece model of Python's own sources, a random model, a run."""
 
 from __future__ import annotations
 
 import functools
 import io
+import json
 import sysconfig
 from pathlib import Path
 
 import sentencepiece
 import torch
+import torch.distributed.checkpoint as dcp
 
 from laneformer import Laneformer, LaneformerConfig
 
 VOCAB_SIZE = 1024
+# float32 logits of about 10 from six layers of sums; padded batches and caches choose other kernels for the same sums
+FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 
 
 @functools.cache
@@ -48,3 +52,21 @@ def random_model(seed: int = 0, **overrides: object) -> Laneformer:
             if name.endswith("norm.weight"):
                 p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
     return model
+
+
+def write_run(folder: Path, model: Laneformer, step: int = 30) -> Path:
+    """A run folder as training leaves it; the path of its checkpoint."""
+    folder.mkdir(parents=True)
+    (folder / "model.json").write_text(json.dumps(model.config.to_dict()))
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+    line = {"step": step, "phase": "phase2", "tokens_total": 123_456, "loss": 4.25}
+    lines = [json.dumps({**line, "step": step - 1}), json.dumps(line), '{"step": 7, "los']  # cut by a crash
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    state = {
+        **model.state_dict(),
+        "optimizer.state.norm.weight.exp_avg": torch.ones(3),
+        "train_state": torch.tensor([step]),
+    }
+    checkpoint = folder / "checkpoint" / f"step-{step}"
+    dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
+    return checkpoint

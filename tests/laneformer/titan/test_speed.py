@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from laneformer import LaneformerConfig
+from laneformer.config import BOS
 from laneformer.titan import LaneformerArgs, TitanLaneformer
-from laneformer.titan.attention import BOS
 from laneformer.titan.parallelize import apply_selective_checkpointing, keeps
 from tools.plan import sums as plan_sums
 

@@ -1,7 +1,9 @@
-"""A stranger loads an exported folder: `python -I stranger.py HF_DIR QUESTIONS.pt ANSWERS.json [TRANSFORMERS_DIR]`.
+"""Load an exported folder without our packages.
 
-None of our packages can be imported here. `questions` holds inputs and what the training model and SentencePiece
-answer; this writes down how far Transformers' answers are from that. An older Transformers may come from a folder.
+    python -I fresh_process.py HF_DIR QUESTIONS.pt ANSWERS.json [TRANSFORMERS_DIR]
+
+`questions` holds inputs with the answers of the training model and SentencePiece; ANSWERS.json gets the differences of
+Transformers' answers from them. TRANSFORMERS_DIR: a folder that holds another version of Transformers.
 """
 
 import json
@@ -16,7 +18,7 @@ class Blocker:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.split(".")[0] in ("laneformer", "tools", "train", "evals", "data_mixtures", "torchtitan"):
+        if name.split(".")[0] in ("laneformer", "records", "tools", "train", "evals", "data_mixtures", "torchtitan"):
             raise ImportError(f"{name} must not be needed")
 
 

@@ -1,0 +1,228 @@
+"""A training checkpoint (torch DCP) as a Hugging Face folder that loads without this package.
+
+    python -m laneformer.hf.export --checkpoint runs/demo/phase2/checkpoint/step-150 --out runs/demo/hf
+
+Only the model's own tensors are read, and every one of them must be there in the right shape. The folder is written
+under a temporary name, loaded back through Transformers, compared with the plain PyTorch model, and only then renamed.
+The architecture and the tokenizer come from the run folder (two levels above the checkpoint) unless given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from huggingface_hub import split_torch_state_dict_into_shards
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..config import LaneformerConfig, hf_name
+from ..model import Laneformer
+from . import model_card
+from .configuration_laneformer import TOKEN_IDS
+from .model_card import Progress
+from .tokenizer import write_tokenizer
+
+DType = Literal["bfloat16", "float16", "float32"]
+MAX_SHARD_BYTES = 4_000_000_000
+VERIFY_TOKENS = 256
+AUTO_MAP = {
+    "AutoConfig": "configuration_laneformer.LaneformerHFConfig",
+    "AutoModel": "modeling_laneformer.LaneformerModel",
+    "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
+}
+console = Console(stderr=True)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: DType = "bfloat16",
+    config: Path | None = None,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = Progress(),  # noqa: B008  (frozen)
+) -> dict[str, Any]:
+    """Write the Hugging Face folder `out`.
+
+    Args:
+        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`.
+        out: folder to create.
+        dtype: dtype of the weights in `out`.
+        config: path of `model.json`; default: the run folder's.
+        tokenizer: path of a SentencePiece `tokenizer.model`; default: the run folder's.
+        overwrite: replace `out` if it is not empty.
+        max_shard_bytes: largest safetensors file; larger models are split.
+        progress: training progress for the model card; the step defaults to the checkpoint's name.
+
+    Returns:
+        out, step, parameters, dtype, weight_bytes, hf_max_logit_diff (both in float32 compute), seconds.
+    """
+    started = time.monotonic()
+    run_folder = checkpoint.resolve().parent.parent
+    config_path = existing(config or run_folder / "model.json", "--config")
+    tokenizer_path = existing(tokenizer or run_folder / "tokenizer.model", "--tokenizer")
+    architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
+    if progress.step is None:
+        progress = dataclasses.replace(progress, step=checkpoint_step(checkpoint))
+    with staged_folder(out, overwrite) as folder:
+        console.print(f"reading {checkpoint}")
+        weights = load_weights(checkpoint, architecture)
+        for name in weights:  # one at a time: two full copies of a large model may not fit in memory
+            weights[name] = rounded(name, weights[name], dtype)
+        console.print(f"writing {folder}")
+        write_weights(folder, weights, max_shard_bytes)
+        write_configs(folder, architecture, dtype)
+        write_code(folder)
+        write_tokenizer_files(folder, tokenizer_path, architecture)
+        (folder / "README.md").write_text(model_card.render(architecture, dtype, progress))
+        console.print("loading it back and comparing its logits with the training model's")
+        difference = verify(folder, architecture, weights)
+    return {
+        "out": str(out),
+        "step": progress.step,
+        "parameters": sum(w.numel() for w in weights.values()),
+        "dtype": dtype,
+        "weight_bytes": sum(w.nbytes for w in weights.values()),
+        "hf_max_logit_diff": difference,
+        "seconds": round(time.monotonic() - started, 2),
+    }
+
+
+def existing(path: Path, option: str) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; pass its path with {option}")
+    return path
+
+
+def checkpoint_step(checkpoint: Path) -> int | None:
+    """N of a folder `step-N`; None for any other name."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
+    return int(match[1]) if match else None
+
+
+@contextlib.contextmanager
+def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder next to `out` that replaces it when the block succeeds, and is deleted when it raises."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or pass --overwrite")
+    part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if out.exists():
+            out.rename(old)
+        part.rename(out)
+    finally:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:
+    """The model's tensors of a DCP checkpoint, in the stored dtype; ValueError if one is missing or misshapen."""
+    if not (checkpoint / ".metadata").is_file():
+        raise ValueError(f"{checkpoint} is no complete torch DCP checkpoint (no .metadata); choose another step")
+    reader = dcp.FileSystemReader(checkpoint)
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    expected = config.tensor_shapes()
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise ValueError(f"{checkpoint} lacks {len(missing)} of {len(expected)} model tensors, first {missing[0]!r}")
+    extra = [name for name in stored if name not in expected and name.startswith("layers.")]
+    if extra:
+        raise ValueError(f"{checkpoint} holds {extra[0]!r}, which a model of this config lacks; pass its own --config")
+    for name, shape in expected.items():
+        if (actual := tuple(stored[name].size)) != shape:
+            raise ValueError(f"{checkpoint}: {name} is {actual}, but the config says {shape}; pass its own --config")
+    weights = {name: torch.empty(shape, dtype=stored[name].properties.dtype) for name, shape in expected.items()}
+    dcp.load(weights, storage_reader=reader, no_dist=True)
+    return weights
+
+
+def rounded(name: str, weight: Tensor, dtype: DType) -> Tensor:
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{name} holds NaN or infinity; export an earlier checkpoint")
+    out = weight.to(getattr(torch, dtype))
+    if not torch.isfinite(out).all():
+        raise ValueError(f"{name} holds {float(weight.abs().max()):.4g}, too large for {dtype}; use bfloat16")
+    return out
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """model.safetensors, or model-0000N-of-0000M.safetensors with an index where it would be too large."""
+    named = {hf_name(name): weight for name, weight in weights.items()}
+    split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: named[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors creates files with mode 600
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_configs(folder: Path, config: LaneformerConfig, dtype: DType) -> None:
+    """config.json and generation_config.json."""
+    head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
+    head |= {"model_type": "laneformer", "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps({**head, **TOKEN_IDS, **config.to_dict()}, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({**TOKEN_IDS, "do_sample": False}, indent=2) + "\n")
+
+
+def write_code(folder: Path) -> None:
+    """The four files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
+    package = Path(__file__).parent.parent
+    for source in ("config.py", "model.py", "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
+        text = (package / source).read_text()
+        (folder / Path(source).name).write_text(re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE))
+
+
+def write_tokenizer_files(folder: Path, model: Path, config: LaneformerConfig) -> None:
+    """The files of `write_tokenizer` and `tokenizer.model` itself; ValueError if it exceeds the model's vocabulary."""
+    pieces = write_tokenizer(model, folder, config.max_position_embeddings).get_vocab_size()
+    if pieces > config.vocab_size:
+        raise ValueError(f"{model} has {pieces} pieces, more than vocab_size = {config.vocab_size}; check --tokenizer")
+    shutil.copyfile(model, folder / "tokenizer.model")
+
+
+@torch.no_grad()
+def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -> float:
+    """Largest absolute difference between the logits of the exported folder and of the plain model, in float32.
+
+    Both run the same operations on the same numbers, so only the choice of an attention kernel can differ: rounding,
+    about 1e-6 of the largest logit. A misplaced weight changes logits by about their own size.
+    """
+    from transformers import AutoModelForCausalLM
+
+    length = min(config.max_position_embeddings, config.sliding_window + 16, VERIFY_TOKENS)
+    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    with torch.device("meta"):
+        plain = Laneformer(config)
+    plain.load_state_dict({name: w.float() for name, w in weights.items()}, assign=True)
+    expected = plain(ids)
+    del plain  # two float32 copies of a 2B model at once would not fit on small machines
+    exported = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    difference = float((exported.eval()(ids).logits - expected).abs().max())
+    if not difference <= 1e-4 * float(expected.abs().max()):
+        raise ValueError(f"exported logits differ from the training model's by {difference:.3g}; nothing was written")
+    return difference
+
+
+if __name__ == "__main__":
+    print(json.dumps(tyro.cli(export)))

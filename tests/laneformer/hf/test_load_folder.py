@@ -1,0 +1,43 @@
+"""HF folder -> DCP checkpoint -> HF folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laneformer.hf.export import export
+from laneformer.hf.load_folder import import_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_import_and_export_give_the_same_bits(tmp_path: Path, checkpoint: Path, dtype: str) -> None:
+    export(checkpoint, tmp_path / "hf", dtype, max_shard_bytes=1_000_000)
+    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
+    report = import_folder(tmp_path / "hf", tmp_path / "run")
+    assert (report["dtype"], report["tokenizer"]) == (dtype, True)
+    export(Path(report["checkpoint"]), tmp_path / "again", dtype, max_shard_bytes=1_000_000)
+    for file in (tmp_path / "hf").iterdir():
+        if file.name != "README.md":  # it tells the step
+            assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+
+
+def test_import_refuses_what_is_not_a_laneformer(tmp_path: Path, exported: tuple[Path, dict]) -> None:
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    config = json.loads((exported[0] / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    with pytest.raises(ValueError, match="model_type is 'llama', not 'laneformer'"):
+        import_folder(hf, tmp_path / "run")
+    (hf / "config.json").write_text(json.dumps({**config, "vocab_size": 2048}))
+    with pytest.raises(ValueError, match=r"holds no model\*.safetensors"):
+        import_folder(hf, tmp_path / "run")
+    (hf / "model.safetensors").symlink_to(exported[0] / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight is \(4, 256, 128\), but its config.json says \(4, 512, 128\)"
+    ):
+        import_folder(hf, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
