@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def candidate(name: str, flavor: str, dtype: Dtype, threads: int) -> Candidate:
     command = ["-m", "tools.bench.decode_baselines", "--name", name, "--flavor", flavor, "--dtype", dtype]
-    return Candidate(name, [*command, "--threads", str(threads)], SETTLE_S, OMP_NUM_THREADS=str(threads))
+    return Candidate(name, [*command, "--threads", str(threads)], {"OMP_NUM_THREADS": str(threads)}, SETTLE_S)
 
 
 def compare(options: Options, console: Any) -> Result:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,9 +41,12 @@ Result = dict[str, Any]
 class Candidate:
     """A Python process that calls `serve`; started when first asked, and again after it has ended."""
 
-    def __init__(self, name: str, command: Sequence[str], settle_s: float = 0.0, quiet: bool = True, **env: str):
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, settle_s: float = 0.0,
+        quiet: bool = True,
+    ):  # fmt: skip
         """`command` follows `python`. `settle_s`: pause before each command. `quiet`: show stderr in errors alone."""
-        self.name, self.command, self.settle_s, self.env = name, list(command), settle_s, env
+        self.name, self.command, self.env, self.settle_s = name, list(command), env or {}, settle_s
         self.log = tempfile.TemporaryFile("w+") if quiet else None  # noqa: SIM115  (open as long as the candidate)
         self.process: subprocess.Popen[str] | None = None
 

@@ -1,17 +1,16 @@
-"""Filtering, decontaminating and tokenizing real text on one core, beside what others do with the same text.
+"""Filtering, decontaminating and tokenizing real text on one core, alternating with other tools on the same text.
 
-    python -m tools.bench.text [--out FILE.md] [--megabytes 8] [--rounds 3] [--tokenizer tokenizer.model]
+    python -m tools.bench text [--out FILE.md] [--megabytes 8] [--rounds 3] [--tokenizer tokenizer.model]
 
-Text is what lies on the machine: Python's library as code; manual pages and package descriptions as prose. Every figure
-is of CPU seconds of this process, so other work on the machine costs little of it; all contestants take turns in each
-round and the medians count. Ids are compared before anything is timed. The last line of stdout is JSON.
+The text is what the machine has: Python's library as code; manual pages and package descriptions as prose. Every figure
+is in CPU seconds of this process, so that other work on the machine has little effect; medians over rounds. Ids are
+compared before anything is timed.
 """
 
 from __future__ import annotations
 
 import glob
 import gzip
-import importlib.metadata
 import json
 import os
 import random
@@ -20,27 +19,25 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for everybody; read when tokenizers is imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for every candidate; read when tokenizers is imported
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import sentencepiece
 import tokenizers
-import tyro
-from rich.console import Console
 
 from data_mixtures import recipe, tokenizer
 from data_mixtures.recipe import TokenizerTraining
 from data_mixtures.stages import decontaminate, filter, stage, tokenize_units
-from laneformer.engine.bench import cpu_name
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
-from records.files import append_line, code_version
+from tools.bench import harness
+from tools.bench.harness import Result, alternate, table, version
 
 VOCAB_SIZE = 32_000
 PASSAGE_WORDS = 60
@@ -48,44 +45,51 @@ MAX_CHARS = 10_000_000
 SOURCE = "text"
 KINDS = ("code", "prose")
 PACKAGES = ("sentencepiece", "tokenizers", "datatrove", "pyarrow", "numpy")
+FILE_START = """# Filtering and tokenizing text
+
+Figures are of CPU seconds of one process on one core; all candidates give the same ids. Stages include reading Parquet,
+writing, sorting and loading the model once."""
 
 
-class Contestant(NamedTuple):
-    """What is timed, and what is made before each time without being timed."""
+class Candidate(NamedTuple):
+    """What is timed, and what is prepared before each trial without being timed."""
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
 
 
-@dataclass
-class Options:
+@dataclass(kw_only=True)
+class Options(harness.Options):
+    """Filtering and tokenizing speed on one core; the last line of stdout is JSON."""
+
     megabytes: float = 6
-    """How much text of each kind is timed."""
+    """Text of each kind to time, in MB."""
     rounds: int = 3
+    """Rounds; in each, every candidate is timed once."""
     passages: int = 30_000
     """Benchmark passages of 60 words in the index, cut from text of the other kind, so that few documents hold one."""
     tokenizer: Path | None = None
-    """A sentencepiece model; without one, 32,000 pieces are trained on code."""
-    out: Path | None = None
-    """Markdown file that gets a dated section."""
+    """A sentencepiece model; default: 32,000 pieces trained on code."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Timed texts of one kind, and others of the same kind that are seen before."""
+    """Texts of one kind that are timed, and others of the same kind that are processed before."""
 
     timed: list[str]
-    seen: list[str]
+    before: list[str]
 
     @property
     def size(self) -> int:
         return sum(len(text.encode()) for text in self.timed)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=arguments, prog="python -m tools.bench.text", description=__doc__)
-    console = Console(stderr=True)
-    report: dict[str, Any] = {"cpu": cpu_name(), "commit": code_version(Path(__file__).parent)}
+def main(arguments: Sequence[str] | None = None) -> None:
+    harness.run("text", Options, compare, section, FILE_START, arguments)
+
+
+def compare(options: Options, console: Any) -> Result:
+    result: Result = {}
     with tempfile.TemporaryDirectory() as name, console.status("reading text") as status:
         corpora = {kind: corpus(paths, options.megabytes) for kind, paths in kinds().items()}
         status.update("training a tokenizer")
@@ -93,14 +97,12 @@ def main(arguments: list[str] | None = None) -> None:
         for kind, other in zip(KINDS, reversed(KINDS), strict=True):
             texts = corpora[kind]
             status.update(f"{kind}: filtering")
-            passages = cut_passages(corpora[other].seen, options.passages)
-            report[kind] = {"bytes": texts.size, "filtering": filtering(texts, passages, options.rounds, Path(name))}
+            passages = cut_passages(corpora[other].before, options.passages)
+            filtered = filtering(texts, passages, options.rounds, Path(name))
             status.update(f"{kind}: tokenizing")
-            report[kind]["tokenizing"] = tokenizing(texts, model, options, Path(name))
-    if options.out:
-        append_line(options.out, section(options, report))
-        console.print(f"added to {options.out}")
-    print(json.dumps(report))
+            tokenized = tokenizing(texts, model, options.rounds, Path(name))
+            result[kind] = {"bytes": texts.size, "filtering": filtered, "tokenizing": tokenized}
+    return result
 
 
 def kinds() -> dict[str, list[str]]:
@@ -111,7 +113,7 @@ def kinds() -> dict[str, list[str]]:
 
 
 def corpus(paths: list[str], megabytes: float) -> Corpus:
-    """Files in a fixed random order: `megabytes` to be timed, twice as much to be seen before."""
+    """Files in a fixed random order: `megabytes` to time, twice as much to process before."""
     paths = sorted(paths)
     random.Random(1).shuffle(paths)
     texts = readable(paths)
@@ -137,18 +139,18 @@ def take(texts: Iterator[str], size: float) -> list[str]:
 
 def train(texts: Corpus, folder: Path) -> Path:
     path = folder / "trained.model"
-    path.write_bytes(tokenizer.train([*texts.timed, *texts.seen], TokenizerTraining(VOCAB_SIZE, 0, 0.9999)))
+    path.write_bytes(tokenizer.train([*texts.timed, *texts.before], TokenizerTraining(VOCAB_SIZE, 0, 0.9999)))
     return path
 
 
-def rates(contestants: dict[str, Contestant], amount: float, rounds: int) -> dict[str, float]:
-    """Millions per CPU second, the median of rounds in which all take turns."""
-    taken: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, contestant in contestants.items():
-            prepared = contestant.prepare()
+def rates(candidates: dict[str, Candidate], amount: float, rounds: int) -> dict[str, float]:
+    """Millions per CPU second, the median of alternating rounds."""
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    for order in alternate(candidates.items(), rounds):
+        for name, candidate in order:
+            prepared = candidate.prepare()
             began = time.process_time()
-            contestant.run(prepared)
+            candidate.run(prepared)
             taken[name].append(time.process_time() - began)
     return {name: amount / 1e6 / statistics.median(seconds) for name, seconds in taken.items()}
 
@@ -165,15 +167,15 @@ def filtering(texts: Corpus, passages: list[str], rounds: int, folder: Path) -> 
         sieve = filter.Sieve(1, MAX_CHARS, held)
         filter.write(result, (sieve.kept(batch) for batch in filter.raw_texts(raw, "text")))
 
-    contestants = {
-        "filter stage": Contestant(lambda _: stage_with(index)),
-        "filter stage without benchmarks": Contestant(lambda _: stage_with(None)),
-        "decontamination alone": Contestant(lambda _: index.find(texts.timed)),
-        "a set of 13-grams in plain Python": Contestant(
+    candidates = {
+        "filter stage": Candidate(lambda _: stage_with(index)),
+        "filter stage without benchmarks": Candidate(lambda _: stage_with(None)),
+        "decontamination alone": Candidate(lambda _: index.find(texts.timed)),
+        "a set of 13-grams in plain Python": Candidate(
             lambda _: [grams.isdisjoint(plain_grams(t)) for t in texts.timed]
         ),
     }
-    return rates(contestants, texts.size, rounds)
+    return rates(candidates, texts.size, rounds)
 
 
 def cut_passages(texts: list[str], count: int) -> list[str]:
@@ -187,7 +189,7 @@ def plain_grams(text: str) -> Iterator[tuple[str, ...]]:
     return zip(*(words[i:] for i in range(decontaminate.GRAM_WORDS)), strict=False)
 
 
-def tokenizing(texts: Corpus, model: Path, options: Options, folder: Path) -> dict[str, float]:
+def tokenizing(texts: Corpus, model: Path, rounds: int, folder: Path) -> dict[str, float]:
     """Million tokens per CPU second in memory, and from documents.parquet to files of tokens."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     plain = without_specials(tokenizer_from_sentencepiece(model))
@@ -195,27 +197,28 @@ def tokenizing(texts: Corpus, model: Path, options: Options, folder: Path) -> di
     batches = [processor.encode(texts.timed, num_threads=1), [e.ids for e in plain.encode_batch_fast(texts.timed)]]
     for ids in batches:
         expected = (i for document in ids for i in (tokenizer.BOS, *document, tokenizer.EOS))
-        assert np.array_equal(tokens, np.fromiter(expected, np.int64)), "all contestants must give the same ids"
-    contestants = {
-        "data_mixtures, after other text": Contestant(
-            lambda encoder: [encoder.encode(text) for text in texts.timed], lambda: encoder_after(processor, texts.seen)
+        assert np.array_equal(tokens, np.fromiter(expected, np.int64)), "all candidates must give the same ids"
+    candidates = {
+        "data_mixtures, after other text": Candidate(
+            lambda encoder: [encoder.encode(text) for text in texts.timed],
+            lambda: encoder_after(processor, texts.before),
         ),
-        "data_mixtures, first text": Contestant(
+        "data_mixtures, first text": Candidate(
             lambda encoder: [encoder.encode(text) for text in texts.timed], lambda: encoder_after(processor, [])
         ),
-        "sentencepiece": Contestant(lambda _: processor.encode(texts.timed, num_threads=1)),
-        "tokenizers": Contestant(lambda _: plain.encode_batch_fast(texts.timed)),
-        "tokenize stage, Parquet to files": Contestant(
+        "sentencepiece": Candidate(lambda _: processor.encode(texts.timed, num_threads=1)),
+        "tokenizers": Candidate(lambda _: plain.encode_batch_fast(texts.timed)),
+        "tokenize stage, Parquet to files": Candidate(
             lambda place: place.run(), lambda: OurStage(folder, texts, model)
         ),
-        "datatrove, Parquet to files": Contestant(lambda place: place.run(), lambda: Datatrove(folder, plain)),
+        "datatrove, Parquet to files": Candidate(lambda place: place.run(), lambda: Datatrove(folder, plain)),
     }
-    return rates(contestants, len(tokens), options.rounds)
+    return rates(candidates, len(tokens), rounds)
 
 
-def encoder_after(processor: sentencepiece.SentencePieceProcessor, seen: list[str]) -> tokenizer.Encoder:
+def encoder_after(processor: sentencepiece.SentencePieceProcessor, before: list[str]) -> tokenizer.Encoder:
     encoder = tokenizer.Encoder(processor)
-    for text in seen:
+    for text in before:
         encoder.encode(text)
     return encoder
 
@@ -264,20 +267,16 @@ class Datatrove:
         self.writer.run(self.reader.run())
 
 
-def section(options: Options, report: dict[str, Any]) -> str:
-    lines = [
-        f"## {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC\n",
-        f"    python -m tools.bench.text --megabytes {options.megabytes:g} --rounds {options.rounds}\n",
-        f"{report['cpu']}; commit {report['commit']}; CPU seconds of one process, medians of {options.rounds} rounds",
-        f"in turn; {', '.join(f'{name} {importlib.metadata.version(name)}' for name in PACKAGES)}; "
+def section(options: Options, result: Result) -> tuple[str, str]:
+    parts = [
+        f"Medians of {options.rounds} alternating rounds; {', '.join(f'{name} {version(name)}' for name in PACKAGES)}; "
         + (f"vocabulary {options.tokenizer.name}" if options.tokenizer else "32,000 pieces trained on the code")
-        + f";\n{options.passages:,} passages of {PASSAGE_WORDS} words to be kept out.",
+        + f"; an index of {options.passages:,} passages of {PASSAGE_WORDS} words.",
     ]
-    for what, unit in (("filtering", "MB/s"), ("tokenizing", "M tokens/s")):
-        names = list(report[KINDS[0]][what])
-        lines += ["", f"| {unit} per core | {' | '.join(KINDS)} |", "| --- " + "| ---: " * len(KINDS) + "|"]
-        lines += [f"| {name} | {' | '.join(f'{report[kind][what][name]:.2f}' for kind in KINDS)} |" for name in names]
-    return "\n".join(lines)
+    for what, unit in (("filtering", "MB/s per core"), ("tokenizing", "M tokens/s per core")):
+        rows = [[name, *(f"{result[kind][what][name]:.2f}" for kind in KINDS)] for name in result[KINDS[0]][what]]
+        parts.append(table([unit, *KINDS], rows))
+    return f"{options.megabytes:g} MB of code and of prose", "\n\n".join(parts)
 
 
 if __name__ == "__main__":

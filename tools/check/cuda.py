@@ -104,7 +104,7 @@ def prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
 
 
 def compare_greedy(decoder: CudaDecoder, truth: Reference, worst: float, count: int) -> Report:
-    """Our tokens against float32's. `worst`: largest error of our logits; a tie is a lead below the error of both sides.
+    """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
 
     The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which reads the longer prompts.
     """

@@ -1,4 +1,4 @@
-"""The loader benchmark at toy size: its figures are those of its contestants, its section says them."""
+"""The loader benchmark at toy size: its section shows the figures of the loaders."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torchtitan")
-from tools.bench import loader as bench_loader
-from tools.bench import loader_rivals
+from tools.bench import loader, loader_baselines
 
 
-def test_ours_and_a_rival_on_the_same_windows(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_loader, "MOSAIC_FOLDER", tmp_path / "none")
+def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loader, "MOSAIC_FOLDER", tmp_path / "none")
     out = tmp_path / "loader.md"
     only = ("MixtureLoader", "interleave_datasets", "mosaicml-streaming")
     toy = "--windows 1200 --seq-len 64 --rounds 1 --seconds 0.1 --steps 5 --sequences 1000 --resume-at 80 1000000"
-    bench_loader.main([*toy.split(), "--only", *only, "--out", str(out)])
+    loader.main([*toy.split(), "--only", *only, "--out", str(out)])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    ours, rival = report["contestants"]["MixtureLoader"], report["contestants"]["interleave_datasets"]
-    assert ours["deviation"][0]["1000"] < 1 < rival["deviation"][0]["1000"], "drawn sources are off by many"
+    ours, baseline = report["loaders"]["MixtureLoader"], report["loaders"]["interleave_datasets"]
+    assert ours["deviation"][0]["1000"] < 1 < baseline["deviation"][0]["1000"], "drawn sources are off by many"
     assert isinstance(ours["resume_s"][0]["1000000"], float)
-    assert "later than its" in rival["resume_s"][0]["1000000"]
+    assert "impossible beyond its" in baseline["resume_s"][0]["1000000"]
     text = out.read_text()
     assert f"| MixtureLoader | {ours['tokens_per_s'][0] / 1e6:.1f} |" in text
     assert f"{ours['deviation'][0]['1000']:.2f} at 1,000" in text
@@ -32,11 +31,11 @@ def test_ours_and_a_rival_on_the_same_windows(tmp_path, capsys, monkeypatch):
 
 def test_the_worst_prefix_counts():
     sources = np.array([0, 0, 1, 1] * 500)
-    assert loader_rivals.worst_deviation(sources, [0.5, 0.5]) == {"1000": 1.0}
-    assert loader_rivals.worst_deviation(np.zeros(1000, int), [0.5, 0.5]) == {"1000": 500.0}
+    assert loader_baselines.worst_deviation(sources, [0.5, 0.5]) == {"1000": 1.0}
+    assert loader_baselines.worst_deviation(np.zeros(1000, int), [0.5, 0.5]) == {"1000": 500.0}
 
 
-def test_equal_seeds_on_all_ranks_are_seen():
+def test_equal_seeds_on_all_ranks_show_in_the_spread():
     """sqrt(0.21 * 0.79 / 4) of 4 independent draws a step, whatever the number of ranks, itself known to 1/sqrt(2n)."""
     expected = 100 * (0.21 * 0.79 / 4) ** 0.5
-    assert abs(bench_loader.same_draw_on_every_rank(steps=2000) - expected) < 5 * expected / 4000**0.5
+    assert abs(loader.same_draw_on_every_rank(steps=2000) - expected) < 5 * expected / 4000**0.5

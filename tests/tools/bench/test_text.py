@@ -1,19 +1,19 @@
-"""The text benchmark runs to its end on little text and reports every contestant."""
+"""The text benchmark runs to its end on little text and reports every candidate."""
 
 import json
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import TokenizerTraining
-from tools.bench import text as bench_text
+from tools.bench import text as benchmark
 
 
-def test_all_contestants_have_a_figure(tmp_path, capsys):
+def test_all_candidates_have_a_figure(tmp_path, capsys):
     text = ["".join(f"word{i} def f(x): return {i}\n" for i in range(2000))]
     (tmp_path / "small.model").write_bytes(tokenizer.train(text, TokenizerTraining(300, 10**6, 0.999)))
     options = ["--megabytes", "0.02", "--rounds", "1", "--passages", "20"]
-    bench_text.main([*options, "--tokenizer", str(tmp_path / "small.model"), "--out", str(tmp_path / "out.md")])
+    benchmark.main([*options, "--tokenizer", str(tmp_path / "small.model"), "--out", str(tmp_path / "out.md")])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for kind in bench_text.KINDS:
+    for kind in benchmark.KINDS:
         assert len(report[kind]["filtering"]) == 4
         assert len(report[kind]["tokenizing"]) == 6
         assert all(rate > 0 for part in ("filtering", "tokenizing") for rate in report[kind][part].values())

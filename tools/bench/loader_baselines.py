@@ -1,16 +1,13 @@
-"""The contestants of tools.bench.loader, each in a process of its own: the same windows, batches of BATCH, int64.
+"""The candidates of tools.bench.loader, each in a process of its own: the same windows, batches of BATCH, int64.
 
-    python -m tools.bench.loader_rivals --name NAME --data DIR --measure '{"speed": 1.0}'
-
-A contestant opens its data and yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None);
-the last line of stdout is JSON. Nothing of a rival is changed; each reads the form of the data that its own documents
-ask for, already tokenized, and takes the faster of its ways to make batches. How to install: `INSTALL`.
+A candidate opens its data and yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None).
+The baselines are unmodified; each reads already tokenized data in the form that its documentation asks for, and makes
+batches in the faster of its ways. How to install: `INSTALL`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 import json
 import os
 import sys
@@ -26,9 +23,10 @@ import torch
 import tyro
 
 from data_mixtures.mixture import Mixture, read_lock
+from tools.bench.harness import serve
 
 BATCH = 8
-EPOCH = 20_000  # samples, where a rival wants to be told
+EPOCH = 20_000  # samples, where a baseline asks for it
 MOSAIC_FOLDER = Path(sys.prefix) / "mosaicml-streaming"  # beside the environment, so that none of its packages changes
 INSTALL = {
     # its other dependencies are clouds and image data sets, which token streams do not touch
@@ -38,8 +36,8 @@ INSTALL = {
 Batches = Iterator[tuple[torch.Tensor, np.ndarray | None]]
 
 
-class Contestant:
-    """What is measured; `workers`: processes that read ahead, where the contestant needs them for that."""
+class Loader:
+    """What is measured; `workers`: processes that read ahead, where the loader needs them for that."""
 
     def __init__(self, data: Path):
         self.data = data
@@ -49,14 +47,14 @@ class Contestant:
         self.shares = [source["weight"] / sum(s["weight"] for s in lock["sources"]) for source in lock["sources"]]
 
     def state_at(self, sequence: int) -> Any:
-        """What is needed to go on from there. LookupError when there is no way to."""
+        """The state from which `batches` continues there; LookupError where that is impossible."""
         return sequence
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         raise NotImplementedError
 
 
-class Sequences(Contestant):
+class Sequences(Loader):
     """Ours without the threads around it."""
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
@@ -67,22 +65,22 @@ class Sequences(Contestant):
             state += BATCH
 
 
-class Loader(Contestant):
-    """Ours, as the trainer has it: two reader threads, also when there is one core."""
+class OurLoader(Loader):
+    """Ours as the trainer uses it: two reader threads, on one core too."""
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         from train.data import MixtureLoader
         from train.skips import SkipList
 
         loader = MixtureLoader(self.data / "phase1.lock.json", 0, 1, BATCH, 2, SkipList())
-        here = json.loads(loader.state_dict()["mixture"])
-        loader.load_state_dict({"mixture": json.dumps({**here, "sequences": state})})
+        saved = json.loads(loader.state_dict()["mixture"])
+        loader.load_state_dict({"mixture": json.dumps({**saved, "sequences": state})})
         for inputs, _ in loader:
             yield inputs["input"], inputs["source"].numpy()
 
 
-class TorchTitan(Contestant):
-    """Its own data set and loader on rows of token ids, mixed beforehand: it reads one data set, and mixes none."""
+class TorchTitan(Loader):
+    """Its own data set and loader on rows of token ids, mixed beforehand, as it reads a single data set."""
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         from datasets import load_dataset
@@ -104,11 +102,11 @@ class TorchTitan(Contestant):
         import pyarrow.parquet
 
         if sequence >= (rows := pyarrow.parquet.read_metadata(self.data / "mixed.parquet").num_rows):
-            raise LookupError(f"later than its {rows} rows: only by reading")
+            raise LookupError(f"only by reading beyond its {rows} rows")
         return sequence
 
 
-class Interleave(Contestant):
+class Interleave(Loader):
     """datasets.interleave_datasets over Arrow files, memory-mapped."""
 
     streaming = False
@@ -127,7 +125,7 @@ class Interleave(Contestant):
 
     def state_at(self, sequence: int) -> Any:
         if sequence >= (length := len(self._mixed())):
-            raise LookupError(f"later than its {length} rows: no")
+            raise LookupError(f"impossible beyond its {length} rows")
         return sequence
 
     def _at(self, state: Any) -> Any:
@@ -136,8 +134,7 @@ class Interleave(Contestant):
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         mixed = self._at(state)
         if workers:
-            many = torch.utils.data.DataLoader(mixed, BATCH, num_workers=workers, collate_fn=_collate)
-            yield from many
+            yield from torch.utils.data.DataLoader(mixed, BATCH, num_workers=workers, collate_fn=_collate)
         while True:
             for rows in mixed.iter(BATCH, drop_last_batch=True):
                 yield torch.from_numpy(rows["tokens"].astype(np.int64)), rows["source"]
@@ -150,8 +147,8 @@ class InterleaveStreaming(Interleave):
     streaming = True
 
     def state_at(self, sequence: int) -> Any:
-        if sequence > 20_000:
-            raise LookupError("later: only by reading")
+        if sequence > EPOCH:
+            raise LookupError(f"only by reading beyond {EPOCH} sequences")
         mixed = self._mixed()
         for _ in islice(mixed.iter(BATCH), sequence // BATCH):
             pass
@@ -164,7 +161,7 @@ class InterleaveStreaming(Interleave):
         return mixed
 
 
-class Mosaic(Contestant):
+class Mosaic(Loader):
     """mosaicml-streaming's StreamingDataset with a proportion a stream, shuffled as it comes."""
 
     def __init__(self, data: Path):
@@ -211,9 +208,9 @@ def _collate(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, np.ndarray]:
     return torch.from_numpy(tokens), np.array([int(row["source"]) for row in rows])
 
 
-CONTESTANTS: dict[str, type[Contestant]] = {
+LOADERS: dict[str, type[Loader]] = {
     "Mixture.sequences": Sequences,
-    "MixtureLoader": Loader,
+    "MixtureLoader": OurLoader,
     "torchtitan": TorchTitan,
     "interleave_datasets": Interleave,
     "interleave_datasets, streaming": InterleaveStreaming,
@@ -221,32 +218,30 @@ CONTESTANTS: dict[str, type[Contestant]] = {
 }
 
 
-def speed(contestant: Contestant, seconds: float) -> dict[str, float]:
-    """Tokens per second of processor time on one core, all threads together."""
-    batches = contestant.batches()
+def speed(loader: Loader, seconds: float) -> dict[str, float]:
+    """Tokens per second of CPU time on one core, all threads together."""
+    batches = loader.batches()
     for _ in islice(batches, 20):
         pass
     tokens, started, wall = 0, time.process_time(), time.perf_counter()
     while time.perf_counter() - wall < seconds:
         batch, _ = next(batches)
-        tokens += batch.shape[0] * contestant.seq_len
+        tokens += batch.shape[0] * loader.seq_len
     return {"tokens_per_s": tokens / (time.process_time() - started)}
 
 
-def first_pass(contestant: Contestant, sequences: int) -> dict[str, float]:
-    """Tokens per second of processor time while everything is touched for the first time, hence checked."""
-    batches, started = contestant.batches(), time.process_time()
-    for _ in islice(batches, sequences // BATCH):
+def first_pass(loader: Loader, sequences: int) -> dict[str, float]:
+    """Tokens per second of CPU time while everything is read for the first time, hence verified."""
+    batches, started, count = loader.batches(), time.process_time(), sequences // BATCH
+    for _ in islice(batches, count):
         pass
-    return {
-        "first_pass_tokens_per_s": sequences // BATCH * BATCH * contestant.seq_len / (time.process_time() - started)
-    }
+    return {"first_pass_tokens_per_s": count * BATCH * loader.seq_len / (time.process_time() - started)}
 
 
-def stalls(contestant: Contestant, steps: int, step_s: float = 0.02) -> dict[str, float]:
-    """How long a training step of step_s, which leaves the interpreter alone, waits for its batch; on all cores."""
+def stalls(loader: Loader, steps: int, step_s: float = 0.02) -> dict[str, float]:
+    """How long a training step of `step_s`, which leaves the interpreter idle, waits for its batch; on all cores."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    batches, waits, batch = contestant.batches(workers=1), [], None
+    batches, waits, batch = loader.batches(workers=1), [], None
     for _ in range(steps + 10):
         time.sleep(step_s)
         started = time.perf_counter()
@@ -256,14 +251,14 @@ def stalls(contestant: Contestant, steps: int, step_s: float = 0.02) -> dict[str
     return {"stall_p50_s": float(np.median(waits[10:])), "stall_p99_s": float(np.quantile(waits[10:], 0.99))}
 
 
-def deviation(contestant: Contestant, sequences: int) -> dict[str, Any]:
+def deviation(loader: Loader, sequences: int) -> dict[str, Any]:
     """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000 and up to `sequences`."""
     read = []
-    for _, sources in islice(contestant.batches(), -(-sequences // BATCH)):
+    for _, sources in islice(loader.batches(), -(-sequences // BATCH)):
         if sources is None:
             return {"deviation": None}
         read.append(sources)
-    return {"deviation": worst_deviation(np.concatenate(read)[:sequences], contestant.shares)}
+    return {"deviation": worst_deviation(np.concatenate(read)[:sequences], loader.shares)}
 
 
 def worst_deviation(sources: np.ndarray, shares: list[float]) -> dict[str, float]:
@@ -272,18 +267,18 @@ def worst_deviation(sources: np.ndarray, shares: list[float]) -> dict[str, float
     return {str(limit): float(apart[:limit].max()) for limit in (1000, 10_000) if limit <= len(sources)}
 
 
-def resume(contestant: Contestant, sequences: list[int]) -> dict[str, Any]:
-    """Seconds from nothing opened to the first batch at each sequence; where there is no way, why."""
+def resume(loader: Loader, sequences: list[int]) -> dict[str, Any]:
+    """Seconds from nothing opened to the first batch at each sequence; where that is impossible, the reason."""
     taken: dict[str, Any] = {}
-    next(contestant.batches())  # imports, and what the first use writes to a cache
+    next(loader.batches())  # imports, and what the first use writes to a cache
     for sequence in sequences:
         try:
-            state = contestant.state_at(sequence)
+            state = loader.state_at(sequence)
         except LookupError as reason:
             taken[str(sequence)] = str(reason)
             continue
         started = time.perf_counter()
-        next(contestant.batches(state))
+        next(loader.batches(state))
         taken[str(sequence)] = time.perf_counter() - started
     return {"resume_s": taken}
 
@@ -293,21 +288,20 @@ MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def main(name: str, data: Path, measure: str) -> None:
-    """Measure one contestant; `measure`: JSON, what to measure and its one argument."""
+def main(name: str, data: Path) -> None:
+    """Answer what to measure until stdin ends. Started by tools.bench.loader."""
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):
-        if not torch.accelerator.is_available():
-            from train.cpu import patch_torch_for_cpu
+    if not torch.accelerator.is_available():
+        from train.cpu import patch_torch_for_cpu
 
-            patch_torch_for_cpu()
-        contestant = CONTESTANTS[name](data)
-        report: dict[str, Any] = {}
-        for what, argument in json.loads(measure).items():
-            os.sched_setaffinity(0, {0})
-            report |= MEASURES[what](contestant, argument)
-    print(json.dumps(report), flush=True)
-    os._exit(0)  # rivals leave threads and processes behind that would be waited for
+        patch_torch_for_cpu()
+    loader = functools.cache(lambda: LOADERS[name](data))
+
+    def answer(do: str, argument: Any) -> dict[str, Any]:
+        os.sched_setaffinity(0, {0})
+        return MEASURES[do](loader(), argument)
+
+    serve(answer)
 
 
 if __name__ == "__main__":
