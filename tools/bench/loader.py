@@ -135,9 +135,7 @@ def measure(data: Path, options: Options, console: Any) -> Result:
 
 def figures_of(name: str, data: Path, commands: dict[str, Any]) -> Result:
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    process = Candidate(
-        name, ["-m", "tools.bench.loader_baselines", "--name", name, "--data", str(data)], **environment
-    )
+    process = Candidate(name, ["-m", "tools.bench.loader_baselines", "--name", name, "--data", str(data)], environment)
     try:
         answers = [process.ask(do, argument=argument) for do, argument in commands.items()]
     finally:
