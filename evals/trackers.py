@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from records.files import write_atomically
-from records.job import SupervisedJob
+from records.job import JobSections
 from records.run import number, numbers_in
 from train.trackers import name_wandb_run, open_trackio
 
@@ -124,7 +124,7 @@ def send_to_trackio(run: Path, folder: Path, points: Sequence[Point], given: int
 class Trackers:
     """The trackers that `[metrics]` of a run turns on; `say` is told of one that fails, which is then left alone."""
 
-    def __init__(self, job: SupervisedJob, say: Callable[[str], None]):
+    def __init__(self, job: JobSections, say: Callable[[str], None]):
         on = job.metrics
         choices = {"wandb": (on.enable_wandb, send_to_wandb), "trackio": (on.enable_trackio, send_to_trackio),
                    "TensorBoard": (on.enable_tensorboard, send_to_tensorboard)}  # fmt: skip

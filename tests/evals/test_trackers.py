@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from evals.trackers import Trackers, scalars
-from records.job import Job, Metrics, SupervisedJob
+from records.job import Job, Metrics, JobSections
 from tests.tools.dashboard import made_up_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ def test_names_tell_what_cannot_be_compared() -> None:
 
 
 def test_a_tracker_that_fails_is_told_and_gets_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = SupervisedJob(Job(str(tmp_path)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
+    job = JobSections(Job(str(tmp_path)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
     records, said = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}], []
     trackers = Trackers(job, said.append)
     trackers.senders["wandb"] = lambda *_: 1 / 0  # type: ignore[assignment,return-value]

@@ -135,7 +135,7 @@ def write_interpreter(env: Path) -> None:
 
 def resolve(snapshot: Path, config: Path, overrides: list[str]) -> dict[str, Any]:
     """The whole job config as the snapshot's own code reads it. Raises ValueError with the parser's words."""
-    command = [str(snapshot / "env/bin/python"), "-P", "-m", "train.job_file"]
+    command = [str(snapshot / "env/bin/python"), "-P", "-m", "train.job_config"]
     command += ["--job.config_file", str(config.resolve()), *overrides]
     unset = ("PYTHONPATH", "PYTHONHOME")
     env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONDONTWRITEBYTECODE": "1"}
