@@ -1,4 +1,4 @@
-"""The sections of a job file that this project defines, and the light reader of job files: neither torch nor TorchTitan.
+"""The sections of a job file that are ours, and the light reader of job files, which needs no torch.
 
 `train.job_config` merges these classes into TorchTitan's JobConfig, so a field has the same name, type and default for
 the workers and for the supervisor, the watcher and the launcher, which read it here. TorchTitan's parser takes eight
@@ -238,11 +238,7 @@ def read_job(arguments: list[str]) -> JobSections:
 
     Raises ValueError for a missing or malformed file, a value of the wrong type, and for checkpoint.load_step.
     """
-    path = job_file(arguments)
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    values = read_sections(job_file(arguments))
     sections = {}
     for section in fields(JobSections):
         kind: Any = section.type
@@ -255,6 +251,14 @@ def read_job(arguments: list[str]) -> JobSections:
             "`torchrun -m train` with it once, or move the newer checkpoints away"
         )
     return job
+
+
+def read_sections(path: Path) -> dict[str, dict[str, Any]]:
+    """A job file as it stands: {section: {key: value}}, other sections included. Raises ValueError if it is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
 
 
 def job_file(arguments: list[str]) -> Path:
