@@ -60,8 +60,10 @@ def take_snapshot(
         if code["diff"]:
             (partial / "changes.diff").write_bytes(code["diff"])
         write_interpreter(partial / "env")
-        pinned, fingerprint = pin(read_job(["--job.config_file", str(config), *overrides]), run, partial, final)
-        (partial / "job.toml").write_text(resolve(partial, config, [*overrides, *pinned]), encoding="utf-8")
+        job = read_job(["--job.config_file", str(config), *overrides])
+        resolved = resolve(partial, config, [*overrides, *pinned(job, run, final)])
+        (partial / "job.toml").write_text(resolved, encoding="utf-8")
+        fingerprint = copy_mixture(Path(job.mixture.lock), partial / "mixture")
         (partial / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
         facts = {"code_version": code["version"], "commit": code["commit"], "mixture_fingerprint": fingerprint,
                  "config": str(config), "overrides": overrides, "argv": sys.argv, "time": time.time()}  # fmt: skip
@@ -144,11 +146,17 @@ def resolve(snapshot: Path, config: Path, overrides: list[str]) -> str:
     return done.stdout
 
 
-def pin(job: JobSections, run: Path, partial: Path, final: Path) -> tuple[list[str], str]:
-    """Copy the mixture's lock and tokenizer; returns (overrides that make all paths absolute, mixture fingerprint)."""
-    lock_path = Path(job.mixture.lock)
+def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
+    """Overrides that make the job's paths absolute and its mixture the snapshot's copy."""
+    overrides = ["--job.dump_folder", str(run), "--mixture.lock", str(final / "mixture" / Path(job.mixture.lock).name)]
+    if job.checkpoint.initial_load_path:
+        overrides += ["--checkpoint.initial_load_path", str(Path(job.checkpoint.initial_load_path).resolve())]
+    return overrides
+
+
+def copy_mixture(lock_path: Path, folder: Path) -> str:
+    """Copy lock and tokenizer, link the sources; returns the mixture's fingerprint."""
     lock = read_lock(lock_path)
-    folder = partial / "mixture"
     folder.mkdir()
     shutil.copy(lock_path, folder / lock_path.name)
     for source in lock["sources"]:
@@ -156,10 +164,7 @@ def pin(job: JobSections, run: Path, partial: Path, final: Path) -> tuple[list[s
     tokenizer = lock_path.parent / "tokenizer.model"
     if tokenizer.is_file():
         shutil.copy(tokenizer, folder)
-    overrides = ["--job.dump_folder", str(run), "--mixture.lock", str(final / "mixture" / lock_path.name)]
-    if job.checkpoint.initial_load_path:
-        overrides += ["--checkpoint.initial_load_path", str(Path(job.checkpoint.initial_load_path).resolve())]
-    return overrides, lock["fingerprint"]
+    return lock["fingerprint"]
 
 
 def packages() -> list[str]:
