@@ -1,6 +1,6 @@
 """metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
 
-Console, TensorBoard, wandb and trackio get TorchTitan's own metrics and the contents of the line: loss by source,
+Console, TensorBoard and wandb get TorchTitan's own metrics and the contents of the line: loss by source,
 z-scores, tokens by source, checkpoint time, validation loss. One row per logged step; a validation extends its row.
 Every sequence comes from one source, so the loss by source needs the sums of whole sequences only.
 """
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from records.files import append_line, read_lines, replace_last_line
+from records.run import name_wandb_run
 
 from .checkpoint import CheckpointTimes
 from .data import MixtureLoader
 from .guard import RunningZ
-from .trackers import name_wandb_run, open_trackio
 
 Z_WINDOW = 128  # logged steps
 
@@ -52,31 +52,13 @@ def mean_by_source(sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh 
     return {name: loss / n for name, loss, n in zip(names, losses, tokens, strict=True) if n}
 
 
-class TrackioLogger(BaseLogger):
-    """Sends the metrics to trackio."""
-
-    def __init__(self, run: Path):
-        self.run = open_trackio(run)
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
 class RunMetrics(MetricsProcessor):
-    """TorchTitan's console, TensorBoard and wandb loggers, trackio, and the run's own metrics.jsonl (rank 0)."""
+    """TorchTitan's console, TensorBoard and wandb loggers, and the run's own metrics.jsonl (rank 0)."""
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None):
         """TorchTitan's arguments. A restarted run continues its own wandb run, offline or online."""
         name_wandb_run(Path(job_config.job.dump_folder))
         super().__init__(job_config, parallel_dims, tag)
-        if job_config.metrics.enable_trackio and torch.distributed.get_rank() == 0:
-            loggers = LoggerContainer()
-            loggers.add_logger(self.logger)
-            loggers.add_logger(TrackioLogger(Path(job_config.job.dump_folder)))
-            self.logger: BaseLogger = loggers
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.last_logged_step = 0
         self.row: dict[str, Any] = {}  # the last one written
