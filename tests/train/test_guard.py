@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from records.job import Resilience
 from train.guard import BadStep, Guard
-from train.job_config import Resilience
 
 
 def seasoned(**settings: float) -> Guard:
