@@ -1,4 +1,4 @@
-"""Evaluations in wandb, TensorBoard and trackio: the figures of evals.jsonl, at the steps of their checkpoints.
+"""Evaluations in wandb and TensorBoard: the figures of evals.jsonl, at the steps of their checkpoints.
 
 evals.jsonl is the truth; this copies from it what a tracker has not been given, and RUN/.evals-tracked.json says how
 many records each has. So it does not matter who wrote a record or when, and a process that was killed loses nothing.
@@ -6,7 +6,6 @@ many records each has. So it does not matter who wrote a record or when, and a p
 wandb        a run of its own in the training run's group, since two processes cannot write one run (a process that
              goes on with a run offline would replace it); `step` is its horizontal axis
 TensorBoard  the run `evals` beside the job's own, in the folder metrics.save_tb_folder
-trackio      the training run itself: its database takes rows from several processes
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from records.files import write_atomically
-from records.job import SupervisedJob
-from records.run import number, numbers_in
-from train.trackers import name_wandb_run, open_trackio
+from records.job import JobSections
+from records.run import name_wandb_run, number, numbers_in
 
 SENT = ".evals-tracked.json"
 # of each kind the figures that a curve over checkpoints is worth drawing of; paths as they stand in the record
@@ -112,22 +110,14 @@ def send_to_tensorboard(run: Path, folder: Path, points: Sequence[Point], given:
     writer.close()
 
 
-def send_to_trackio(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
-    with contextlib.redirect_stdout(None):  # it greets and takes leave of every checkpoint
-        board = open_trackio(run)
-        for point in points[given:]:
-            if point.scalars:
-                board.log(point.scalars, step=point.step)
-        board.finish()
-
-
 class Trackers:
     """The trackers that `[metrics]` of a run turns on; `say` is told of one that fails, which is then left alone."""
 
-    def __init__(self, job: SupervisedJob, say: Callable[[str], None]):
+    def __init__(self, job: JobSections, say: Callable[[str], None]):
         on = job.metrics
-        choices = {"wandb": (on.enable_wandb, send_to_wandb), "trackio": (on.enable_trackio, send_to_trackio),
-                   "TensorBoard": (on.enable_tensorboard, send_to_tensorboard)}  # fmt: skip
+        choices = {
+            "wandb": (on.enable_wandb, send_to_wandb), "TensorBoard": (on.enable_tensorboard, send_to_tensorboard)
+        }  # fmt: skip
         self.senders = {name: send for name, (wanted, send) in choices.items() if wanted}
         self.run, self.folder, self.say = job.run, job.run / on.save_tb_folder / "evals", say
 

@@ -40,7 +40,7 @@ from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, read_lines
-from records.job import SupervisedJob, read_job
+from records.job import JobSections, read_job
 
 SCRATCH = ".evals-watch"
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -59,7 +59,7 @@ class Work:
 class Watcher:
     """The evaluations of one run."""
 
-    def __init__(self, job: SupervisedJob):
+    def __init__(self, job: JobSections):
         self.job, self.run = job, job.run
         self.records = self.run / "evals.jsonl"
         self.trackers = Trackers(job, self.say)
@@ -218,7 +218,7 @@ def only_watcher(run: Path) -> Iterator[None]:
         yield
 
 
-def check(job: SupervisedJob) -> None:
+def check(job: JobSections) -> None:
     """Refuse an `[evals]` that asks for nothing or for what there is not (ValueError)."""
     section = job.evals
     if section.every_steps < 1:
@@ -249,7 +249,7 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
 
 
-def read_arguments() -> tuple[argparse.Namespace, SupervisedJob]:
+def read_arguments() -> tuple[argparse.Namespace, JobSections]:
     """The watcher's own flags; the rest is the job's."""
     parser = argparse.ArgumentParser(prog="python -m evals.watch", allow_abbrev=False, description=__doc__)
     parser.add_argument("--run", type=Path, help="run folder, in place of --job.config_file: its config.toml is read")

@@ -8,9 +8,10 @@ missing stays None. A step that was logged again, after a roll-back or a resume,
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import math
-import tomllib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from records.attempts import Stretch, merge_attempts, place_on_one_axis
 from records.files import read_lines
+from records.job import read_sections
 
 FIGURES = (
     "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
@@ -81,6 +83,16 @@ def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from numbers_in(f"{path}/{name}", inner)
     elif (known := number(value)) is not None:
         yield path, known
+
+
+def name_wandb_run(run: Path) -> None:
+    """Set the variables that wandb reads unless the user has: a restarted run continues its own wandb run."""
+    run = run.resolve()
+    os.environ.setdefault("WANDB_PROJECT", "laneformer")
+    os.environ.setdefault("WANDB_RUN_NAME", run.name)
+    os.environ.setdefault("WANDB_RUN_GROUP", run.name)
+    os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(run).encode()).hexdigest()[:16])
+    os.environ.setdefault("WANDB_RESUME", "allow")
 
 
 def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
@@ -182,8 +194,7 @@ def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = read_sections(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         warnings.append(f"{path.name} is unreadable: {error}")
         return {}

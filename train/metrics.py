@@ -1,6 +1,6 @@
 """metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
 
-Console, TensorBoard, wandb and trackio get what TorchTitan logs and, beside it, what the line holds: loss by source,
+Console, TensorBoard and wandb get what TorchTitan logs and, beside it, what the line holds: loss by source,
 z-scores, tokens by source, checkpoint time, validation loss. One row a logged step; a validation adds to its row.
 """
 
@@ -13,45 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from records.files import append_line, read_lines, replace_last_line
+from records.run import name_wandb_run
 
 from .checkpoint_times import CheckpointTimes
 from .data import MixtureLoader
 from .source_losses import SourceLosses
 from .statistics import RunningZ
-from .trackers import name_wandb_run, open_trackio
 
 Z_WINDOW = 128  # logged steps
 
 
-class TrackioLogger(BaseLogger):
-    """The same values in trackio."""
-
-    def __init__(self, run: Path):
-        self.run = open_trackio(run)
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
 class RunMetrics(MetricsProcessor):
-    """Console, TensorBoard and wandb as TorchTitan does them; beside them trackio and the run's own record (rank 0)."""
+    """Console, TensorBoard and wandb as TorchTitan does them; beside them the run's own record (rank 0)."""
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None):
         super().__init__(job_config, parallel_dims, tag)
-        if job_config.metrics.enable_trackio and torch.distributed.get_rank() == 0:
-            loggers = LoggerContainer()
-            loggers.add_logger(self.logger)
-            loggers.add_logger(TrackioLogger(Path(job_config.job.dump_folder)))
-            self.logger: BaseLogger = loggers
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.attempt = 0  # set by the trainer once the attempt is on record
         self.tokens_before = 0  # of earlier phases

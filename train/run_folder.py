@@ -23,7 +23,7 @@ import torch
 from laneformer.config import LaneformerConfig
 from records.files import append_line, code_version, write_atomically
 
-from .job_file import resolved_toml
+from .job_config import resolved_toml
 
 
 def count_attempts(run: Path) -> int:

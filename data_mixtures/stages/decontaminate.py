@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_mixtures.stages import stage, word_hashes
-from records.files import file_sha256, write_atomically
+from records.files import file_sha256, json_lines, write_atomically
 
 INDEX = "benchmarks.npz"
 CODE = ("stages/decontaminate.py", "stages/word_hashes.py")  # decides what is found
@@ -253,12 +253,8 @@ def _items(path: Path) -> Iterator[list[str]]:
             yield from (list(_strings(row)) for row in batch.to_pylist())
         return
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield list(_strings(json.loads(line)))
-                except ValueError as error:
-                    raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
+        for _, value in json_lines(file, path):
+            yield list(_strings(value))
 
 
 def _strings(value: Any, inside_list: bool = False) -> Iterator[str]:

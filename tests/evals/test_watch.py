@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from evals.watch import Watcher, check, only_watcher
 from records.events import STOPPED
-from records.job import Checkpoint, Job, SupervisedJob, Training
+from records.job import Checkpoint, Job, JobSections, Training
 from tests.train.supervised import ROOT, arguments, environment
 from train.job_config import Evals
 
@@ -108,9 +108,9 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path: Path) -> None:
 COMMANDS = ["decode_speed", "bits_per_byte --data x"]
 
 
-def job_of(run: Path, **section: Any) -> SupervisedJob:
+def job_of(run: Path, **section: Any) -> JobSections:
     evals = Evals(**{"every_steps": 10, "commands": COMMANDS, **section})
-    return SupervisedJob(Job(str(run)), Training(steps=35), Checkpoint(), evals=evals)
+    return JobSections(Job(str(run)), Training(steps=35), Checkpoint(), evals=evals)
 
 
 def save(run: Path, step: int) -> Path:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +57,7 @@ def train(run: Path, lock: Path, *overrides: str, ranks: int = 2) -> list[dict]:
 def run(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps on two ranks, two micro-batches each; validation and a checkpoint every third."""
     folder = tmp_path_factory.mktemp("runs") / "seen"
-    train(folder, prepared_data / "phase1.lock.json", "--metrics.enable_wandb", "--metrics.enable_trackio")
+    train(folder, prepared_data / "phase1.lock.json", "--metrics.enable_wandb")
     return folder
 
 
@@ -174,17 +172,6 @@ def test_tensorboard_holds_the_scalars(run: Path) -> None:
         for key in ("loss_by_source", "tokens_by_source", "valid_loss_by_source"):
             assert logged(f"{key}/{name}") == kept(key, name)
     assert list((run / "tb").rglob("offline-run-*/*.wandb")), "wandb was asked for, and WANDB_MODE is offline"
-
-
-def test_trackio_holds_what_tensorboard_holds(run: Path) -> None:
-    """Its database, read with SQLite alone: the same values at the same steps."""
-    with contextlib.closing(sqlite3.connect(run / "trackio/laneformer.db")) as database:
-        logged = [(step, json.loads(text)) for step, text in database.execute("SELECT step, metrics FROM metrics")]
-    for key in ("loss", "valid_loss", "tokens_total"):
-        name = {"loss": "loss_metrics/global_avg_loss"}.get(key, key)
-        assert sorted((step, values[name]) for step, values in logged if name in values) == sorted(
-            (row["step"], row[key]) for row in rows_of(run) if key in row
-        ), key
 
 
 def test_one_rank_validates_and_resumes_the_same(run: Path, prepared_data: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from records.checkpoints import newest_saved_step
 from records.events import CRASHED, DONE, STOPPED, UNCLEAN, record_event
-from records.job import SupervisedJob, read_job
+from records.job import JobSections, read_job
 
 from ..skips import add_windows, read_skip_list, windows_of
 from .attempt import Attempt, Ended
@@ -35,7 +35,7 @@ console = Console(highlight=False)
 class Supervisor:
     """The restart loop of one job."""
 
-    def __init__(self, job: SupervisedJob, options: argparse.Namespace, train_arguments: list[str]):
+    def __init__(self, job: JobSections, options: argparse.Namespace, train_arguments: list[str]):
         self.job, self.options, self.train_arguments = job, options, train_arguments
         self.stop = StopSignals(on_force=lambda: None)  # the attempt sees it, and kills
         self.stop.deadline_s = job.resilience.stop_deadline_s
@@ -147,7 +147,7 @@ def main() -> int:
         return Supervisor(job, options, train_arguments).run()
 
 
-def only_supervisor(job: SupervisedJob) -> TextIO:
+def only_supervisor(job: JobSections) -> TextIO:
     """The lock of a run, held while this process lives: two jobs would delete each other's checkpoints."""
     job.run.mkdir(parents=True, exist_ok=True)
     lock = open(job.run / ".supervisor.lock", "w")  # noqa: SIM115 - stays open

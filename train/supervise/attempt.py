@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from records.events import CRASHED, read_outcome, record_event
-from records.job import SupervisedJob
+from records.job import JobSections
 
 from .heartbeat import HangWatch, laggards, read_heartbeats
 from .nodes import start_workers
@@ -47,7 +47,7 @@ class Ended:
 class Attempt:
     """Start the workers with `start`, then `watch` until they are gone."""
 
-    def __init__(self, job: SupervisedJob, number: int, stop: StopSignals):
+    def __init__(self, job: JobSections, number: int, stop: StopSignals):
         self.job, self.number, self.stop = job, number, stop
         self.heartbeats = job.run / "heartbeats"
         self.logs = job.run / "logs" / f"start-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from records.events import CRASHED, DONE, STOPPED, UNCLEAN, read_events
-from records.job import SupervisedJob, read_job
+from records.job import JobSections, read_job
 from train.supervise.__main__ import Supervisor, only_supervisor
 from train.supervise.attempt import Attempt
 from train.supervise.heartbeat import laggards
@@ -28,8 +28,8 @@ Life = tuple[int, int, str, int | None]  # code, step, reason, step of the check
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> SupervisedJob:
-    job = SupervisedJob()
+def job(tmp_path: Path) -> JobSections:
+    job = JobSections()
     job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir(parents=True)
@@ -37,7 +37,7 @@ def job(tmp_path: Path) -> SupervisedJob:
 
 
 @pytest.fixture
-def supervise(job: SupervisedJob, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """Run a supervisor whose starts live these lives: (its exit status, how many starts it made)."""
 
     def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def test_a_crash_is_started_again_until_done(supervise: Callable) -> None:
     assert supervise((CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), (DONE, 20, "end", 20)) == (DONE, 3)
 
 
-def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: SupervisedJob) -> None:
+def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: JobSections) -> None:
     crash: Life = (CRASHED, 7, "RuntimeError: x", None)
     assert supervise((CRASHED, 7, "", 5), crash, crash, crash, crash) == (CRASHED, 4)
     assert "without a newer checkpoint" in read_events(job.run)[-1]["text"]
@@ -82,7 +82,7 @@ def test_refused_settings_are_not_tried_again(supervise: Callable) -> None:
 
 
 @pytest.mark.parametrize(("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2)])
-def test_policies_after_a_refused_step(supervise: Callable, job: SupervisedJob, policy: Any, starts: int) -> None:
+def test_policies_after_a_refused_step(supervise: Callable, job: JobSections, policy: Any, starts: int) -> None:
     job.resilience.unclean_policy, job.resilience.skip_steps = policy, 3
     lives = ((UNCLEAN, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
     assert supervise(*lives) == (UNCLEAN if policy == "stop" else DONE, starts)
@@ -92,7 +92,7 @@ def test_policies_after_a_refused_step(supervise: Callable, job: SupervisedJob, 
         assert [entry["window"] for entry in json.loads(path.read_text())] == [[40, 48]]
 
 
-def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable, job: SupervisedJob) -> None:
+def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable, job: JobSections) -> None:
     job.resilience.unclean_policy = "rollback_and_skip"
     assert supervise((UNCLEAN, 12, "x", 10), (UNCLEAN, 12, "x", None), (DONE, 20, "end", 20)) == (DONE, 3)
     windows = [entry["window"] for entry in json.loads((job.run / "skip_sequences.json").read_text())]
@@ -100,7 +100,7 @@ def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable,
 
 
 def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
-    supervise: Callable, job: SupervisedJob, monkeypatch: pytest.MonkeyPatch
+    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preflight: Any = types.ModuleType("train.supervise.preflight")
     preflight.healthy_nodes = lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"})
@@ -112,14 +112,14 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
 
 
-def test_one_supervisor_a_run(job: SupervisedJob) -> None:
+def test_one_supervisor_a_run(job: JobSections) -> None:
     with only_supervisor(job), pytest.raises(ValueError, match="another supervisor"):
         only_supervisor(job)
     only_supervisor(job).close()
 
 
 def test_a_second_wish_kills_what_does_not_end(
-    job: SupervisedJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    job: JobSections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
     child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(tmp_path / "pid")
