@@ -20,7 +20,7 @@ from records.files import append_line, host_name, read_lines, write_atomically
 DONE = 0  # training.steps reached
 CRASHED = 1
 STOPPED = 85  # stopped on request with a checkpoint saved; start again to continue
-UNCLEAN = 86  # the guard refused a step; its batch is recorded in events.jsonl
+BAD_STEP = 86  # the guard refused a step; its batch is recorded in events.jsonl
 
 REASON_CHARS = 2000
 

@@ -18,9 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 from evals.watch import Watcher, check, only_watcher
 from records.events import STOPPED
-from records.job import Checkpoint, Job, JobSections, Training
+from records.job import Checkpoint, Evals, Job, JobSections, Training
 from tests.train.supervised import ROOT, arguments, environment
-from train.job_config import Evals
 
 STEPS = 4
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from data_mixtures.mixture import Mixture, valid_windows
 from laneformer import Laneformer, LaneformerConfig
 from records.files import append_line
-from train.metrics import Z_WINDOW, RunMetrics
-from train.source_losses import sequence_losses
-from train.statistics import RunningZ
+from train.guard import RunningZ
+from train.metrics import Z_WINDOW, RunMetrics, sequence_losses
 from train.validate import HeldOutValidator, deal_out
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,7 +191,7 @@ def test_one_rank_validates_and_resumes_the_same(run: Path, prepared_data: Path,
 def test_validation_off_the_logged_steps_is_refused() -> None:
     job: object = Section(validation=Section(freq=5), metrics=Section(log_freq=2))
     with pytest.raises(ValueError, match=r"freq = 5 is not a multiple of metrics.log_freq = 2"):
-        HeldOutValidator(job, 0, 1, None, (None, None), None)  # type: ignore[arg-type]
+        HeldOutValidator(job, 1, 0, None, None, None)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
@@ -254,7 +253,7 @@ def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Monk
         append_line(metrics.path, json.dumps({"step": step, "loss": loss, "grad_norm": 0.5}))
     with open(metrics.path, "a") as file:
         file.write('{"step": 5, "lo')
-    metrics.continue_after(3)
+    metrics.begin_attempt(attempt=2, step=3, tokens_before=0)
     assert list(metrics.loss_z.values) == [1.0, 2.5, 3.5]
     assert list(metrics.grad_norm_z.values) == [0.5] * 3
     assert metrics.last_logged_step == 3

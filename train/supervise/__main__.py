@@ -20,14 +20,14 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from records.checkpoints import newest_saved_step
-from records.events import CRASHED, DONE, STOPPED, UNCLEAN, record_event
+from records.events import BAD_STEP, CRASHED, DONE, STOPPED, record_event
 from records.job import JobSections, read_job
 
 from ..skips import add_windows, read_skip_list, windows_of
 from .attempt import Attempt, Ended
 from .signals import StopSignals
 
-MEANING = {DONE: "done", STOPPED: "stopped", UNCLEAN: "unclean step"}
+MEANING = {DONE: "done", STOPPED: "stopped", BAD_STEP: "bad step"}
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
 console = Console(highlight=False)
 
@@ -54,8 +54,8 @@ class Supervisor:
                 return DONE
             if self.stop.asked:
                 return STOPPED
-            if ended.code == UNCLEAN and not self.roll_back(ended):
-                return UNCLEAN
+            if ended.code == BAD_STEP and not self.roll_back(ended):
+                return BAD_STEP
             if self.hopeless(ended):
                 return CRASHED
             self.pause()

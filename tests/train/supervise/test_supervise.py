@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from records.events import CRASHED, DONE, STOPPED, UNCLEAN, read_events
+from records.events import BAD_STEP, CRASHED, DONE, STOPPED, read_events
 from records.job import JobSections, read_job
 from train.supervise.__main__ import Supervisor, only_supervisor
 from train.supervise.attempt import Attempt
@@ -84,8 +84,8 @@ def test_refused_settings_are_not_tried_again(supervise: Callable) -> None:
 @pytest.mark.parametrize(("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2)])
 def test_policies_after_a_refused_step(supervise: Callable, job: JobSections, policy: Any, starts: int) -> None:
     job.resilience.unclean_policy, job.resilience.skip_steps = policy, 3
-    lives = ((UNCLEAN, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
-    assert supervise(*lives) == (UNCLEAN if policy == "stop" else DONE, starts)
+    lives = ((BAD_STEP, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
+    assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
     path = job.run / "skip_sequences.json"
     assert path.is_file() == (policy == "rollback_and_skip")
     if path.is_file():  # steps 11 and 12: step 10 is in the checkpoint
@@ -94,7 +94,7 @@ def test_policies_after_a_refused_step(supervise: Callable, job: JobSections, po
 
 def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable, job: JobSections) -> None:
     job.resilience.unclean_policy = "rollback_and_skip"
-    assert supervise((UNCLEAN, 12, "x", 10), (UNCLEAN, 12, "x", None), (DONE, 20, "end", 20)) == (DONE, 3)
+    assert supervise((BAD_STEP, 12, "x", 10), (BAD_STEP, 12, "x", None), (DONE, 20, "end", 20)) == (DONE, 3)
     windows = [entry["window"] for entry in json.loads((job.run / "skip_sequences.json").read_text())]
     assert windows == [[44, 48], [48, 52]]
 
