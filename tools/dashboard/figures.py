@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ AXES = {  # name -> key of a row or record, title
 BUTTONS = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}, "x": 1,
            "xanchor": "right"}  # fmt: skip
 TROUBLE = re.compile(
-    "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quarantine|roll|lost|bad|stop|error|exit"
+    "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quaran|roll|lost|bad|stop|error|exit"
 )
 SHAPE = {"xref": "x", "yref": "paper", "y0": 0, "layer": "below"}
 LABEL = {"yref": "paper", "showarrow": False}
@@ -70,11 +70,8 @@ MACHINE = (
     Panel("Waiting for checkpoints", "s", ("checkpoint_s",), 81, ".2f"),
     Panel("Peak memory", "GiB", ("memory_gib",), 81, ".2f"),
 )
-LOOKS: dict[str, dict[str, Any]] = {
-    "loss": {"opacity": 0.3},
-    "smooth_loss": {"line_width": 2.4},
-    "lr": {"line_width": 1.8, "line_color": NEUTRAL},
-}
+FAINT, BOLD, PLAIN = {"opacity": 0.3}, {"line_width": 2.4}, {"line_width": 1.8, "line_color": NEUTRAL}
+LOOKS: dict[str, dict[str, Any]] = {"loss": FAINT, "smooth_loss": BOLD, "lr": PLAIN}
 
 
 # curves
@@ -167,10 +164,7 @@ def half_life_rows(run: Run) -> float:
 
 
 def smooth_losses(run: Run) -> None:
-    """Set `smooth_loss` of all rows that count, phase by phase, and to None in the others."""
-    for stretch in run.stretches:
-        for row in stretch.rows:
-            row["smooth_loss"] = None
+    """Set `smooth_loss` of all rows that count, phase by phase."""
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         for row, mean in zip(rows, smooth([row["loss"] for row in rows], half_life_rows(run)), strict=True):
@@ -198,9 +192,8 @@ def training_figure(run: Run) -> go.Figure:
     """Loss with validation and events, learning rate, gradient norm and speed over one axis of steps or tokens."""
     figure = go.Figure(layout=PLOT)
     dropped: dict[str, Any] = {"width": 1.2, "line_dash": "dot", "opacity": 0.6, "hoverinfo": "skip"}
-    for stretch in (stretch for stretch in run.stretches if not stretch.kept):
-        rows = _sampled(run, stretch.rows, TRAINING)
-        figure.add_trace(curve(points(rows, "loss"), _tint(run, stretch), **dropped))
+    for tint, rows in _sampled(run, TRAINING, kept=False):
+        figure.add_trace(curve(points(rows, "loss"), tint, **dropped))
     _draw_panels(figure, run, TRAINING)
     validated = [row for row in run.kept_rows if row["valid_loss"] is not None]
     for phase in run.phases:  # another mixture has another validation loss: no line from one to the next
@@ -229,29 +222,25 @@ def attempts_of(run: Run) -> list[tuple[str, int]]:
     return list(dict.fromkeys((s.phase, s.attempt) for s in run.stretches))
 
 
-def _tint(run: Run, stretch: Any) -> str:
-    return colour(attempts_of(run).index((stretch.phase, stretch.attempt)))
-
-
-def _sampled(run: Run, rows: Rows, panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    buckets = math.ceil(BUCKETS * len(rows) / sum(len(s.rows) for s in run.stretches))
-    return [rows[i] for i in sample(rows, buckets, panels)]
+def _sampled(run: Run, panels: Sequence[Panel], kept: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(colour, rows to draw) of every stretch that counts, or of those that do not."""
+    attempts, total = attempts_of(run), sum(len(s.rows) for s in run.stretches)
+    for s in (s for s in run.stretches if s.kept == kept):
+        chosen = sample(s.rows, math.ceil(BUCKETS * len(s.rows) / total), panels)
+        yield colour(attempts.index((s.phase, s.attempt))), [s.rows[i] for i in chosen]
 
 
 def _draw_panels(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
     """The curves of all panels, attempt by attempt, their axes and titles, and what the hover box says."""
     drawn: list[dict[str, Any]] = []
-    for stretch in run.stretches:
-        if not stretch.kept:
-            continue
-        rows = _sampled(run, stretch.rows, panels)
-        joined = [row for row in drawn[-1:] if row["phase"] == stretch.phase]  # a restart leaves no gap in the curve
+    for tint, rows in _sampled(run, panels, kept=True):
+        joined = [row for row in drawn[-1:] if row["phase"] == rows[0]["phase"]]  # a restart leaves no gap
         for axis, panel in enumerate(panels, start=1):
             for key in panel.keys:
                 line = points([*joined, *rows], key)
                 if any(value is not None for _, value in line):
                     look = {"yaxis": f"y{axis}", "hoverinfo": "skip", **LOOKS.get(key, {})}
-                    figure.add_trace(curve(line, _tint(run, stretch), 1.2, **look))
+                    figure.add_trace(curve(line, tint, 1.2, **look))
         drawn += rows
     key, axis = ("loss", 1) if panels[0].keys[0] == "loss" else ("zero", len(panels))
     texts = [_hover_text(row, panels) for row in drawn]
