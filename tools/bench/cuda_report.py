@@ -97,7 +97,7 @@ def correctness_section(result: Report, steps: Report) -> str:
         f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
         f"(a tie below {p['tie']:.2e})."
         for version in ("persistent", "graph")
-        for p in result.get(version, {}).get("greedy", {}).get("parted", ())
+        for p in result.get(version, {}).get("greedy", {}).get("diverged", ())
     ]
     faults = [(name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()]
     parts.append(table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults))

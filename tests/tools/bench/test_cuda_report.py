@@ -15,7 +15,7 @@ DEPTH = {
     "bytes_per_token": 4_443_340_800, "percent_of_probe": 91.0, "percent_of_datasheet": 83.3,
     "exposed_us_per_layer": 7.1, "prefill_tokens_per_s": 50_000.0, "ttft_s": 0.04, "version": "persistent",
 }  # fmt: skip
-GREEDY = {"prompts": 8, "same": 7, "parted": [{"prompt": 3, "token": 9, "lead": 1e-4, "tie": 2e-3}]}
+GREEDY = {"prompts": 8, "same": 7, "diverged": [{"prompt": 3, "token": 9, "lead": 1e-4, "tie": 2e-3}]}
 VERSION = {"relative_error": 1e-3, "kl": 1e-6, "worst": 1e-3, "holds": True, "greedy": GREEDY, "differing_runs": 0}
 RECORDED: dict[str, Any] = {
     "machine": {"gpu": "NVIDIA H200", "multiprocessors": 132, "l2_bytes": 50 << 20, "memory_bytes": 141 << 30},
