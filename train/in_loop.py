@@ -1,8 +1,8 @@
-"""`evals.in_loop`: the job evaluates its own checkpoints, for a small run without a core or GPU to spare for a watcher.
+"""`evals.in_loop`: the job evaluates its own checkpoints, for small runs without a core or GPU to spare for a watcher.
 
-Rank 0 starts `python -m evals.watch --run RUN --once` and all ranks wait for its end, in a group of their own: the
-other groups give up after comm.train_timeout_seconds, which is meant for a step. What fails costs the figures, not the
-job, and like all that has no record it is tried again at the next evaluation.
+Rank 0 starts `python -m evals.watch --run RUN --once` and all ranks wait for its end, in a process group of their own:
+the other groups time out after comm.train_timeout_seconds, which is meant for a step. A failed evaluation does not stop
+the job; it is retried at the next one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .supervise import signals
 
 POLL_S = 0.2
 END_S = 30.0  # between asking an evaluation to end and ending it
-# what torchrun and wandb tell this process of itself; an evaluation is no worker, and may use all cores
+# variables of torchrun and wandb that would make the evaluation a worker, or limit its threads
 OF_A_WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "WANDB_SERVICE")
 
@@ -81,7 +81,7 @@ class InLoop:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to end, with what it has started, and see that it does."""
+    """SIGTERM, then SIGKILL after END_S."""
     process.terminate()
     try:
         process.wait(END_S)
