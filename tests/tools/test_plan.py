@@ -32,7 +32,7 @@ COMMANDS = {
 # all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
 RUN = """
 import contextlib, io, json, sys
-from tools.plan import main
+from tools.plan.__main__ import main
 seen = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     out, err, code = io.StringIO(), io.StringIO(), 0
