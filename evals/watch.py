@@ -3,14 +3,14 @@
     python -m evals.watch --job.config_file configs/phase1.toml [--cpus 28-31] [--gpu 7] [--section.key value ...]
     python -m evals.watch --run runs/phase1 --once        (evaluate what is there, then exit)
 
-Every complete checkpoint that `[evals]` selects is exported as a Hugging Face folder, and each command of `[evals]` runs
-on it. A command writes its records to a file of its own; the watcher appends them to RUN/evals.jsonl in one write, with
+Every complete checkpoint that `[evals]` selects is exported as a Hugging Face folder, on which each of its commands
+runs. A command writes its records to a file of its own; the watcher appends them to RUN/evals.jsonl in one write, with
 the command line and the checkpoint's time. Those records are the only state: a restarted watcher continues where
 evals.jsonl ends, and a step that was trained again after a rollback is evaluated again. wandb and TensorBoard get the
 same figures if `[metrics]` enables them (evals.trackers).
 
-Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in RUN/logs/evals,
-the next start retries it) or `[evals]` cannot run; 85 when asked to stop.
+Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
+RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.
 """
 
 from __future__ import annotations
