@@ -115,7 +115,7 @@ def training_cards(run: Run) -> str:
 
 
 def training_caption(run: Run) -> str:
-    logged = sum(len(s.rows) for s in run.stretches)
+    logged = sum(len(s.rows) for s in run.segments)
     again, half_life = logged - len(run.kept_rows), figures.half_life_rows(run)
     parts = {
         f"{logged:,} logged steps; bold is the exponential mean (half-life {half_life:.3g} logged steps), faint the "
