@@ -40,6 +40,12 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     return read_lines(run / "events.jsonl")
 
 
+def next_attempt(run: Path) -> int:
+    """The number of the attempt that starts now: 1 for the first, else one more than attempts.jsonl has lines."""
+    path = run / "attempts.jsonl"
+    return 1 + (len(path.read_bytes().splitlines()) if path.is_file() else 0)
+
+
 def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) -> None:
     """Leave RUN/outcome.json. The first word of an attempt stands: what other ranks say later are consequences."""
     before = read_outcome(run)

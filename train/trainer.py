@@ -20,7 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from records.events import BAD_STEP, DONE, STOPPED, crash_on_record, record_event, write_outcome
+from records.events import BAD_STEP, DONE, STOPPED, crash_on_record, next_attempt, record_event, write_outcome
 from records.files import write_atomically
 
 from .checkpoint import PhaseCheckpointManager
@@ -28,7 +28,7 @@ from .data import Batch
 from .guard import BadStep, Guard
 from .in_loop import InLoop
 from .metrics import loss_sums_by_source
-from .run_folder import count_attempts, open_run_folder, record_attempt
+from .run_folder import open_run_folder, record_attempt
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
 
@@ -41,7 +41,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
-        self.attempt = count_attempts(self.run) + 1
+        self.attempt = next_attempt(self.run)
         with crash_on_record(self.run, self.attempt, lambda: self.step):
             self._build(job_config)
 
@@ -210,7 +210,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def _after_step(self) -> None:
         self.heartbeat.beat(self.step)
         if self.first_step_of_process and self.step != 1:
-            # TorchTitan shortens the timeout after step 1 only, so a resumed job would keep the long one for ever
+            # TorchTitan shortens the timeout after step 1 only, so a resumed job would keep the long one
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.first_step_of_process = False

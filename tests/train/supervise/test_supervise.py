@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from threading import Timer
@@ -18,10 +17,10 @@ import pytest
 
 from records.events import BAD_STEP, CRASHED, DONE, STOPPED, read_events
 from records.job import JobSections, read_job
-from train.supervise.__main__ import Supervisor, only_supervisor
 from train.supervise.attempt import Attempt
 from train.supervise.heartbeat import laggards
 from train.supervise.signals import StopSignals
+from train.supervise.supervisor import Supervisor, only_supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
 Life = tuple[int, int, str, int | None]  # code, step, reason, step of the checkpoint that it saves
@@ -102,9 +101,10 @@ def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable,
 def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
     supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preflight: Any = types.ModuleType("train.supervise.preflight")
-    preflight.healthy_nodes = lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"})
-    monkeypatch.setitem(sys.modules, "train.supervise.preflight", preflight)
+    monkeypatch.setattr(
+        "train.supervise.supervisor.healthy_nodes",
+        lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"}),
+    )
     assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
     kinds = {e["kind"]: e for e in read_events(job.run)}
     assert kinds["supervisor_bad_node"]["node"] == "b"
