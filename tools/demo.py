@@ -51,7 +51,7 @@ def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ra
     run("-m", "tools.dashboard", str(out), "--out", str(out / "dashboard.html"))
     size = sum(path.stat().st_size for path in (out / "hf").glob("*.safetensors"))
     console.print(f"[bold]a sample[/bold] of a model of {size:,} bytes:")
-    console.print(sample, markup=False, highlight=False)
+    console.print(sample.strip(), markup=False, highlight=False)
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
     rest = {"hf_max_logit_diff": exported["hf_max_logit_diff"], "engine_matches_hf": matches, **measured}
     rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
