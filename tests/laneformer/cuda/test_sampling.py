@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine.cuda.compile import FOLDER
+from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import plan
-from laneformer.engine.cuda.params import Sampling
+from laneformer.engine.cuda.memory import Sampling
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_harness import SMALL, Emulated, small_config
 
@@ -43,7 +43,7 @@ class Sampler:
     def __init__(self, builds: Path):
         self.geometry = plan(small_config(vocab_size=VOCAB), "bf16", SMALL, warps=2)
         source = f'#define GRAPH 0\n{self.geometry.constants()}#include "cuda_sampler.cu"\n'
-        self.library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, builds)
+        self.library = cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
     def __call__(
         self, logits: np.ndarray, how: Sampling, count: int = COUNT, order: int = 0, first: int = 0
