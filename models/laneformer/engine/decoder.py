@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +14,15 @@ from typing import Protocol
 import numpy as np
 
 CUDA = "cuda"  # the `isa` of the decoder on GPUs
+
+
+class Sampling(ctypes.Structure):
+    """How a token is drawn, as both decoders take it (sampling.h: Sampling)."""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64), ("inverse_temperature", ctypes.c_float), ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float), ("top_k", ctypes.c_int),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,7 @@ class Request:
     reuse_prefix: bool = True  # start from what the KV cache still holds
     speculate: int = 0  # most draft tokens verified in one pass
     logprobs: int | None = None  # likeliest ids to record with each token; None: no log-probabilities at all
-    # sampling (sampling.h)
-    inverse_temperature: float = 0.0  # 0: greedy
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(top_p=1.0))  # greedy
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .decoder import Request
+from .decoder import Request, Sampling
 
 MOST_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
 MOST_LOGPROBS = 100
@@ -99,7 +99,13 @@ class GenerationOptions:
         return Request(
             prompts,
             **{name: getattr(self, name) for name in same - {"logit_bias", "stop_ids", "logprobs"}},
-            inverse_temperature=0.0 if greedy else 1 / self.temperature,
+            sampling=Sampling(
+                seed=self.seed,
+                inverse_temperature=0.0 if greedy else 1 / self.temperature,
+                top_p=max(self.top_p, float(np.finfo(np.float32).tiny)),  # not rounded to 0
+                min_p=self.min_p,
+                top_k=self.top_k,
+            ),
             logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
             stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
             logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),

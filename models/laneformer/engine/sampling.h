@@ -47,6 +47,8 @@ struct Sampling {
   // of a token beside the likeliest one, whose logit is `top`
   DEVICE float weight(float logit, float top) const { return expf((logit - top) * inverse_temperature); }
 
+  DEVICE bool keeps(float logit, float top) const { return weight(logit, top) >= min_p; }
+
   // `position`: of the token that was read last, counted from the start of the text
   DEVICE float score(float logit, int position, int token) const {
     if (greedy()) return logit;

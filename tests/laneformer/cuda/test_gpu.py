@@ -18,8 +18,8 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine, device
-from laneformer.engine.cuda.memory import Sampling
 from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
+from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda.cuda_stand_ins import gpu_of
 from tests.laneformer.engine.engine_assets import byte_tokenizer, write_folder
 from tools.check.cuda import check, check_faults, reference, score, scored_length

@@ -15,8 +15,9 @@ import torch
 
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry, Matrix, plan
-from laneformer.engine.cuda.memory import Report, Sampling, Weights, decode_structure
+from laneformer.engine.cuda.memory import Report, Weights, decode_structure
 from laneformer.engine.cuda.tape import pack, tape_starts, unpack
+from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_shapes import SHAPES, Shape, drawn
 

@@ -14,7 +14,6 @@ from ...config import HEAD, LaneformerConfig
 from ..decoder import CUDA, Request
 from ..folder import Tensor
 from .geometry import DTYPES, MOST_STOPS
-from .memory import Sampling
 from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder
 
@@ -99,8 +98,7 @@ class CudaDecoder:
         r = self._request
         ids = r.prompts[len(self._outputs)]
         room = self.gpu.config.max_position_embeddings - len(ids) + 1
-        sampling = Sampling(*(getattr(r, name) for name, _ in Sampling._fields_))
-        self.gpu.start(ids, min(r.max_new_tokens, room), r.stop_ids, sampling, r.reuse_prefix)
+        self.gpu.start(ids, min(r.max_new_tokens, room), r.stop_ids, r.sampling, r.reuse_prefix)
         self._outputs.append([])
         self._running = True
 

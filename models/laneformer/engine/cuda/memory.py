@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...config import HEAD, NORMS, LaneformerConfig
+from ..decoder import Sampling
 from ..folder import STORED_TYPES, Tensor, rope_tables
 from .geometry import DTYPES, MOST_STOPS, Geometry
 from .tape import LaneMatrix, pack, tape_starts
@@ -27,15 +28,6 @@ class Weights(ctypes.Structure):
     """Device pointers to what a device holds of the model (decode.cuh: Weights)."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "embedding", "norms", "rope", "kv")]
-
-
-class Sampling(ctypes.Structure):
-    """How a token is chosen (sampling.h: Sampling)."""
-
-    _fields_ = [
-        ("seed", ctypes.c_uint64), ("inverse_temperature", ctypes.c_float), ("top_p", ctypes.c_float),
-        ("min_p", ctypes.c_float), ("top_k", ctypes.c_int),
-    ]  # fmt: skip
 
 
 class Report(ctypes.Structure):
@@ -132,7 +124,7 @@ class DeviceMemory:
             setattr(p, name, getattr(self, name).data_ptr())
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
         p.logits = None if logits is None else logits.data_ptr()
-        p.sampling = sampling or Sampling(0, 0.0, 1.0, 0.0, 0)
+        p.sampling = sampling or Sampling(top_p=1.0)
         p.limit_ns, p.epoch, p.device, p.first_lane = int(limit_s * 1e9), self.epoch, self.index, self.first_lane
         p.position, p.prompt_count, p.max_tokens, p.stop_count = position, len(prompt), max_tokens, len(ids)
         p.stops[: len(ids)] = ids

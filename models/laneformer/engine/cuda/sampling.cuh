@@ -1,7 +1,7 @@
 // The choice of a token on the GPU (the rule: sampling.h). Without filters a draw needs no more than greedy decoding
 // does: every block publishes its best score.
 //
-// top-k, top-p and min-p are each a threshold for the logit. One block finds it by bisection over the bits of an
+// The filters are thresholds for the logit. One block finds it by bisection over the bits of an
 // ordered key, all logits in registers. Logits that are equal to the threshold stay, all of them.
 #pragma once
 #include "sampling.h"
@@ -79,7 +79,7 @@ DEVICE_CALL int draw(Sampling sampling, const Word* words, uint32_t epoch, int p
 #pragma unroll 1
   for (int token = thread_index(); token < kAll; token += kThreads) {
     const float logit = load_word(words + token).value;
-    if (key_of(logit) >= least && sampling.weight(logit, top) >= sampling.min_p)
+    if (key_of(logit) >= least && sampling.keeps(logit, top))
       best = better(best, {sampling.score(logit, position, token), token});
   }
   return best_of_block(best, candidates).token;

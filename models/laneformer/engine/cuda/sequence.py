@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ...config import MODULES, Join, LaneformerConfig
+from ..decoder import Sampling
 from ..folder import Tensor
 from .geometry import Geometry, plan
 from .launch import Kernels, describe
-from .memory import EXCHANGES, DeviceMemory, Sampling
+from .memory import EXCHANGES, DeviceMemory
 from .prefill import DeviceCache, plain_model, prefill, streams
 
 IN_KERNEL_TOKENS = 8  # prompts up to this length are read by the decode kernel itself

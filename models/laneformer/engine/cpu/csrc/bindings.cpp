@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -76,9 +77,10 @@ ModelSpec spec_from(nb::dict d) {
 SamplingOptions sampling_from(nb::handle r) {
   const auto number = [&](const char* name) { return nb::cast<double>(r.attr(name)); };
   SamplingOptions s;
-  s.draw.seed = nb::cast<uint64_t>(r.attr("seed")), s.draw.top_k = nb::cast<int>(r.attr("top_k"));
-  s.draw.inverse_temperature = static_cast<float>(number("inverse_temperature"));
-  s.draw.top_p = static_cast<float>(number("top_p")), s.draw.min_p = static_cast<float>(number("min_p"));
+  const nb::object sampling = r.attr("sampling");  // decoder.py's Sampling is this very structure
+  const nb::bytes draw{nb::handle(sampling)};
+  if (draw.size() != sizeof s.draw) throw std::invalid_argument("sampling is not a Sampling");
+  std::memcpy(&s.draw, draw.data(), sizeof s.draw);
   s.repetition_penalty = number("repetition_penalty"), s.frequency_penalty = number("frequency_penalty");
   s.presence_penalty = number("presence_penalty");
   s.min_new_tokens = nb::cast<int>(r.attr("min_new_tokens"));
@@ -103,6 +105,21 @@ Request request_from(nb::handle r) {
   request.compare_barriers = nb::cast<bool>(r.attr("compare_barriers"));
   return request;
 }
+
+}  // namespace
+
+template <>
+struct nanobind::detail::type_caster<Request> {
+  NB_TYPE_CASTER(Request, const_name("Request"))
+  bool from_python(handle source, uint8_t, cleanup_list*) noexcept try {
+    value = request_from(source);
+    return true;
+  } catch (...) {  // a field is missing, or of another type: a TypeError
+    return false;
+  }
+};
+
+namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
                const std::string& isa, bool bf16_math, std::vector<int> cpus) {
@@ -153,12 +170,6 @@ void map_part(Decoder& decoder, int index, Bytes data) {
   expect_part(decoder, index);
   expect_values(data, DType::bf16, decoder.part_bytes(index) / 2, "part");
   decoder.map_part(index, data.data());
-}
-
-void start(Decoder& decoder, nb::handle request) {
-  Request given = request_from(request);
-  nb::gil_scoped_release release;  // a new KV cache may have to be mapped
-  decoder.start(std::move(given));
 }
 
 nb::tuple poll(Decoder& decoder, size_t from, double timeout_s, bool until_done) {
@@ -226,7 +237,7 @@ NB_MODULE(_core, m) {
       .def("part", &part, "index"_a)
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
       .def_prop_ro("parts", &Decoder::parts)
-      .def("start", &start, "request"_a)
+      .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
       .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
       .def("cancel", &Decoder::cancel)
       .def("outputs", &Decoder::outputs)

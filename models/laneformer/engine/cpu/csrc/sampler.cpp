@@ -85,7 +85,7 @@ const float* Sampler::adjusted(const float* logits) {
   return logits_.data();
 }
 
-// The least logit that top-k, top-p and min-p leave; `top` is the largest one.
+// The least logit that top-k and top-p leave; `top` is the largest one.
 float Sampler::threshold(const float* logits, float top) {
   const Sampling& draw = options_.draw;
   sorted_.clear();
@@ -119,7 +119,7 @@ int Sampler::choose(const float* raw, int position) {
   for (int id = 0; id < vocab_; ++id) {
     // most tokens are so unlikely that no noise could make them win: they need no random number
     if (!(logits[id] >= least) || logits[id] * draw.inverse_temperature + kMostNoise < chosen.score) continue;
-    if (draw.min_p > 0.0f && draw.weight(logits[id], top) < draw.min_p) continue;
+    if (draw.filters() && !draw.keeps(logits[id], top)) continue;
     chosen = better(chosen, {draw.score(logits[id], position, id), id});
   }
   return chosen.token;

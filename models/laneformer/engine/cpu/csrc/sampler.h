@@ -4,7 +4,7 @@
 //   2. frequency and presence penalty (OpenAI's): ids of the output; logit - frequency * count - presence
 //   3. logit bias, added
 //   4. stop ids are impossible before min_new_tokens
-//   5. the draw (sampling.h): greedy, or temperature, top-k, top-p and min-p
+//   5. the draw (sampling.h): greedy, or from the softmax at a temperature, filtered
 #pragma once
 #include <math.h>
 
