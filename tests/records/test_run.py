@@ -30,8 +30,8 @@ def test_a_resumed_attempt_replaces_the_steps_it_runs_again(tmp_path: Path) -> N
     first, second = [row(s, 1) for s in (10, 20, 30, 40)], [row(s, 2) for s in (25, 35, 45)]
     write_rows(tmp_path, first + second)
     assert kept(tmp_path) == [(10, 1), (20, 1), (25, 2), (35, 2), (45, 2)]
-    stretches = [(s.attempt, s.kept, len(s.rows)) for s in read_run(tmp_path).stretches]
-    assert stretches == [(1, True, 2), (1, False, 2), (2, True, 3)]
+    segments = [(s.attempt, s.kept, len(s.rows)) for s in read_run(tmp_path).segments]
+    assert segments == [(1, True, 2), (1, False, 2), (2, True, 3)]
 
 
 def test_a_roll_back_within_an_attempt_counts_like_a_restart(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_mixtures import mixture, shards
+from data_mixtures import mixture
 from tools.bench import harness
 from tools.bench.harness import Candidate, Result, alternate, table
 from tools.bench.loader_baselines import BATCH, INSTALL, LOADERS, MOSAIC_FOLDER, worst_deviation
+from tools.bench.synthetic_data import write_lock
 
 WEIGHTS = {"web": 6320, "code": 2100, "math": 630, "multilingual": 500, "qa": 450}
 BARE = "Mixture.sequences"  # without threads, so there is nothing to stall or to resume
@@ -96,27 +97,15 @@ def compare(options: Options, console: Any) -> Result:
 def write_data(data: Path, options: Options) -> None:
     """Shards with manifests and a lock; a Parquet file per source; one of all in the mixture's order for torchtitan."""
     total, generator = sum(WEIGHTS.values()), np.random.default_rng(1)
-    entries = []
-    for name, weight in WEIGHTS.items():
+    tokens = {}
+    for index, (name, weight) in enumerate(WEIGHTS.items()):
         windows = -(-options.windows * weight // total) + 1
-        tokens = generator.integers(3, VOCAB_SIZE, windows * options.seq_len + 1, dtype=np.uint16)
-        folder = data / name
-        folder.mkdir()
-        layout = shards.Layout(seed=1, seq_len=options.seq_len, windows_per_shard=8192, valid_per_10000=1)
-        one_document = np.array([len(tokens)], dtype=np.uint32), np.zeros(1, dtype=np.uint64)
-        written = shards.write_train(folder, tokens, *one_document, layout)
-        held_out = shards.write_windows(folder / shards.VALID, tokens[: options.seq_len + 1], options.seq_len)
-        manifest = {"format": shards.FORMAT, "category": name, "seq_len": options.seq_len, "tokenizer_sha256": "",
-                    "vocab_size": VOCAB_SIZE, **written, "valid": held_out}  # fmt: skip
-        shards.write_json(folder / shards.MANIFEST, manifest)
-        entries.append({"name": name, "category": name, "weight": weight, "windows": windows, "epoch_cap": 10**9,
-                        "manifest_sha256": shards.manifest_sha256(folder)})  # fmt: skip
-        rows = np.lib.stride_tricks.sliding_window_view(tokens, options.seq_len + 1)[:: options.seq_len]
-        write_rows(data / f"{name}.parquet", rows, np.full(windows, len(entries) - 1))
-    lock = {"format": shards.FORMAT, "phase": "phase1", "seed": 1, "seq_len": options.seq_len, "sources": entries,
-            "packing": mixture.PACKING, "tokenizer_sha256": "", "vocab_size": VOCAB_SIZE}  # fmt: skip
-    shards.write_json(data / "phase1.lock.json", {**lock, "fingerprint": mixture.fingerprint(lock)})
-    write_rows(data / "mixed.parquet", *mixture.Mixture.open(data / "phase1.lock.json").sequences(0, options.windows))
+        count = (windows + 1) * options.seq_len + 1
+        tokens[name] = generator.integers(3, VOCAB_SIZE, count, dtype=np.uint16)
+        rows = np.lib.stride_tricks.sliding_window_view(tokens[name], options.seq_len + 1)[:: options.seq_len]
+        write_rows(data / f"{name}.parquet", rows[:windows], np.full(windows, index))
+    lock = write_lock(data, tokens, WEIGHTS, options.seq_len, VOCAB_SIZE, windows_per_shard=8192)
+    write_rows(data / "mixed.parquet", *mixture.Mixture.open(lock).sequences(0, options.windows))
 
 
 def write_rows(path: Path, tokens: np.ndarray, sources: np.ndarray) -> None:

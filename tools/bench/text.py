@@ -35,7 +35,7 @@ import tokenizers
 
 from data_mixtures import recipe, tokenizer
 from data_mixtures.recipe import TokenizerTraining
-from data_mixtures.stages import decontaminate, filter, stage, tokenize_units
+from data_mixtures.stages import decontaminate, filter, stage, tokenize
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from tools.bench import harness
 from tools.bench.harness import Result, alternate, table, version
@@ -153,14 +153,14 @@ def rates(candidates: dict[str, Candidate], amount: float, rounds: int) -> dict[
 
 def filtering(texts: Corpus, passages: list[str], rounds: int, folder: Path) -> dict[str, float]:
     """MB per CPU second: the stage from Parquet to Parquet, with and without benchmarks, and the search alone."""
-    raw, result = folder / filter.RAW, folder / filter.DOCUMENTS
+    raw, result = folder / stage.RAW, folder / stage.DOCUMENTS
     pq.write_table(pa.table({"text": texts.timed}), raw, compression="zstd")
     benchmark = decontaminate.Benchmark("cut", len(passages), len(passages), {})
     index = decontaminate.Index((benchmark,), decontaminate.build([[text] for text in passages]))
     grams = {gram for text in passages for gram in plain_grams(text)}
 
     def stage_with(held: decontaminate.Index | None) -> None:
-        kept = filter.Sieve(1, MAX_CHARS, held)
+        kept = filter.DocumentFilter(1, MAX_CHARS, held)
         filter.write(result, (kept.kept(batch) for batch in filter.raw_texts(raw, "text")))
 
     candidates: dict[str, Candidate] = {
@@ -221,13 +221,13 @@ def our_stage(folder: Path, texts: Corpus, model: Path) -> Callable[[], Any]:
     out, unit = folder / "data", stage.Unit(SOURCE, 0)
     filtered = stage.unit_folder(out, filter.Filter.name, unit)
     filtered.mkdir(parents=True, exist_ok=True)
-    filter.write(filtered / filter.DOCUMENTS, [[text.encode() for text in texts.timed]])
+    filter.write(filtered / stage.DOCUMENTS, [[text.encode() for text in texts.timed]])
     (filtered / stage.RECEIPT).write_text("{}")
-    shutil.copy(model, out / tokenize_units.TOKENIZER)
+    shutil.copy(model, out / tokenize.TOKENIZER)
     (out / "result").mkdir(exist_ok=True)
     source = recipe.LocalSource(SOURCE, "web", ())
-    wanted = recipe.Recipe(1, 4096, 1, 1, 1, 1, out / tokenize_units.TOKENIZER, (source,), {})
-    return lambda: tokenize_units.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
+    wanted = recipe.Recipe(1, 4096, 1, 1, 1, 1, out / tokenize.TOKENIZER, (source,), {})
+    return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
 
 
 def datatrove(folder: Path, plain: tokenizers.Tokenizer) -> Callable[[], Any]:
@@ -240,7 +240,7 @@ def datatrove(folder: Path, plain: tokenizers.Tokenizer) -> Callable[[], Any]:
     path = folder / "plain.json"
     path.write_text(plain.to_str())
     documents = folder / "data" / filter.Filter.name / SOURCE / "unit-00000"
-    reader = ParquetReader(str(documents), glob_pattern=filter.DOCUMENTS, read_metadata=False)
+    reader = ParquetReader(str(documents), glob_pattern=stage.DOCUMENTS, read_metadata=False)
     writer = DocumentTokenizer(str(folder / "datatrove"), str(path), eos_token="</s>", seed=1)
     return lambda: writer.run(reader.run())
 

@@ -41,8 +41,6 @@ TRAINING: Chain = [
 DECODE: Chain = [
     ("models/laneformer/engine/engine.py", "Engine.generate", "_start"),
     ("models/laneformer/engine/engine.py", "Engine._start", "decoder.start"),
-    ("models/laneformer/engine/cpu/csrc/bindings.cpp", "start", "submit"),
-    ("models/laneformer/engine/cpu/csrc/bindings.cpp", "submit", "start"),
     ("models/laneformer/engine/cpu/csrc/requests.cpp", "Decoder::start", "serve"),
     ("models/laneformer/engine/cpu/csrc/decoder.cpp", "Decoder::serve", ""),
 ]

@@ -115,7 +115,7 @@ def training_cards(run: Run) -> str:
 
 
 def training_caption(run: Run) -> str:
-    logged = sum(len(s.rows) for s in run.stretches)
+    logged = sum(len(s.rows) for s in run.segments)
     again, half_life = logged - len(run.kept_rows), figures.half_life_rows(run)
     parts = {
         f"{logged:,} logged steps; bold is the exponential mean (half-life {half_life:.3g} logged steps), faint the "
@@ -190,7 +190,7 @@ def decode_card(run: Run) -> str:
         caption += " Above 100 %, weights come from the processor's caches, which the probe's buffer does not fit into."
     columns = [decode_figures(record) for record in records]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return card("Decode speed", table(("", *map(decode_setting, records)), rows), caption)
+    return card("Decode speed", table(("", *map(decode_setting, records)), rows, "wrap"), caption)
 
 
 def decode_setting(record: dict[str, Any]) -> str:

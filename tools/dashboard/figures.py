@@ -219,13 +219,13 @@ def machine_figure(run: Run) -> go.Figure:
 
 def attempts_of(run: Run) -> list[tuple[str, int]]:
     """(phase, attempt) in the order of the run: the place of an attempt is its colour."""
-    return list(dict.fromkeys((s.phase, s.attempt) for s in run.stretches))
+    return list(dict.fromkeys((s.phase, s.attempt) for s in run.segments))
 
 
 def _sampled(run: Run, panels: Sequence[Panel], kept: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(colour, rows to draw) of every stretch that counts, or of those that do not."""
-    attempts, total = attempts_of(run), sum(len(s.rows) for s in run.stretches)
-    for s in (s for s in run.stretches if s.kept == kept):
+    """(colour, rows to draw) of every segment that counts, or of those that do not."""
+    attempts, total = attempts_of(run), sum(len(s.rows) for s in run.segments)
+    for s in (s for s in run.segments if s.kept == kept):
         chosen = sample(s.rows, math.ceil(BUCKETS * len(s.rows) / total), panels)
         yield colour(attempts.index((s.phase, s.attempt))), [s.rows[i] for i in chosen]
 
@@ -308,8 +308,8 @@ def event_text(group: Rows) -> str:
 
 
 def restarts(run: Run) -> Rows:
-    """The first row of every stretch that continues a phase after a restart or a step back."""
-    pairs = [(a, b) for a, b in pairwise(run.stretches) if a.phase == b.phase]
+    """The first row of every segment that continues a phase after a restart or a step back."""
+    pairs = [(a, b) for a, b in pairwise(run.segments) if a.phase == b.phase]
     return [b.rows[0] for a, b in pairs if a.attempt != b.attempt or b.rows[0]["step"] <= a.rows[-1]["step"]]
 
 

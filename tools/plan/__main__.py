@@ -52,7 +52,7 @@ class Options:
     restart_minutes: float = 10
     """Minutes from a failure to the first step of the next attempt."""
     mixture: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="TOML")] = ()
-    """Mixture recipes, one a job file; default: data_mixtures/ NAME-OF-THE-JOB-FILE, or the job's lock if it exists."""
+    """Mixture recipes, one a job file; default: the job's lock, or data_mixtures/NAME.toml for data/NAME/."""
     dry_run: bool = False
     """Also take one step of each job with a fake network of all GPUs."""
     json: bool = False
@@ -144,7 +144,8 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
 
 def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Result]:
     """Name, category, weight and expected tokens (None: unknown) of each source; empty where no mixture is known."""
-    lock, beside = Path(titan_job.mixture.lock), ROOT / "data_mixtures" / path.name
+    lock = Path(titan_job.mixture.lock)
+    beside = ROOT / "data_mixtures" / f"{lock.parent.name}.toml"  # data/nemotron/phase1.lock.json: nemotron.toml
     if mixture is None and lock.is_file():
         locked = read_lock(lock)
         return [
