@@ -382,16 +382,17 @@ def sources_of(run: Run) -> list[str]:
 
 def sources_figure(run: Run) -> go.Figure:
     """Loss by source, smoothed (lines), and validation loss by source (diamonds)."""
-    curves, shown = [], list[float]()
+    curves, shown, sources, half_life = [], list[float](), sources_of(run), half_life_rows(run)
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         every = max(1, len(rows) // (2 * BUCKETS))
-        for index, name in enumerate(sources_of(run)):
-            losses = smooth([number(row["loss_by_source"].get(name)) for row in rows], half_life_rows(run))
-            line = [(row, float(f"{y:.6g}")) for row, y in zip(rows, losses, strict=True) if y is not None]
+        for index, name in enumerate(sources):
+            losses = smooth([number(row["loss_by_source"].get(name)) for row in rows], half_life)
+            line = [(row, y) for row, y in zip(rows, losses, strict=True) if y is not None]
+            line = [(row, float(f"{y:.6g}")) for row, y in (*line[::every], *line[-1:])]
             valid = [(row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None]
             look: dict[str, Any] = {"name": name, "line_dash": dash(index)}
-            curves.append(curve([*line[::every], *line[-1:]], colour(index), 1.8, **look))
+            curves.append(curve(line, colour(index), 1.8, **look))
             look |= {"name": f"{name}, validation", "opacity": 0.8}
             curves.append(curve(valid, colour(index), 0.8, "diamond", **look))
             shown += [*settled([y for _, y in line]), *sorted(y for _, y in valid)[:1]]
