@@ -52,7 +52,7 @@ def code_card(run: Run) -> str:
         ])  # fmt: skip
     head = ("set", "how", "problems × answers", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k base / plus",
             "control", "sandbox", "checkpoint")  # fmt: skip
-    return card("Code", table(head, rows)) if rows else ""
+    return card("Code", table(head, rows, "wrap")) if rows else ""
 
 
 def pass_at_k_text(point: Point) -> str:
