@@ -124,7 +124,7 @@ def test_refused_launch_leaves_nothing(
     run = tmp_path / "run"
     base = ("configs/debug_phase1.toml", "--run", str(run), "--nodes", "1", "--gpus-per-node", "1")
     for arguments, word in (
-        (("--training.stepps", "3"), "stepps"),
+        (("--training.stepps", "3", "--mixture.lock", str(prepared_data / "phase1.lock.json")), "stepps"),
         (("--mixture.lock", str(lock)), "does not match its own fingerprint"),
         (("--job.dump_folder", "elsewhere"), "--run"),
         (("--nodes", "0"), "--nodes is missing"),
