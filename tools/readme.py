@@ -80,9 +80,8 @@ def newest_with(found: list[Section], needed: str) -> Section:
 def fault_kinds(root: Path) -> list[str]:
     """The kinds of fault that one run of the fault tests goes through."""
     for node in ast.parse((root / FAULT_TESTS).read_text(encoding="utf-8")).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else None
-        if isinstance(target, ast.Name) and target.id == "FAULTS" and node.value is not None:  # type: ignore[union-attr]
-            return sorted({fault["kind"] for fault in ast.literal_eval(node.value)})  # type: ignore[union-attr]
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FAULTS" and node.value:
+            return sorted({fault["kind"] for fault in ast.literal_eval(node.value)})
     raise ValueError(f"{FAULT_TESTS} has no list FAULTS")
 
 
