@@ -38,13 +38,14 @@ def test_commands_and_links(page: Path) -> None:
 
 
 def exists(module: str) -> bool:
-    """Whether `python -m module` finds something to run."""
+    """Whether `python -m module` finds something that it would run."""
     try:
         spec = importlib.util.find_spec(module)
-        runs = spec and (not spec.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"))
+        if spec and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{module}.__main__")
     except ModuleNotFoundError:
         return False
-    return bool(runs)
+    return bool(spec and spec.origin) and 'if __name__ == "__main__":' in Path(spec.origin).read_text(encoding="utf-8")
 
 
 def test_modules_that_are_gone_are_found() -> None:
@@ -53,6 +54,7 @@ def test_modules_that_are_gone_are_found() -> None:
     assert not exists("tools.bench_decode")
     assert not exists("evals.gone.further")
     assert not exists("records"), "a package without a __main__ cannot be run"
+    assert not exists("records.files"), "nor a module without a main"
 
 
 PAGE = """# Speed
