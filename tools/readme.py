@@ -1,7 +1,6 @@
 """Writes the parts of README.md that are computed: the table of figures and the picture of the lanes.
 
-    python -m tools.readme            (rewrites README.md and docs/images/lanes.svg)
-    python -m tools.readme --check    (exit status 1 when either is out of date)
+    python -m tools.readme    (rewrites README.md and docs/images/lanes.svg)
 
 The figures are read from the tables of the newest pages in docs/benchmarks and from the fault tests, so that README
 repeats no number that it could get wrong. tests/tools/test_readme.py holds both.
@@ -14,8 +13,6 @@ import random
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- figures: python -m tools.readme -->", "<!-- end of figures -->"
@@ -235,23 +232,13 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     return {Path("README.md"): f"{before}{BEGIN}\n\n{figures(root)}\n\n{after}", PICTURE: picture()}
 
 
-def main(check: bool = False) -> None:
-    """Write the computed parts of README.md.
-
-    Args:
-        check: Write nothing; exit with status 1 when a file is out of date.
-    """
-    stale = []
+def main() -> None:
+    """Write the computed parts of README.md."""
     for path, text in generated().items():
-        target = ROOT / path
-        if not target.is_file() or target.read_text(encoding="utf-8") != text:
-            stale.append(str(path))
-            if not check:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding="utf-8")
-    print(f"{'out of date' if check else 'written'}: {', '.join(stale) or 'nothing'}")
-    raise SystemExit(bool(stale and check))
+        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / path).write_text(text, encoding="utf-8")
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

@@ -37,6 +37,14 @@ def test_commands_and_links(page: Path) -> None:
     assert not [link for link in links if link and not (page.parent / link).exists()], "broken links"
 
 
+def test_files_named_by_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./]*\w\.(?:py|cpp|h|cu|cuh))`", text))
+    files = [f"/{path.relative_to(ROOT)}" for top in (*OURS, "models", "tests") for path in (ROOT / top).rglob("*.*")]
+    assert len(named) > 30
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+
+
 def exists(module: str) -> bool:
     """Whether `python -m module` finds something that it would run."""
     try:
