@@ -90,7 +90,7 @@ def bar(share: float, tint: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Cells are HTML; kind "numbers" aligns all columns but the first to the right."""
+    """Cells are HTML. kind: "numbers" aligns all columns but the first to the right, "wrap" breaks lines in cells."""
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     return (

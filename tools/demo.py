@@ -30,6 +30,7 @@ console = Console(stderr=True)
 def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ranks: int = 2) -> None:
     """Run every stage into `out`; prepared data is reused, training and everything after it is redone."""
     started = time.monotonic()
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
     clear(out)
     stage("1/7  real text -> tokens, shards, mixture locks")
     run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", str(out / "data"))
@@ -44,13 +45,13 @@ def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ra
     exported = run("-m", "tools.export_hf", "--checkpoint", str(last), "--out", str(out / "hf"), "--dtype", "float32")
     stage("5/7  the decode engine against Transformers, token for token")
     matches, sample = engine_matches_hf(out / "hf")
-    stage("6/7  bits per byte, a toy bundle in the format of CORE, contamination, decode speed")
+    stage("6/7  bits per byte, a toy bundle of CORE, contamination, decode speed")
     measured = evaluate(out, steps2)
     stage("7/7  dashboard")
     run("-m", "tools.dashboard", str(out), "--out", str(out / "dashboard.html"))
     size = sum(path.stat().st_size for path in (out / "hf").glob("*.safetensors"))
     console.print(f"[bold]a sample[/bold] of a model of {size:,} bytes:")
-    console.print(sample, markup=False, highlight=False)
+    console.print(sample.strip(), markup=False, highlight=False)
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
     rest = {"hf_max_logit_diff": exported["hf_max_logit_diff"], "engine_matches_hf": matches, **measured}
     rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
@@ -115,7 +116,7 @@ def train(out: Path, phase: str, steps: int, ranks: int, *overrides: str) -> Non
         "--job.config_file", f"configs/debug_{phase}.toml", "--job.dump_folder", str(folder),
         "--mixture.lock", str(out / f"data/{phase}.lock.json"), "--training.steps", str(steps), *overrides,
     ]  # fmt: skip
-    console.print(f"{' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
+    console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     with open(log, "w") as file, progress_bar() as progress:
         task = progress.add_task(phase, total=steps, loss="", rate="")
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -142,8 +143,8 @@ def show_progress(progress: Progress, task: Any, metrics: Path) -> None:
     rows = read_lines(metrics)
     if rows:
         row = rows[-1]
-        rate = f"{row['tokens_per_s']:,.0f} tokens/s"
-        progress.update(task, completed=row["step"], loss=f"loss {row['loss']:.3f}", rate=rate)
+        rate, loss = f"{row['tokens_per_s']:,.0f} tokens/s", row["loss"]
+        progress.update(task, completed=row["step"], loss=f"loss {loss:.3f}" if loss else "", rate=rate)
 
 
 def merge_metrics(out: Path) -> None:

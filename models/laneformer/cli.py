@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -12,13 +13,9 @@ import tyro
 from rich.console import Console
 
 from .engine import Engine, GenerationOptions
+from .engine.folder import MatrixDtype
 
-Dtype = Literal["auto", "bf16", "fp16", "fp32", "int8"]
-
-SAMPLING_FLAGS = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed", "min_new_tokens", "ignore_eos", "speculate",
-)  # fmt: skip
+Dtype = Literal["auto"] | MatrixDtype
 
 
 @dataclass
@@ -35,24 +32,31 @@ class Generate:
     top_k: int = 0
     """0 is off."""
     top_p: float = 1.0
+    """Draw from the fewest likely tokens that reach this probability; 1 is off."""
     min_p: float = 0.0
+    """Draw from tokens at least this many times as likely as the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
-    """Of ids in the prompt or the output; 1 is off."""
+    """Divides the logits of tokens in the prompt or the output; 1 is off."""
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it is in the output."""
     presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the output."""
     seed: int = 0
+    """The same seed and prompt give the same text."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to end before; may be given several times."""
     min_new_tokens: int = 0
+    """No end of text before this many tokens."""
     ignore_eos: bool = False
+    """Continue after the model's end-of-text token."""
     speculate: int = 0
-    """Guess so many tokens from earlier text and verify them in one pass; the output stays the same. CPU only."""
+    """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same. CPU only."""
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
     dtype: Dtype = "auto"
-    """Of the matrices; auto: the checkpoint's. int8 halves what 16 bits read per token; the output may change."""
+    """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits; the output may change."""
     threads: int | None = None
-    """Default: all cores, in equal groups where they outnumber the lanes."""
+    """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
     pin: bool = False
     """Keep each thread on a CPU of its own."""
     cache: bool = True
@@ -61,24 +65,26 @@ class Generate:
 
 @dataclass
 class Bench:
-    """Decode speed, with the machine's read bandwidth measured in between; the last line of stdout is JSON."""
+    """Measure decode speed and, in between, read bandwidth; the last line of stdout is JSON."""
 
     hf_dir: tyro.conf.Positional[Path | None] = None
-    """Folder of a model; or use --random-weights."""
+    """Model folder; or use --random-weights."""
     random_weights: Literal["2b", "300m", "tiny"] | None = None
-    """Random weights of this flavor."""
+    """Random weights of this flavor instead of a model folder."""
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Dtype = "auto"
-    """auto: the checkpoint's, or bf16 for random weights; int8 is another model, not to be compared with 16 bits."""
+    """Type of the matrices; auto: the checkpoint's, or bf16 for random weights."""
     math: Literal["exact", "bf16"] = "exact"
     """bf16 rounds activations to bf16 before every matrix product."""
     depth: tuple[int, ...] = (0,)
-    """Cached positions before the measured tokens; of several, the JSON holds the others under "depths"."""
+    """Cached positions before the measured tokens; given several, the JSON has all but the first under "depths"."""
     barriers: bool = False
-    """Also decode with a barrier after every module, in turn with the normal stretches. CPU only."""
+    """Also measure decoding with a barrier after every module, alternating with normal decoding. CPU only."""
     threads: int | None = None
+    """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
     pin: bool = False
+    """Keep each thread on a CPU of its own."""
     cache: bool = True
     """Keep the packed weights of a folder on disk for the next start."""
     json: bool = False
@@ -89,7 +95,7 @@ Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Benc
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one subcommand; a user's mistake ends with its message and status 2."""
+    """Run one subcommand; a user error prints one line and exits with status 2."""
     command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
     try:
         generate(command) if isinstance(command, Generate) else bench(command)
@@ -101,17 +107,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def generate(command: Generate) -> None:
-    options = {name: getattr(command, name) for name in SAMPLING_FLAGS}
-    GenerationOptions(**options)  # a mistake shows before the weights are loaded
-    names = ("device", "dtype", "threads", "pin", "cache")
-    wanted: dict[str, Any] = {name: getattr(command, name) for name in names}
+    names = [field.name for field in dataclasses.fields(GenerationOptions) if hasattr(command, field.name)]
+    options = {name: getattr(command, name) for name in names}
+    GenerationOptions(**options)  # errors show before the weights are loaded
+    wanted: dict[str, Any] = {name: getattr(command, name) for name in ("device", "dtype", "threads", "pin", "cache")}
     with Engine.from_pretrained(command.hf_dir, **wanted) as engine:
         for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
             print(piece, end="", flush=True)
         print(flush=True)
         if command.speculate:
             figures = engine.statistics
-            print(f"{figures.accepted_tokens} of {figures.proposed_tokens} guesses were right", file=sys.stderr)
+            print(f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right", file=sys.stderr)
 
 
 def bench(command: Bench) -> None:
@@ -119,7 +125,7 @@ def bench(command: Bench) -> None:
 
     console = Console(stderr=True, quiet=command.json)
     if (command.hf_dir is None) == (command.random_weights is None):
-        raise ValueError("give either a model folder or --random-weights, one of them")
+        raise ValueError("give either a model folder or --random-weights")
     with console.status("loading weights"):
         engine = open_engine(command)
     with engine, console.status("measuring"):

@@ -25,8 +25,8 @@ from transformers import CompileConfig
 from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.probe import read_bandwidth
+from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.engine.folder import Tensor
 from tools.bench import harness
 from tools.bench.harness import alternate, serve
@@ -52,7 +52,7 @@ class Session:
         """`without`: versions that are known to fail."""
         self.flavor, self.dtype, self.runs, self.without = flavor, dtype, runs, without
         self.config, self.deadline = LaneformerConfig.from_flavor(flavor), float("inf")
-        self.decoders: dict[str, CudaDecoder] = {}
+        self.decoders: dict[str, SequenceDecoder] = {}
 
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -77,11 +77,11 @@ class Session:
         if version in self.without:
             raise RuntimeError(f"the {version} version failed at its first tokens")
 
-    def make(self, version: str, **shape: Any) -> CudaDecoder:
+    def make(self, version: str, **shape: Any) -> SequenceDecoder:
         self.need(version)
-        return CudaDecoder(self.config, self.tensors, self.dtype, (DEVICE,), version, LIMIT_S, **shape)
+        return SequenceDecoder(self.config, self.tensors, self.dtype, (DEVICE,), version, LIMIT_S, **shape)
 
-    def decoder(self, version: str | None = None) -> CudaDecoder:
+    def decoder(self, version: str | None = None) -> SequenceDecoder:
         """One per version, kept; without a name the better one."""
         version = version or self.version
         if version not in self.decoders:
@@ -167,8 +167,8 @@ def correctness(session: Session) -> Report:
     config = LaneformerConfig.from_flavor(flavor)
     weights = random_weights(config, dtype=session.weights["lm_head.weight"].dtype, device=DEVICE)
 
-    def make(wrong: LaneformerConfig, tensors: dict[str, Tensor]) -> CudaDecoder:
-        return CudaDecoder(wrong, tensors, session.dtype, (DEVICE,), session.version, LIMIT_S)
+    def make(wrong: LaneformerConfig, tensors: dict[str, Tensor]) -> SequenceDecoder:
+        return SequenceDecoder(wrong, tensors, session.dtype, (DEVICE,), session.version, LIMIT_S)
 
     planted = check.check_faults(config, weights, make)
     report["passed"][f"planted faults are refused ({flavor})"] = planted["holds"]
@@ -200,7 +200,7 @@ def smoke(session: Session) -> None:
     tensors = {name: t for name, t in session.tensors.items() if not name.startswith(("layers.4.", "layers.5."))}
     made, shape = [], {"blocks_per_lane": 4, "warps": 4}
     for version in ("persistent", "graph"):
-        decoder = CudaDecoder(config, tensors, session.dtype, (DEVICE,), version, SANITIZER_LIMIT_S, **shape)
+        decoder = SequenceDecoder(config, tensors, session.dtype, (DEVICE,), version, SANITIZER_LIMIT_S, **shape)
         made.append(check.greedy(decoder, [5, 6, 7], 4))
     if made[0] != made[1]:
         raise RuntimeError(f"persistent and graph give different tokens: {made}")
@@ -218,11 +218,11 @@ def decode(session: Session) -> Report:
     return {"depths": measured}
 
 
-def trials_of(decoder: CudaDecoder) -> Trial:
+def trials_of(decoder: SequenceDecoder) -> Trial:
     return lambda tokens: bench.speeds(bench.arrivals(decoder, [5], tokens))["tokens_per_s"]
 
 
-def median_speed(decoder: CudaDecoder) -> float:
+def median_speed(decoder: SequenceDecoder) -> float:
     """Tokens/s of a few runs."""
     return statistics.median(trials_of(decoder)(TRIAL_TOKENS) for _ in range(5))
 
@@ -296,7 +296,7 @@ def compiled(session: Session) -> Report:
 def fp16(session: Session) -> Report:
     """Distances and speed of the same model in fp16."""
     weights = {name: weight.half() for name, weight in session.weights.items()}
-    decoder = CudaDecoder(session.config, tensors_of(weights), "fp16", (DEVICE,), session.version, LIMIT_S)
+    decoder = SequenceDecoder(session.config, tensors_of(weights), "fp16", (DEVICE,), session.version, LIMIT_S)
     truth = check.reference(session.config, weights, check.SHORT_LENGTH)
     return {**check.compare(check.score(decoder, truth.ids), truth), "tokens_per_s": median_speed(decoder)}
 
@@ -308,7 +308,7 @@ def lane_alone(session: Session) -> Report:
     tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for blocks in dict.fromkeys((multiprocessors // 32 * 32, multiprocessors)):
-        decoder = CudaDecoder(config, tensors, session.dtype, (DEVICE,), blocks_per_lane=blocks, limit_s=LIMIT_S)
+        decoder = SequenceDecoder(config, tensors, session.dtype, (DEVICE,), blocks_per_lane=blocks, limit_s=LIMIT_S)
         rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
     bytes_per_token = bench.weight_bytes(decoder.geometry) + bench.cached_bytes(decoder.geometry, TRIAL_TOKENS / 2)
     joins = [session.config.join(i, m) for i in range(session.config.num_hidden_layers) for m in MODULES]

@@ -19,7 +19,7 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
-from laneformer.engine.cuda.decoder import IN_KERNEL_TOKENS, CudaDecoder
+from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
 from tools.check.reference import (
     Weights,
     hf_greedy,
@@ -36,7 +36,7 @@ SHORT_LENGTH = 48
 PROMPT_LENGTHS = (1, 5, 11, 203)
 NEW_TOKENS = 32
 Report = dict[str, Any]
-MakeDecoder = Callable[..., CudaDecoder]
+MakeDecoder = Callable[..., SequenceDecoder]
 
 
 @dataclasses.dataclass
@@ -73,7 +73,7 @@ def scored_length(config: LaneformerConfig) -> int:
     return min(config.max_position_embeddings, max(windows) + BEYOND_WINDOW)
 
 
-def score(decoder: CudaDecoder, ids: list[int]) -> np.ndarray:
+def score(decoder: SequenceDecoder, ids: list[int]) -> np.ndarray:
     """Logits after every token, each read by the decode kernels, (S, V)."""
     logits = torch.full((len(ids), decoder.config.vocab_size), float("nan"), device=decoder.devices[0])
     decoder.start(ids, 1, logits=logits)
@@ -91,7 +91,7 @@ def compare(logits: np.ndarray, truth: Reference) -> Report:
     }  # fmt: skip
 
 
-def greedy(decoder: CudaDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+def greedy(decoder: SequenceDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
     decoder.start(prompt, new_tokens, reuse_prefix=False)
     return decoder.wait()
 
@@ -103,7 +103,7 @@ def prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
     return [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
 
 
-def compare_greedy(decoder: CudaDecoder, truth: Reference, worst: float, count: int) -> Report:
+def compare_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count: int) -> Report:
     """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
 
     The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which reads the longer prompts.
@@ -122,13 +122,13 @@ def compare_greedy(decoder: CudaDecoder, truth: Reference, worst: float, count: 
     return {"prompts": count, "same": same, "diverged": diverged, "unexplained": unexplained, "ids": tokens}
 
 
-def differing_runs(decoder: CudaDecoder, ids: list[int], runs: int) -> int:
+def differing_runs(decoder: SequenceDecoder, ids: list[int], runs: int) -> int:
     """How many of `runs` differ from the first in a bit of the logits."""
     first = score(decoder, ids).tobytes()
     return sum(score(decoder, ids).tobytes() != first for _ in range(runs - 1))
 
 
-def one_launch_is_many(decoder: CudaDecoder, prompt: list[int]) -> bool:
+def one_launch_is_many(decoder: SequenceDecoder, prompt: list[int]) -> bool:
     """Whether one launch gives the same tokens as launches of several lengths that continue each other."""
     whole, parts = greedy(decoder, prompt, 48), list(prompt)
     for length in (1, 7, 16, 24):
@@ -163,7 +163,7 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
 
 
 def check(
-    makers: Mapping[str, Callable[[], CudaDecoder]],
+    makers: Mapping[str, Callable[[], SequenceDecoder]],
     truth: Reference,
     count: int,
     runs: int,

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
 from laneformer import Engine, LaneformerConfig
+from laneformer.engine.cpu.decoder import CpuDecoder
 from records.files import code_version, file_sha256
 from tools.check.engine import MARGIN, Weights, load, mark, mean_kl, plain_model, relative_errors, tensors_of
 
@@ -101,7 +102,9 @@ def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[st
 def double_a_scale(engine: Engine) -> None:
     """Plant a fault in a packed engine: the first query row of the first lane and layer counts twice."""
     pairs = -(-engine.config.hidden_size // 2)
-    scale = engine._open().part(0)[64 * pairs : 64 * pairs + 4].view(np.float32)
+    decoder = engine._open()
+    assert isinstance(decoder, CpuDecoder)
+    scale = decoder.part(0)[64 * pairs : 64 * pairs + 4].view(np.float32)
     scale *= 2
 
 

@@ -190,7 +190,7 @@ def decode_card(run: Run) -> str:
         caption += " Above 100 %, weights come from the processor's caches, which the probe's buffer does not fit into."
     columns = [decode_figures(record) for record in records]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return card("Decode speed", table(("", *map(decode_setting, records)), rows), caption)
+    return card("Decode speed", table(("", *map(decode_setting, records)), rows, "wrap"), caption)
 
 
 def decode_setting(record: dict[str, Any]) -> str:

@@ -276,7 +276,7 @@ def task_table(point: Point) -> str:
         return table(head, rows)
     why = "".join(f"{escape(task)}: {escape(str(reason))}\n" for task, reason in reasons.items())
     words = f"{len(reasons)} of {len(reasons) + len(rows)} tasks missing"
-    rest = f"<details><summary>{missing(words)}, and so no CORE: {escape(', '.join(reasons))}</summary>"
+    rest = f"<details><summary>{missing(words)}, hence no CORE: {escape(', '.join(reasons))}</summary>"
     return (table(head, rows) if rows else "") + f"{rest}<pre>{why}</pre></details>"
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .decoder import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .options import GenerationOptions
-from .results import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .text import StopStrings, TextStream
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ delay would: neighbouring stretches then show what the delay is worth at that mo
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .device import CUDA
+from .cpu.decoder import CpuDecoder
+from .decoder import CUDA, Request
 from .engine import Engine
 from .options import GenerationOptions
 
@@ -82,15 +84,16 @@ def benchmark(
 
 
 def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barriers: bool) -> dict[str, Any]:
-    from .cuda import bench  # not before: it imports torch
-    from .cuda.engine import CudaEngine
+    from .cuda import bench  # imports torch
+    from .cuda.decoder import CudaDecoder
 
-    assert isinstance(engine, CudaEngine), f"isa {CUDA!r} is the GPU engine's"
+    decoder = engine._open()
+    assert isinstance(decoder, CudaDecoder), f"isa {CUDA!r} is the GPUs'"
     if barriers:
         raise ValueError(
             "barriers = True: on GPUs the ablation is a kernel of its own, which tools.bench.cuda measures"
         )
-    return bench.benchmark(engine.gpu, depth, progress)
+    return bench.benchmark(decoder.gpu, depth, progress)
 
 
 def measure_barriers(engine: Engine, prompt: list[int], stretch: int) -> dict[str, float]:
@@ -108,21 +111,28 @@ def measure_barriers(engine: Engine, prompt: list[int], stretch: int) -> dict[st
 
 
 def measured(
-    engine: Engine, prompt: list[int], tokens: int, probe_every: int, **request: bool
+    engine: Engine, prompt: list[int], tokens: int, probe_every: int, compare_barriers: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of every token after the first, and the probes in between, bytes/s."""
-    options = GenerationOptions(max_new_tokens=tokens, ignore_eos=True)
-    decoder = engine._start({**engine._request(prompt, options, probe_every), **request})
-    engine._wait(decoder)
+    request = engine._request([prompt], GenerationOptions(max_new_tokens=tokens, ignore_eos=True))
+    request = dataclasses.replace(request, probe_every=probe_every, compare_barriers=compare_barriers)
+    decoder = finished(engine, request)
     return decoder.token_s(), decoder.probe_bytes_per_s()
+
+
+def finished(engine: Engine, request: Request) -> CpuDecoder:
+    """The engine's decoder after this request, with its timings."""
+    decoder = engine._start(request)
+    engine._result(decoder, lambda d: None)
+    assert isinstance(decoder, CpuDecoder)
+    return decoder
 
 
 def measure_prefill(engine: Engine, depth: int) -> tuple[float, float]:
     """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
     length = max(depth, prefill_length(engine))
     options = GenerationOptions(max_new_tokens=1, reuse_prefix=False)
-    decoder = engine._start(engine._request(random_prompt(engine, length), options))
-    engine._wait(decoder)
+    decoder = finished(engine, engine._request([random_prompt(engine, length)], options))
     return decoder.first_token_s, length / decoder.first_token_s
 
 

@@ -8,7 +8,6 @@ import os
 import re
 from pathlib import Path
 
-CUDA = "cuda"  # what the engine on GPUs calls its instruction set
 DRIVER = "libcuda.so.1"
 
 

@@ -1,9 +1,12 @@
-"""Engine: one model on T threads that own its lanes, one request at a time; the loop itself is C++ (csrc/)."""
+"""Engine: the facade of inference. It validates options, streams text and holds a Decoder, which does the rest.
+
+From `generate` to the decode loop: Engine._start -> Decoder.start -> the loop itself (C++ `Decoder::serve`, or the
+launch of the CUDA kernel).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -12,39 +15,53 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from ..config import MODULES, LaneformerConfig
-from .cpu import _core
+from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
-from .cpu.packing import RandomTensors, core_spec, load_tensors
-from .device import cuda_devices, default_threads, one_cpu_a_core_first
-from .folder import Tensor, read_checkpoint
+from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
+from .device import cuda_devices
+from .folder import MATRIX_DTYPES, Tensor, read_checkpoint, read_tokenizer
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
-from .results import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .text import StopStrings, TextStream, text_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-DTYPE_NAMES = ("bf16", "fp16", "fp32", "int8")
-MAX_THREADS = 1024
-SIGNAL_POLL_S = 0.1  # how long Ctrl-C may wait while C++ works
+SIGNAL_POLL_S = 0.1  # longest delay of Ctrl-C while a decoder works
 MOST_SEQUENCES = 8  # of one batch
 
 T = TypeVar("T")
 
 
+def open_decoder(
+    config: LaneformerConfig, tensors: Mapping[str, Tensor], device: str, dtype: str, options: dict[str, Any]
+) -> Decoder:
+    """The decoder for `device` ("auto", "cpu", "cuda", "cuda:0,cuda:1"), with its weights loaded."""
+    if dtype not in ("auto", *MATRIX_DTYPES):
+        raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *MATRIX_DTYPES)}")
+    devices = cuda_devices(device)
+    if not devices:
+        return CpuDecoder(config, tensors, dtype, **options)
+    from .cuda.decoder import CudaDecoder  # imports torch
+
+    return CudaDecoder(config, tensors, dtype, devices, **options)
+
+
 class Engine:
-    """Decodes one request at a time on the CPU. A context manager; `close()` frees the weights and the threads.
+    """Decodes one request at a time. A context manager; `close()` frees the weights.
 
-    `from_pretrained` and `random` give a CudaEngine (cuda/engine.py) for device "cuda", or "cuda:0,cuda:1" for several
-    GPUs; "auto" is the CPU for now (device.py).
-
+    `device` is "cpu", "cuda", or "cuda:0,cuda:1" for several GPUs; "auto" is the CPU for now (device.py).
     `dtype` is that of the matrices: "auto" keeps the checkpoint's, "int8" rounds each row to multiples of its own scale
     (weights only: embedding, norms and activations keep their types).
+
+    Further options on the CPU:
+    `threads`: default all cores. `pin` keeps each thread on a CPU of its own, one per core while they last: for an
+    engine that has the machine to itself.
     `math="exact"` widens weights to fp32 and keeps fp32 activations: greedy output equals the float32 model's.
     `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
-    `isa` chooses the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment
-    variable LANEFORMER_ISA sets the default. `pin` keeps each thread on a CPU of its own, one a core while they last:
-    for an engine that has the machine to itself.
+    `isa` is the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment variable
+    LANEFORMER_ISA sets the default.
+    On GPUs: `version` "persistent" (one kernel for the whole request) or "graph"; the kernels compute as math="exact"
+    does, but for keys and values in 16 bits. Prompts of more than a few tokens, and scores, go through PyTorch.
     """
 
     def __init__(
@@ -52,41 +69,19 @@ class Engine:
         config: LaneformerConfig,
         tensors: Mapping[str, Tensor],
         *,
-        dtype: str = "auto",
         device: str = "auto",
-        threads: int | None = None,
-        isa: str | None = None,
-        math: str = "exact",
-        pin: bool = False,
+        dtype: str = "auto",
         eos_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
-        packed: PackedWeights | None = None,
+        **options: Any,
     ):
-        """Pack checked tensors (`checkpoint.expected_shapes`); ValueError for unknown options and non-finite values."""
-        if device not in ("auto", "cpu"):
-            raise ValueError(f"device = {device!r}: this class is the CPU's; use from_pretrained or random for 'cuda'")
-        if math not in ("exact", "bf16"):
-            raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
-        if dtype not in ("auto", *DTYPE_NAMES):
-            raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *DTYPE_NAMES)}")
-        if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
-            raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
+        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for bad options and values."""
         self.config = config
-        self.dtype = tensors["lm_head.weight"].dtype if dtype == "auto" else dtype
-        if math == "bf16" and self.dtype != "bf16":
-            raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
-        self.math = math
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
-        isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
-        wanted = threads or default_threads(config.num_lanes)
         self._request_lock = threading.Lock()  # held from a request's start until its results are read
-        embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
-        cpus = one_cpu_a_core_first() if pin else []
-        self._decoder: _core.Decoder | None = _core.Decoder(
-            core_spec(config), self.dtype, embedding, wanted, isa, math == "bf16", cpus
-        )
-        load_tensors(self._decoder, config, tensors, self.dtype, packed)
+        self._decoder: Decoder | None = open_decoder(config, tensors, device, dtype, options)
+        self.dtype, self.math = self._decoder.dtype, self._decoder.math
 
     @classmethod
     def from_pretrained(
@@ -99,21 +94,21 @@ class Engine:
         context_tokens: int | None = None,
         **options: Any,
     ) -> Engine:
-        """Load a Hugging Face folder; `options` are `isa`, `math`, `pin` of Engine. ValueError when the folder is bad.
+        """Load a Hugging Face folder; `options` as in Engine. ValueError says what is wrong with the folder.
 
-        `cache` keeps the packed weights in `path`/.packed (or the user's cache directory) for the next start; GPUs
-        pack them anew. `context_tokens` replaces the config's max_position_embeddings.
+        `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start.
+        `context_tokens` replaces the config's max_position_embeddings.
         """
-        devices = cuda_devices(device)
+        on_cpu = not cuda_devices(device)
         folder = Path(path)
         checkpoint = read_checkpoint(folder)
-        options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder)}
-        packed = PackedWeights(folder, checkpoint.files) if cache else None
         config = checkpoint.config
         if context_tokens is not None:
             config = dataclasses.replace(config, max_position_embeddings=context_tokens)
-        options |= {"dtype": dtype, "threads": threads}
-        return cls._opened(config, checkpoint.tensors, devices, packed, options)
+        if cache and on_cpu:
+            options["packed"] = PackedWeights(folder, checkpoint.files)
+        options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder), "threads": threads}
+        return cls(config, checkpoint.tensors, device=device, dtype=dtype, **options)
 
     @classmethod
     def random(
@@ -129,34 +124,19 @@ class Engine:
         int8 is made of the bf16 weights of the same seed.
         """
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
-        if dtype not in DTYPE_NAMES:
-            raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {DTYPE_NAMES}")
+        if dtype not in MATRIX_DTYPES:
+            raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {MATRIX_DTYPES}")
         tensors = RandomTensors(config, "bf16" if dtype == "int8" else dtype, seed)
-        return cls._opened(config, tensors, cuda_devices(device), None, options | {"dtype": dtype})
-
-    @classmethod
-    def _opened(
-        cls,
-        config: LaneformerConfig,
-        tensors: Mapping[str, Tensor],
-        devices: Sequence[str],
-        packed: PackedWeights | None,
-        options: dict[str, Any],
-    ) -> Engine:
-        """On these GPUs, or on the CPU where there are none."""
-        if devices:
-            from .cuda.engine import CudaEngine  # not before: it imports torch
-
-            return CudaEngine(config, tensors, devices=devices, **options)
-        return cls(config, tensors, packed=packed, **options)
+        return cls(config, tensors, device=device, dtype=dtype, **options)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
-        return self._wait(self._start(self._request(prompt_ids, without_logprobs(options))))[0]
+        request = self._request([self._prompt(prompt_ids, "prompt_ids")], without_logprobs(options))
+        return self._result(self._start(request), lambda d: d.outputs())[0]
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> Generator[int, None, None]:
         """The tokens of `generate`, each as soon as it is known; closing the iterator cancels the request."""
-        request = self._request(prompt_ids, without_logprobs(options))
+        request = self._request([self._prompt(prompt_ids, "prompt_ids")], without_logprobs(options))
         return self._tokens(request, lambda decoder, ids, first: ids)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
@@ -165,24 +145,26 @@ class Engine:
         if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MOST_SEQUENCES:
             raise ValueError(f"prompts must be a list of 1 to {MOST_SEQUENCES} prompts, each a list of token ids")
         checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
-        return self._wait(self._start(self._arguments(checked, without_logprobs(options))))
+        return self._result(self._start(self._request(checked, without_logprobs(options))), lambda d: d.outputs())
 
     def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         """`generate` with log-probabilities (option `logprobs`), the reason of the end, and statistics."""
-        request = self._request(prompt_ids, GenerationOptions.from_kwargs(options))
+        prompt = self._prompt(prompt_ids, "prompt_ids")
+        request = self._request([prompt], GenerationOptions.from_kwargs(options))
 
-        def read(decoder: _core.Decoder) -> Generation:
+        def read(decoder: Decoder) -> Generation:
             ids = decoder.outputs()[0]
-            reason = "stop" if ids and ids[-1] in request["stop_ids"] else "length"
-            tokens = described(decoder, ids, 0, request["top_logprobs"])
-            return Generation(tokens, reason, len(request["prompts"][0]), statistics_of(decoder))
+            reason = "stop" if ids and ids[-1] in request.stop_ids else "length"
+            tokens = described(decoder, ids, 0, request.logprobs)
+            return Generation(tokens, reason, len(prompt), Statistics(**decoder.statistics()))
 
         return self._result(self._start(request), read)
 
     def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generator[GeneratedToken, None, None]:
         """The tokens of `generate_detailed`, each as soon as it is known."""
-        request = self._request(prompt_ids, GenerationOptions.from_kwargs(options))
-        return self._tokens(request, lambda d, ids, first: described(d, ids, first, request["top_logprobs"]))
+        prompt = self._prompt(prompt_ids, "prompt_ids")
+        request = self._request([prompt], GenerationOptions.from_kwargs(options))
+        return self._tokens(request, lambda d, ids, first: described(d, ids, first, request.logprobs))
 
     def generate_text(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> str:
         """Text after the prompt, without the stop string that ended it; needs a tokenizer."""
@@ -219,9 +201,9 @@ class Engine:
         count = 0 if top is None else in_range("top", top, int, 0, min(MOST_LOGPROBS, self.config.vocab_size))
         if not isinstance(reuse_prefix, bool):
             raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
-        decoder = self._score(checked, first, count, reuse_prefix, False)
+        request = Request([checked], score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
 
-        def read(decoder: _core.Decoder) -> np.ndarray | PromptLogprobs:
+        def read(decoder: Decoder) -> np.ndarray | PromptLogprobs:
             logprobs, top_ids, top_logprobs = decoder.scores(0, len(checked) - first)
             if top is None:
                 return logprobs
@@ -229,25 +211,28 @@ class Engine:
             greedy = (top_ids[:, :1] == np.array(checked[first:], np.int32)[:, None]).any(1)
             return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)
 
-        return self._result(decoder, read)
+        return self._result(self._start(request), read)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after every position, float32 (len(ids), V)."""
-        decoder = self._score(self._prompt(ids, "ids"), 1, 0, False, True)
-        return self._result(decoder, lambda d: d.logits()).reshape(-1, self.config.vocab_size)
+        request = Request([self._prompt(ids, "ids")], score_from=1, logprobs=0, reuse_prefix=False, keep_logits=True)
+        return self._result(self._start(request), lambda d: d.logits()).reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """What each module put out at some positions (ascending), for checks: float32 (positions, layers, 2, L, D)."""
+        """Outputs of each module at some positions (ascending), for checks: float32 (positions, layers, 2, L, D)."""
         checked = self._prompt(ids, "ids")
-        decoder = self._begin(lambda d: d.start_scoring(checked, len(checked), 0, False, True, list(positions)))
+        request = Request(
+            [checked], score_from=len(checked), logprobs=0, reuse_prefix=False, keep_logits=True,
+            keep_partials=list(positions),
+        )  # fmt: skip
         c = self.config
         shape = len(positions), c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size
-        return self._result(decoder, lambda d: d.partials()).reshape(shape)
+        return self._result(self._start(request), lambda d: d.partials()).reshape(shape)
 
     @property
     def statistics(self) -> Statistics:
-        """Of the last request: reused positions, passes, guesses."""
-        return statistics_of(self._open())
+        """Of the last request: reused positions, passes, draft tokens."""
+        return Statistics(**self._open().statistics())
 
     @property
     def threads(self) -> int:
@@ -267,7 +252,7 @@ class Engine:
         """Stop the threads and free the weights; safe to call twice."""
         decoder, self._decoder = self._decoder, None
         if decoder is not None:
-            decoder.cancel()
+            decoder.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -275,7 +260,7 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _open(self) -> _core.Decoder:
+    def _open(self) -> Decoder:
         if self._decoder is None:
             raise ValueError("this engine is closed")
         return self._decoder
@@ -289,44 +274,33 @@ class Engine:
             raise ValueError(f"{what} has {len(checked)} tokens, more than the {context} that fit; shorten it")
         return checked
 
-    def _request(self, prompt_ids: Sequence[int], options: GenerationOptions, probe_every: int = 0) -> dict[str, Any]:
-        return self._arguments([self._prompt(prompt_ids, "prompt_ids")], options, probe_every)
+    def _request(self, prompts: list[list[int]], options: GenerationOptions) -> Request:
+        request = options.request(prompts, self.config.vocab_size, self.eos_ids)
+        self._open().check(request)
+        return request
 
-    def _arguments(self, prompts: list[list[int]], options: GenerationOptions, probe_every: int = 0) -> dict[str, Any]:
-        """The checked argument of the decoder's `start`."""
-        self._open()
-        checked = options.for_decoder(self.config.vocab_size, self.eos_ids)
-        return {**checked, "prompts": prompts, "probe_every": probe_every}
-
-    def _start(self, request: dict[str, Any]) -> _core.Decoder:
-        return self._begin(lambda decoder: decoder.start(request))
-
-    def _score(self, ids: list[int], start: int, top: int, reuse_prefix: bool, keep_logits: bool) -> _core.Decoder:
-        return self._begin(lambda decoder: decoder.start_scoring(ids, start, top, reuse_prefix, keep_logits))
-
-    def _begin(self, start: Callable[[_core.Decoder], None]) -> _core.Decoder:
-        """The decoder with a running request, which `_finish` ends; RuntimeError while another one is not ended."""
+    def _start(self, request: Request) -> Decoder:
+        """The decoder at work on the request, which `_finish` ends; RuntimeError while another one is not ended."""
         decoder = self._open()
         if not self._request_lock.acquire(blocking=False):
             raise RuntimeError("the engine is busy with another request; finish or close its stream first")
         try:
-            start(decoder)
+            decoder.start(request)
         except BaseException:
             self._request_lock.release()
             raise
         return decoder
 
-    def _finish(self, decoder: _core.Decoder) -> None:
+    def _finish(self, decoder: Decoder) -> None:
+        """Cancel what may still run, and wait for its end."""
         try:
-            cancel_and_wait(decoder)
+            decoder.cancel()
+            while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
+                pass
         finally:
             self._request_lock.release()
 
-    def _wait(self, decoder: _core.Decoder) -> list[list[int]]:
-        """The new tokens of every sequence, at the request's end."""
-        return self._result(decoder, lambda d: d.outputs())
-
-    def _result(self, decoder: _core.Decoder, read: Callable[[_core.Decoder], T]) -> T:
+    def _result(self, decoder: Decoder, read: Callable[[Decoder], T]) -> T:
         """What `read` finds at the request's end."""
         try:
             while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
@@ -335,9 +309,7 @@ class Engine:
         finally:
             self._finish(decoder)
 
-    def _tokens(
-        self, request: dict[str, Any], read: Callable[[_core.Decoder, list[int], int], list[T]]
-    ) -> Generator[T, None, None]:
+    def _tokens(self, request: Request, read: Callable[[Decoder, list[int], int], list[T]]) -> Generator[T, None, None]:
         """What `read` makes of new token ids and the index of their first, one by one."""
         # started here and not by `stream`: an iterator that is never advanced must not leave a request running
         decoder = self._start(request)
@@ -357,33 +329,10 @@ def without_logprobs(options: dict[str, Any]) -> GenerationOptions:
     return GenerationOptions.from_kwargs(options)
 
 
-def described(decoder: _core.Decoder, ids: list[int], first: int, top: int) -> list[GeneratedToken]:
+def described(decoder: Decoder, ids: list[int], first: int, top: int | None) -> list[GeneratedToken]:
     """Tokens first, first + 1, ... of the running request, with their log-probabilities where they were asked for."""
-    if top < 0:
+    if top is None:
         return [GeneratedToken(i) for i in ids]
     logprobs, top_ids, top_logprobs = (values.tolist() for values in decoder.scores(first, len(ids)))
     pairs = list(zip(top_ids, top_logprobs, strict=True))
     return [GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top])) for n, i in enumerate(ids)]
-
-
-def statistics_of(decoder: _core.Decoder) -> Statistics:
-    values = decoder.statistics()
-    return Statistics(values["reused"], values["passes"], values["proposed"], values["accepted"])
-
-
-def cancel_and_wait(decoder: _core.Decoder) -> None:
-    decoder.cancel()
-    while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
-        pass
-
-
-def read_tokenizer(folder: Path) -> Tokenizer | None:
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None

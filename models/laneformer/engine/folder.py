@@ -1,7 +1,7 @@
 """A Hugging Face folder as memory-mapped tensors: read, named, and checked before anything is computed.
 
 safetensors is a length, a JSON header and raw bytes, so it is mapped directly: numpy has no bfloat16, and the engine
-wants the bits as they are, without a copy and without torch.
+needs the bits as they are, without a copy and without torch. Types of weights and rotary tables are defined here, too.
 """
 
 from __future__ import annotations
@@ -12,17 +12,33 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from ..config import LaneformerConfig
+from ..config import LaneformerConfig, plain_name
 
-DTYPES = {"BF16": ("bf16", np.uint16), "F16": ("fp16", np.uint16), "F32": ("fp32", np.float32)}
-MATRICES = (
-    *(f"attention.{part}" for part in ("wq", "wk", "wv", "wo")),
-    *(f"feed_forward.{part}" for part in ("w1", "w2", "w3")),
-)
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MatrixDtype = Literal["bf16", "fp16", "fp32", "int8"]  # what the engine can hold matrices in
+MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
+
+
+@dataclass(frozen=True)
+class StoredType:
+    """A weight type as others name it: safetensors, numpy (16-bit types are raw uint16) and torch."""
+
+    safetensors: str
+    element: type[np.generic]
+    torch: str
+
+
+STORED_TYPES = {
+    "bf16": StoredType("BF16", np.uint16, "bfloat16"),
+    "fp16": StoredType("F16", np.uint16, "float16"),
+    "fp32": StoredType("F32", np.float32, "float32"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     files = weight_files(folder)
     for path in files:
         for name, tensor in read_safetensors(path):
-            tensors[name.removeprefix("model.")] = tensor
+            tensors[plain_name(name)] = tensor
     check_tensors(config, tensors)
     return Checkpoint(config, tensors, eos_ids(folder, values, config), files)
 
@@ -129,10 +145,11 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         entries = [(name, e["dtype"], e["shape"], *e["data_offsets"]) for name, e in header.items() if name[:2] != "__"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has no valid safetensors header: {error!r}") from None
+    types = {stored.safetensors: (dtype, stored.element) for dtype, stored in STORED_TYPES.items()}
     for name, kind, shape, begin, end in entries:
-        if kind not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} has type {kind}; the engine reads {sorted(DTYPES)}")
-        dtype, element = DTYPES[kind]
+        if kind not in types:
+            raise ValueError(f"{path}: tensor {name} has type {kind}; the engine reads {sorted(types)}")
+        dtype, element = types[kind]
         if start + end > size:
             raise ValueError(f"{path} is truncated: tensor {name} ends at byte {start + end} of {size}")
         if end - begin != int(np.prod(shape)) * np.dtype(element).itemsize:
@@ -144,25 +161,8 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, Tensor(dtype, values.reshape(shape))
 
 
-def expected_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model and its shape, as in model.py."""
-    lanes, d, f, v = config.num_lanes, config.hidden_size, config.intermediate_size, config.vocab_size
-    kv = config.head_dim * config.num_key_value_heads
-    norm = (d,) if config.replicated_rmsn_scale else (lanes, d)
-    fan_out, fan_in = {"wq": d, "wk": kv, "wv": kv, "w1": f, "w3": f}, {"wo": d, "w2": f}
-    heads = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
-    shapes = {"tok_embeddings.weight": (v, d), "norm.weight": norm, "lm_head.weight": heads[config.lm_head_type]}
-    for i in range(config.num_hidden_layers):
-        shapes |= {f"layers.{i}.{name}.weight": norm for name in ("attention_norm", "ffn_norm")}
-        for matrix in MATRICES:
-            part = matrix.split(".")[1]
-            shape = (lanes, fan_out[part] // lanes, d) if part in fan_out else (lanes, d, fan_in[part] // lanes)
-            shapes[f"layers.{i}.{matrix}.weight"] = shape
-    return shapes
-
-
 def check_tensors(config: LaneformerConfig, tensors: dict[str, Tensor]) -> None:
-    expected = expected_shapes(config)
+    expected = config.tensor_shapes()
     missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing:
         raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
@@ -171,3 +171,31 @@ def check_tensors(config: LaneformerConfig, tensors: dict[str, Tensor]) -> None:
     for name, shape in expected.items():
         if tensors[name].values.shape != shape:
             raise ValueError(f"tensor {name} has shape {tensors[name].values.shape}, the config says {shape}")
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's tokenizer.json; None where there is none."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
+
+
+def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin (context, d/2) float32, bit for bit those of model.py (each float32 step rounded once)."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequency = np.float32(1) / np.power(config.rope_theta, exponent.astype(np.float64)).astype(np.float32)
+    if config.rope_scaling is not None:
+        s = config.rope_scaling
+        turns = s["original_max_position_embeddings"] * frequency / np.float32(2 * np.pi)
+        blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        blend = blend.clip(0, 1).astype(np.float32)
+        frequency = frequency * (blend + (1 - blend) / np.float32(s["factor"]))
+    positions = np.arange(config.max_position_embeddings, dtype=np.float32)
+    angle = (positions[:, None] * frequency).astype(np.float32).astype(np.float64)
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What a caller may ask of one generation, checked in one place."""
+"""The options of one generation, validated in one place."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
-MOST_GUESSES = 31  # a pass holds so many columns after the known token's
+from .decoder import Request, Sampling
+
+MOST_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
 MOST_LOGPROBS = 100
+LEAST_TEMPERATURE = 1e-6  # colder draws are greedy
 BIAS_RANGE = (-100.0, 100.0)  # OpenAI's: enough to forbid an id or to force it
 RANGES: dict[str, tuple[type, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),
@@ -26,31 +29,31 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "presence_penalty": (float, -2.0, 2.0),
     "min_new_tokens": (int, 0, 2**31 - 1),
     "logprobs": (int, 0, MOST_LOGPROBS),
-    "speculate": (int, 0, MOST_GUESSES),
+    "speculate": (int, 0, MOST_DRAFT_TOKENS),
 }
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Options of `Engine.generate` and `Engine.stream`; invalid values raise ValueError.
+    """Options of `Engine.generate` and its variants. ValueError for invalid values.
 
-    max_new_tokens: at most so many; generation also ends where the context is full.
-    temperature: 0 is greedy (the lowest id wins a tie). seed: same seed and prompt give the same tokens, for any number
-    of threads. What happens to the logits of one token, in this order:
+    max_new_tokens: upper limit; generation also ends when the context is full.
+    temperature: 0 is greedy (the lowest id wins a tie). seed: the same seed and prompt give the same tokens, for any
+    number of threads and on every device, up to ties within rounding. A token's logits are changed in this order:
     1. repetition_penalty (Hugging Face's definition): logits of ids in the prompt or the output are divided by it, or
        multiplied where negative.
     2. frequency_penalty and presence_penalty (OpenAI's): for ids in the output, less frequency_penalty times their
        count, less presence_penalty.
-    3. logit_bias: {id: added}.
-    4. min_new_tokens: before so many tokens no stop id is possible.
+    3. logit_bias: {id: value added}.
+    4. min_new_tokens: stop ids are impossible before this many tokens.
     5. temperature, then top_k (0: off), top_p (the fewest likely tokens that reach this probability), min_p (tokens at
-       least so many times as likely as the likeliest).
+       least this many times as likely as the likeliest). Tokens with equal logits are kept or dropped together.
     stop_ids: end after one of these, which is returned as the last token; the model's own end-of-text ids are added
     unless ignore_eos.
-    logprobs: for each token its log-probability and those of so many likeliest ids, of the model's own distribution
-    (step 0); None: none. Only where the result can carry them (`generate_detailed`, `stream_detailed`).
+    logprobs: for each token its log-probability and those of this many likeliest ids, of the model's own distribution
+    (before step 1); None: none. Only for `generate_detailed` and `stream_detailed`.
     reuse_prefix: start from keys and values of earlier requests where the prompt begins alike.
-    speculate: guess at most so many ids from earlier text and verify them in one pass; the tokens stay the same.
+    speculate: most draft tokens, taken from earlier text, to verify in one pass; the output stays the same.
     """
 
     max_new_tokens: int = 128
@@ -87,27 +90,35 @@ class GenerationOptions:
         bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
 
-    def for_decoder(self, vocab_size: int, eos_ids: Sequence[int]) -> dict[str, Any]:
-        """The decoder's arguments, but for the prompts; ids are checked here."""
+    def request(self, prompts: Sequence[Sequence[int]], vocab_size: int, eos_ids: Sequence[int] = ()) -> Request:
+        """What a decoder is given for checked prompts; ids in the options are checked here."""
         biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
         stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
-        plain = {name: getattr(self, name) for name in RANGES if name != "logprobs"}
-        return {
-            **plain,
-            "logit_bias": list(zip(biased, self.logit_bias.values(), strict=True)),
-            "stop_ids": stops + ([] if self.ignore_eos else list(eos_ids)),
-            "reuse_prefix": self.reuse_prefix,
-            "top_logprobs": -1 if self.logprobs is None else min(self.logprobs, vocab_size),
-        }
+        greedy = self.temperature < LEAST_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
+        same = {field.name for field in dataclasses.fields(Request)} & {f.name for f in dataclasses.fields(self)}
+        return Request(
+            prompts,
+            **{name: getattr(self, name) for name in same - {"logit_bias", "stop_ids", "logprobs"}},
+            sampling=Sampling(
+                seed=self.seed,
+                inverse_temperature=0.0 if greedy else 1 / self.temperature,
+                top_p=max(self.top_p, float(np.finfo(np.float32).tiny)),  # not rounded to 0
+                min_p=self.min_p,
+                top_k=self.top_k,
+            ),
+            logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
+            stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
+            logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),
+        )
 
     @classmethod
-    def from_kwargs(cls, options: dict[str, Any]) -> GenerationOptions:
-        """Options by name; an unknown one is refused with the nearest that exists."""
+    def from_kwargs(cls, options: Mapping[str, Any]) -> GenerationOptions:
+        """Options by name; an unknown name raises ValueError with the nearest known one."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {known}"
+                hint = f"did you mean {near[0]!r}?" if near else f"choose from {known}"
                 raise ValueError(f"unknown option {name!r}; {hint}")
         return cls(**options)
 

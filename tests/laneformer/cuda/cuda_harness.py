@@ -14,10 +14,10 @@ import torch
 
 from laneformer import Laneformer
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda.compile import FOLDER, source_of
-from laneformer.engine.cuda.decoder import graph_kernels
+from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.geometry import Geometry, Machine, plan
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
+from laneformer.engine.cuda.sequence import graph_kernels
 from laneformer.engine.folder import Tensor
 from tests.laneformer.cuda import cuda_emulator
 
@@ -79,7 +79,7 @@ class Emulated:
     def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         """The kernels of this text, which includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
-        return cuda_emulator.build(source, [folder], {"TABLE": "constexpr"}, cache)
+        return cuda_emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, cache)
 
     def arguments(self, ids: list[int], position: int, max_tokens: int, **options: Any) -> list[ctypes.Structure]:
         inboxes = [memory.inbox for memory in self.memories]

@@ -1,7 +1,7 @@
 """Decoders for the CUDA engine where there is no GPU.
 
-`EmulatedDecoder` is CudaDecoder itself with its memory on the CPU and the kernels on the emulator, in a thread of their
-own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch loop that makes one token a look.
+`EmulatedDecoder` is SequenceDecoder itself with its memory on the CPU and the kernels on the emulator, in a thread of
+their own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch loop that makes one token for each poll.
 """
 
 from __future__ import annotations
@@ -15,14 +15,23 @@ import torch
 
 from laneformer import Laneformer
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda.compile import FOLDER, source_of
-from laneformer.engine.cuda.decoder import CudaDecoder, graph_kernels
+from laneformer.engine import Engine
+from laneformer.engine.cuda.compile import INCLUDES, source_of
+from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.prefill import plain_model
+from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_harness import KERNELS, SMALL
+
+
+def gpu_of(engine: Engine) -> Any:
+    """The engine's decoder of sequences: one of those below, or on a GPU SequenceDecoder."""
+    decoder = engine._open()
+    assert isinstance(decoder, CudaDecoder)
+    return decoder.gpu
 
 
 class Running:
@@ -54,7 +63,7 @@ class Running:
         return True
 
 
-class EmulatedDecoder(CudaDecoder):
+class EmulatedDecoder(SequenceDecoder):
     """`go`, where there is one, holds launches back, so that a test can act before them."""
 
     cache: Path  # of built libraries
@@ -70,7 +79,7 @@ class EmulatedDecoder(CudaDecoder):
         self.geometry = plan(config, dtype, SMALL, warps=2)
         self.memories = [DeviceMemory(self.geometry, tensors, 0, "cpu")]
         source = source_of(version, self.geometry) + "".join(f"EMULATE({k}, Decode)\n" for k in KERNELS[version])
-        self.library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, self.cache)
+        self.library = cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, self.cache)
         self.cached, self._model, self._streams = [], None, [Running()]
         self.launches = 0
 

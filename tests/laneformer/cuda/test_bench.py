@@ -12,7 +12,7 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.compile import FOLDER, compile_cubin, source_of
+from laneformer.engine.cuda.compile import INCLUDES, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import H200, plan
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.probe import KERNELS, expected_sum, probe_argument
@@ -107,7 +107,7 @@ def probe_library(cuda_builds: Path) -> tuple[DeviceMemory, Any]:
     geometry = plan(small_config(), "bf16", SMALL, warps=2, chunk_bytes=1024)
     memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
     source = source_of("probe", memory.geometry) + "".join(f"EMULATE({kernel}, Probe)\n" for kernel in KERNELS)
-    return memory, cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, cuda_builds)
+    return memory, cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

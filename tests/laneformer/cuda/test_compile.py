@@ -125,7 +125,7 @@ def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / "changed"
     shutil.copytree(FOLDER, folder)
     (folder / "rows.cuh").write_bytes((folder / "rows.cuh").read_bytes() + b"\n")
-    monkeypatch.setattr(compiling, "FOLDER", folder)
+    monkeypatch.setattr(compiling, "INCLUDES", (folder, FOLDER.parent))
     compile_cubin("persistent", small(), "sm_90a", tmp_path)
     assert compiler.runs == 6
     assert len(list(tmp_path.glob("*.cubin"))) == 6
@@ -146,7 +146,7 @@ def test_a_fault_in_the_source_is_reported(tmp_path: Path, monkeypatch: pytest.M
     broken = tmp_path / "kernels"
     shutil.copytree(FOLDER, broken)
     (broken / "sampling.cuh").write_text("int oops = nowhere;\n" + (broken / "sampling.cuh").read_text())
-    monkeypatch.setattr(compiling, "FOLDER", broken)
+    monkeypatch.setattr(compiling, "INCLUDES", (broken, FOLDER.parent))
     kept = tmp_path / "kept"
     with pytest.raises(
         RuntimeError, match=re.compile(r"sampling.cuh\(1\).*\"nowhere\" is undefined", re.DOTALL)

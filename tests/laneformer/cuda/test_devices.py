@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laneformer.engine.cuda.params import Sampling
+from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_harness import Emulated, small_config
 

@@ -1,4 +1,4 @@
-"""CudaEngine without a GPU: its API on a plain PyTorch loop, and which device gives which engine."""
+"""The engine on GPUs without a GPU: its API on a plain PyTorch loop, and which device gives which engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 
 from laneformer.cli import main
 from laneformer.engine import Engine, TextStream, device
-from laneformer.engine.cuda import engine as cuda_engine
-from laneformer.engine.cuda.engine import CudaEngine, sampling_of
-from laneformer.engine.cuda.params import Sampling
+from laneformer.engine.cpu.decoder import CpuDecoder
+from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda.cuda_harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.cuda_stand_ins import LoopDecoder
+from tests.laneformer.cuda.cuda_stand_ins import LoopDecoder, gpu_of
 from tests.laneformer.engine.engine_assets import byte_tokenizer, write_folder
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
@@ -32,14 +32,14 @@ PROMPT = [5, 60, 7]
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a GPU."""
-    monkeypatch.setattr(cuda_engine, "CudaDecoder", LoopDecoder)
+    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", LoopDecoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
 @pytest.fixture
-def engine(a_gpu: None) -> Iterator[CudaEngine]:
-    with CudaEngine(CONFIG, TENSORS, tokenizer=byte_tokenizer()) as engine:
+def engine(a_gpu: None) -> Iterator[Engine]:
+    with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
         yield engine
 
 
@@ -78,16 +78,16 @@ def test_a_stop_id_ends_and_is_the_last_token(engine, expected):
 
 
 def test_the_models_own_end_ids_are_stops(expected):
-    with CudaEngine(CONFIG, TENSORS, eos_ids=[expected[2]]) as engine:
+    with Engine(CONFIG, TENSORS, device="cuda", eos_ids=[expected[2]]) as engine:
         assert engine.generate(PROMPT, max_new_tokens=12) == expected[: expected.index(expected[2]) + 1]
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
 
 
 def test_tokens_stream_as_they_come(engine, expected):
     stream = engine.stream(PROMPT, max_new_tokens=12)
-    assert engine.gpu.asked == []  # an iterator that is never advanced leaves nothing running
+    assert gpu_of(engine).asked == []  # an iterator that is never advanced leaves nothing running
     for i, token in enumerate(stream):
-        assert (token, engine.gpu.polls) == (expected[i], i + 1)
+        assert (token, gpu_of(engine).polls) == (expected[i], i + 1)
 
 
 def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
@@ -97,15 +97,15 @@ def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
         with pytest.raises(RuntimeError, match="busy with another request"):
             call()
     stream.close()
-    assert engine.gpu.cancelled
-    assert engine.gpu.polls <= 2
+    assert gpu_of(engine).cancelled
+    assert gpu_of(engine).polls <= 2
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
 
 
 def test_a_batch_is_one_prompt_after_the_other(engine):
     prompts = [[1, 2], [3], [4, 5, 6]]
     assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
-    assert [ids for ids, *_ in engine.gpu.asked] == prompts
+    assert [ids for ids, *_ in gpu_of(engine).asked] == prompts
     assert engine.statistics.passes == sum(len(prompt) + 4 for prompt in prompts)
 
 
@@ -122,15 +122,15 @@ def test_text_ends_before_a_stop_string(engine):
     assert text == "".join([*map(pieces.push, greedy(ids, 20)), pieces.finish()])
     assert len(text) > 6
     assert engine.generate_text("ab é", max_new_tokens=20, stop=text[4:6]) == text[: text.index(text[4:6])]
-    assert engine.gpu.cancelled
+    assert gpu_of(engine).cancelled
 
 
 def test_an_error_of_the_gpu_frees_the_engine(engine, expected):
-    engine.gpu.failure = "waited 10 s in vain"
+    gpu_of(engine).failure = "waited 10 s in vain"
     for call in (engine.generate, lambda prompt: list(engine.stream(prompt))):
         with pytest.raises(RuntimeError, match="in vain"):
             call(PROMPT)
-    engine.gpu.failure = ""
+    gpu_of(engine).failure = ""
     assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
 
 
@@ -139,17 +139,17 @@ def test_an_interrupted_wait_cancels(engine, expected, monkeypatch):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("laneformer.engine.cuda.engine.time.sleep", interrupt)
+    monkeypatch.setattr("laneformer.engine.cuda.decoder.time.sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPT, max_new_tokens=40)
-    assert engine.gpu.cancelled
+    assert gpu_of(engine).cancelled
     assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
 
 
 def test_a_closed_engine_says_so(engine):
     stream = engine.stream(PROMPT, max_new_tokens=40)
     next(stream)
-    gpu = engine.gpu
+    gpu = gpu_of(engine)
     engine.close()
     engine.close()
     assert gpu.cancelled
@@ -172,7 +172,7 @@ def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
 
 def test_scores_are_those_of_the_model(engine):
     ids = [(11 * i + 3) % 264 for i in range(49)]
-    logits = reference_logits(engine.gpu.model, ids[:48])
+    logits = reference_logits(gpu_of(engine).model, ids[:48])
     logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()
     # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below 200
     bound = 64 * 2**-24 * 200
@@ -192,7 +192,7 @@ def test_scores_are_those_of_the_model(engine):
 
 def test_equally_likely_ids_come_lowest_first():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
-    own, ids, logprobs = cuda_engine.scores_of(logits, [2], 3)
+    own, ids, logprobs = cuda_decoder.scores_of(logits, [2], 3)
     assert ids.tolist() == [1, 2, 3]
     assert (logprobs == own).all()
 
@@ -235,20 +235,21 @@ def test_too_many_stop_ids(engine):
 )
 def test_options_of_the_cpu_are_refused_by_name(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} = .*use device = 'cpu'"):
-        CudaEngine(CONFIG, TENSORS, **options)
+        Engine(CONFIG, TENSORS, device="cuda", **options)
 
 
-def sampled(**options: Any) -> Sampling:
-    plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    return sampling_of({**plain, **options})
+def sampled(engine: Engine, **options: Any) -> Any:
+    """What the kernels were given."""
+    engine.generate(PROMPT, max_new_tokens=1, **options)
+    return gpu_of(engine).asked[-1][3]
 
 
-def test_sampling_options_as_the_kernels_take_them():
-    full = sampled(temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**64 - 1)
+def test_sampling_options_as_the_kernels_take_them(engine):
+    full = sampled(engine, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**64 - 1)
     values = full.inverse_temperature, full.top_k, full.top_p, full.min_p, full.seed
     assert values == (2.0, 7, 0.75, 0.25, 2**64 - 1)
-    for one_left in ({}, {"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.0}):
-        assert sampled(**one_left).inverse_temperature == 0
+    for one_left in ({}, {"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}):
+        assert sampled(engine, **one_left).inverse_temperature == 0
 
 
 # ---- which engine ----
@@ -258,16 +259,16 @@ def test_the_device_chooses_the_engine(tmp_path, expected):
     folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).float(), eos_token_id=3)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     with Engine.from_pretrained(folder, device="cuda:0,cuda:1", context_tokens=40) as engine:
-        assert type(engine) is CudaEngine
+        assert isinstance(engine._open(), CudaDecoder)
         assert (engine.dtype, engine.isa, engine.eos_ids) == ("bf16", "cuda", (3,))  # the checkpoint is fp32
-        assert (engine.gpu.devices, engine.config.max_position_embeddings) == (("cuda:0", "cuda:1"), 40)
+        assert (gpu_of(engine).devices, engine.config.max_position_embeddings) == (("cuda:0", "cuda:1"), 40)
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
     with Engine.from_pretrained(folder) as engine:
-        assert type(engine) is Engine, "unproven kernels are for those who name them"
+        assert isinstance(engine._open(), CpuDecoder), "unproven kernels are for those who name them"
     with Engine.random("tiny", device="cpu") as engine:
-        assert type(engine) is Engine
+        assert isinstance(engine._open(), CpuDecoder)
     with Engine.random(CONFIG, "fp16", device="cuda", version="graph") as engine:
-        assert (type(engine), engine.dtype, engine.gpu.version) == (CudaEngine, "fp16", "graph")
+        assert (engine.dtype, gpu_of(engine).version) == ("fp16", "graph")
     with pytest.raises(ValueError, match="threads = 2"):
         Engine.random(CONFIG, device="cuda", threads=2)
 
@@ -321,7 +322,7 @@ def test_the_command_line(tmp_path, capsys):
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     arguments = ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "9", "--device"]
     main([*arguments, "cuda"])
-    with CudaEngine(CONFIG, TENSORS, tokenizer=byte_tokenizer()) as engine:
+    with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
         assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=9) + "\n"
     for flags, message in ((["--threads", "2"], "threads = 2"), (["--presence-penalty", "0.5"], "presence_penalty")):
         with pytest.raises(SystemExit) as stop:

@@ -1,4 +1,4 @@
-"""CudaEngine on the emulated kernels: the CPU engine's tokens, and nothing of a request that ended badly in the next.
+"""The engine on the emulated kernels: the CPU engine's tokens, and nothing of a request that ended badly in the next.
 
 Everything but the launch is what runs on a GPU: memory, prompts through PyTorch, what is claimed of the cache.
 """
@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine import Engine
-from laneformer.engine.cuda import decoder
-from laneformer.engine.cuda import engine as cuda_engine
-from laneformer.engine.cuda.engine import CudaEngine
+from laneformer.engine import Engine, device
+from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine.cuda import sequence
 from laneformer.engine.cuda.prefill import prefill
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.cuda_stand_ins import EmulatedDecoder
+from tests.laneformer.cuda.cuda_stand_ins import EmulatedDecoder, gpu_of
 
 pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
 CONFIG = small_config()
@@ -32,8 +31,10 @@ LONG_PROMPT = [(5 * i + 1) % 96 for i in range(15)]  # read by the PyTorch model
 @pytest.fixture(params=["persistent", "graph"])
 def emulated(request, cuda_builds, monkeypatch):
     monkeypatch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
-    monkeypatch.setattr(cuda_engine, "CudaDecoder", EmulatedDecoder)
-    with CudaEngine(CONFIG, TENSORS, version=request.param) as engine:
+    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
+    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with Engine(CONFIG, TENSORS, device="cuda", version=request.param) as engine:
         yield engine
 
 
@@ -68,7 +69,7 @@ def test_a_graph_that_ran_past_a_stop_has_lost_its_ring(emulated, cpu_tokens):
     tokens, stop = cpu_tokens[15], cpu_tokens[15][0]
     assert emulated.generate(LONG_PROMPT, max_new_tokens=10, stop_ids=[stop], reuse_prefix=False) == [stop]
     assert emulated.generate([*LONG_PROMPT, stop], max_new_tokens=9) == tokens[1:]
-    assert emulated.statistics.reused_tokens == (15 if emulated.gpu.version == "persistent" else 0)
+    assert emulated.statistics.reused_tokens == (15 if gpu_of(emulated).version == "persistent" else 0)
 
 
 def test_scores_start_from_what_is_there(emulated, cpu_tokens):
@@ -86,7 +87,7 @@ def test_scores_start_from_what_is_there(emulated, cpu_tokens):
 
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
 def test_a_request_given_up_before_its_first_token_leaves_nothing_behind(emulated, cpu_tokens):
-    gpu = emulated.gpu
+    gpu = gpu_of(emulated)
     gpu.go = threading.Event()
     gpu.start(LONG_PROMPT[:3], 10)
     gpu.cancel()
@@ -98,13 +99,13 @@ def test_a_request_given_up_before_its_first_token_leaves_nothing_behind(emulate
 
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
 def test_a_caller_that_went_away_disturbs_nobody(emulated, cpu_tokens):
-    emulated.gpu.start(LONG_PROMPT[:2], 30)  # never polled, as after Ctrl-C between launch and wait
+    gpu_of(emulated).start(LONG_PROMPT[:2], 30)  # never polled, as after Ctrl-C between launch and wait
     assert list(emulated.stream(LONG_PROMPT[:3], max_new_tokens=10)) == cpu_tokens[3]
 
 
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
 def test_a_wait_in_vain_is_reported_and_over(emulated, cpu_tokens):
-    gpu = emulated.gpu
+    gpu = gpu_of(emulated)
     gpu.missing_blocks, gpu.limit_s = 1, 0.05
     with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d, layer \d, exchange '"):
         emulated.generate(LONG_PROMPT[:3], max_new_tokens=10)
@@ -119,8 +120,8 @@ def test_a_prompt_that_was_not_read_to_its_end_is_not_reused(emulated, cpu_token
         raise RuntimeError("out of memory")
 
     emulated.generate(LONG_PROMPT[:3], max_new_tokens=2, reuse_prefix=False)
-    monkeypatch.setattr(decoder, "prefill", fails)
+    monkeypatch.setattr(sequence, "prefill", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         emulated.generate(LONG_PROMPT[1:])
-    monkeypatch.setattr(decoder, "prefill", prefill)
+    monkeypatch.setattr(sequence, "prefill", prefill)
     assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]

@@ -18,9 +18,9 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine, device
-from laneformer.engine.cuda.decoder import IN_KERNEL_TOKENS, CudaDecoder
-from laneformer.engine.cuda.engine import CudaEngine, sampling_of
-from laneformer.engine.cuda.params import Sampling
+from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
+from laneformer.engine.decoder import Sampling
+from tests.laneformer.cuda.cuda_stand_ins import gpu_of
 from tests.laneformer.engine.engine_assets import byte_tokenizer, write_folder
 from tools.check.cuda import check, check_faults, reference, score, scored_length
 from tools.check.reference import Weights, hf_logits, hf_model, random_weights, tensors_of
@@ -37,8 +37,8 @@ def weights_of(config: LaneformerConfig) -> Weights:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Iterator[CudaEngine]:
-    with CudaEngine(TINY, tensors_of(weights_of(TINY))) as engine:
+def tiny() -> Iterator[Engine]:
+    with Engine(TINY, tensors_of(weights_of(TINY)), device="cuda") as engine:
         yield engine
 
 
@@ -48,28 +48,30 @@ def test_logits_and_tokens_of_both_versions_against_transformers(flavor):
     config = LaneformerConfig.from_flavor(flavor)
     weights = weights_of(config)
     tensors = tensors_of(weights)
-    makers = {v: functools.partial(CudaDecoder, config, tensors, "bf16", version=v) for v in ("persistent", "graph")}
+    makers = {
+        v: functools.partial(SequenceDecoder, config, tensors, "bf16", version=v) for v in ("persistent", "graph")
+    }
     report = check(makers, reference(config, weights, scored_length(config)), count=12, runs=100, progress=print)
     assert len(report["passed"]) == 10
     assert all(report["passed"].values()), report
 
 
 def test_planted_faults_are_seen():
-    report = check_faults(TINY, weights_of(TINY), lambda config, tensors: CudaDecoder(config, tensors, "bf16"))
+    report = check_faults(TINY, weights_of(TINY), lambda config, tensors: SequenceDecoder(config, tensors, "bf16"))
     assert report["holds"], report
 
 
 def test_float16():
     weights = {name: w.half() for name, w in weights_of(TINY).items()}
     ids = PROMPT * 6
-    logits = score(CudaDecoder(TINY, tensors_of(weights), "fp16"), ids)
+    logits = score(SequenceDecoder(TINY, tensors_of(weights), "fp16"), ids)
     single, half = (hf_logits(hf_model(TINY, weights, dtype), ids) for dtype in (torch.float32, torch.float16))
     assert np.abs(logits - single).mean() <= np.abs(half - single).mean()
 
 
 def test_lanes_in_two_memories_give_the_same_tokens(tiny):
     """The protocol between GPUs: two groups of lanes with memories and launches of their own, here on one GPU."""
-    decoder = CudaDecoder(TINY, tensors_of(weights_of(TINY)), "bf16", devices=("cuda:0", "cuda:0"))
+    decoder = SequenceDecoder(TINY, tensors_of(weights_of(TINY)), "bf16", devices=("cuda:0", "cuda:0"))
     decoder.start(PROMPT, 40)
     assert decoder.wait() == tiny.generate(PROMPT, max_new_tokens=40)
 
@@ -98,10 +100,10 @@ def test_cancelling_is_prompt_and_leaves_nothing_behind(tiny):
         stream.close()
         assert time.monotonic() - started < 5  # a token takes milliseconds; a wait in vain would take 10 s
         assert tiny.generate(PROMPT, max_new_tokens=20) == tokens
-    tiny.gpu.start(PROMPT, 30)
-    tiny.gpu.cancel()
-    tiny.gpu.wait()
-    tiny.gpu.start(PROMPT[:2], 100)  # and nobody asks for the end
+    gpu_of(tiny).start(PROMPT, 30)
+    gpu_of(tiny).cancel()
+    gpu_of(tiny).wait()
+    gpu_of(tiny).start(PROMPT[:2], 100)  # and nobody asks for the end
     assert tiny.generate(PROMPT, max_new_tokens=20) == tokens
 
 
@@ -115,7 +117,7 @@ def test_other_threads_may_ask(tiny):
 
 @pytest.mark.parametrize("version", ["persistent", "graph"])
 def test_a_text_that_goes_on_is_not_read_again(version):
-    with CudaEngine(TINY, tensors_of(weights_of(TINY)), version=version) as engine:
+    with Engine(TINY, tensors_of(weights_of(TINY)), device="cuda", version=version) as engine:
         length = min(TINY.max_position_embeddings // 2, 2 * TINY.sliding_window)
         tokens = engine.generate(PROMPT, max_new_tokens=length)
         for split in (4, length - 5):  # before and after the windows have lost the beginning
@@ -127,7 +129,7 @@ def test_a_text_that_goes_on_is_not_read_again(version):
 
 def test_a_wait_in_vain_is_reported_and_over(tiny):
     """One block is missing, so the others wait for its words."""
-    tokens, gpu = tiny.generate(PROMPT, max_new_tokens=9), tiny.gpu
+    tokens, gpu = tiny.generate(PROMPT, max_new_tokens=9), gpu_of(tiny)
     kernels, limit_s, launch = gpu.kernels[0], gpu.limit_s, gpu.kernels[0].launch
     gpu.limit_s = 0.05
     # a launch of one block less
@@ -148,7 +150,7 @@ def test_draws_repeat_and_differ_by_seed(tiny):
     options = {"max_new_tokens": 40, "temperature": 1.0, "reuse_prefix": False}
     first, again, other = (tiny.generate(PROMPT, seed=seed, **options) for seed in (1, 1, 2))
     assert first == again != other
-    with CudaEngine(TINY, tensors_of(weights_of(TINY)), version="graph") as graph:
+    with Engine(TINY, tensors_of(weights_of(TINY)), device="cuda", version="graph") as graph:
         for filters in ({}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}):
             assert graph.generate(PROMPT, seed=1, **options, **filters) == tiny.generate(
                 PROMPT, seed=1, **options, **filters
@@ -159,7 +161,7 @@ def test_draws_repeat_and_differ_by_seed(tiny):
 def test_filters_leave_likely_tokens_only(tiny, filters):
     options = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters}
     tokens = tiny.generate(PROMPT, max_new_tokens=60, seed=5, reuse_prefix=False, **options)
-    logits = torch.from_numpy(score(tiny.gpu, PROMPT + tokens)[len(PROMPT) - 1 : -1]).double()
+    logits = torch.from_numpy(score(gpu_of(tiny), PROMPT + tokens)[len(PROMPT) - 1 : -1]).double()
     own = logits.gather(1, torch.tensor(tokens)[:, None])
     if options["top_k"]:
         assert ((logits > own).sum(1) < options["top_k"]).all()
@@ -175,18 +177,16 @@ def test_filters_leave_likely_tokens_only(tiny, filters):
 def test_draws_follow_the_softmax(tiny):
     """Pearson's test on the first token: the eight likeliest ids and the rest, 2000 seeds."""
     draws = 2000
-    p = torch.from_numpy(score(tiny.gpu, PROMPT)[-1]).double().softmax(-1)
+    p = torch.from_numpy(score(gpu_of(tiny), PROMPT)[-1]).double().softmax(-1)
     top = p.topk(8)
     counts = np.zeros(9)
     for seed in range(draws):
-        request = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
-        tiny.gpu.start(PROMPT, 1, sampling=sampling_of(request))
-        where = (top.indices == tiny.gpu.wait()[0]).nonzero()
+        gpu_of(tiny).start(PROMPT, 1, sampling=Sampling(seed, 1.0, 1.0, 0.0, 0))
+        where = (top.indices == gpu_of(tiny).wait()[0]).nonzero()
         counts[int(where[0]) if len(where) else 8] += 1
     expected = draws * np.append(top.values.numpy(), 1 - float(top.values.sum()))
     # 8 degrees of freedom: above 37.3 once in 100,000 correct samplers; the seeds are fixed
     assert ((counts - expected) ** 2 / expected).sum() < 37.3
-    assert sampling_of({**request, "temperature": 0.0}).inverse_temperature == Sampling().inverse_temperature
 
 
 # ---- scores and folders ----
@@ -217,5 +217,5 @@ def test_a_folder_opens_on_the_gpu_by_itself(tmp_path):
     folder = write_folder(tmp_path / "hf", model.bfloat16())
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     with Engine.from_pretrained(folder) as engine, Engine.from_pretrained(folder, device="cpu") as cpu:
-        assert (type(engine), type(cpu)) == (CudaEngine, Engine)
+        assert (engine.isa == "cuda", cpu.isa == "cuda") == (True, False)
         assert engine.generate_text("a b", max_new_tokens=8)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from laneformer.engine.cuda.compile import FOLDER, source_of
-from laneformer.engine.cuda.params import EXCHANGES
+from laneformer.engine.cuda.memory import EXCHANGES
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_emulator import EmulationError
 from tests.laneformer.cuda.cuda_harness import Emulated

@@ -17,9 +17,9 @@ import torch
 
 from laneformer import Laneformer
 from laneformer.engine.cuda import prefill
-from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
+from laneformer.engine.cuda.sequence import SequenceDecoder
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_harness import SMALL, Emulated, random_model, small_config, tensors_of
 from tests.laneformer.cuda.cuda_reference import expected, kept_at
@@ -154,4 +154,4 @@ def test_decoding_goes_on(
 def test_what_a_prompt_can_reuse(cached: str, ids: str, most: int, reused: int) -> None:
     decoder: Any = SimpleNamespace(cached=[*cached], _ring=6)
     letters: Any = [*ids]
-    assert CudaDecoder._reusable(decoder, letters, most) == reused
+    assert SequenceDecoder._reusable(decoder, letters, most) == reused

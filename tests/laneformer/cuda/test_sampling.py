@@ -1,6 +1,7 @@
 """The kernels' sampler against the plain way: sort, cut, add the noise, take the highest.
 
-The noise is Philox (Salmon et al. 2011) and Gumbel's: computed here in float64 from the same 23 bits, so a token that
+The C++ core draws by the same rule (sampling.h) and must give the same tokens. The noise is Philox (Salmon et al. 2011)
+and Gumbel's: computed here in float64 from the same 23 bits, so a token that
 differs is a fault, not a rounding; which tokens are kept shows in hundreds of draws from nearly equal probabilities.
 """
 
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine.cuda.compile import FOLDER
+from laneformer.engine import GenerationOptions
+from laneformer.engine.cpu import _core
+from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import plan
-from laneformer.engine.cuda.params import Sampling
+from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_harness import SMALL, Emulated, small_config
 
@@ -43,7 +46,7 @@ class Sampler:
     def __init__(self, builds: Path):
         self.geometry = plan(small_config(vocab_size=VOCAB), "bf16", SMALL, warps=2)
         source = f'#define GRAPH 0\n{self.geometry.constants()}#include "cuda_sampler.cu"\n'
-        self.library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, builds)
+        self.library = cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
     def __call__(
         self, logits: np.ndarray, how: Sampling, count: int = COUNT, order: int = 0, first: int = 0
@@ -158,6 +161,17 @@ def test_draws_with_filters(sampler: Sampler, filters: dict[str, Any]) -> None:
     assert left[tokens].all()
     if left.sum() < 12:  # so few that each comes up
         assert set(tokens) == set(np.flatnonzero(left))
+
+
+@pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 3.0])
+def test_the_cpu_draws_the_same_tokens(sampler: Sampler, temperature: float, filters: dict[str, Any]) -> None:
+    """One seed, one text: on both engines, from the options on. Ties of logits are in it, as bf16 weights make them."""
+    logits = (LOGITS * 8).round() / 8
+    request = GenerationOptions(temperature=temperature, seed=12, **filters).request([], VOCAB)
+    there = sampler(logits, request.sampling)
+    here = [_core.sample(logits, request, [], [], position) for position in range(COUNT)]
+    np.testing.assert_array_equal(there, here)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.2}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}], ids=str)

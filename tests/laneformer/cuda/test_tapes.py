@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine.cuda.compile import FOLDER
+from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry, Matrix, plan
-from laneformer.engine.cuda.params import Report, Sampling, Weights, decode_structure
+from laneformer.engine.cuda.memory import Report, Weights, decode_structure
 from laneformer.engine.cuda.tape import pack, tape_starts, unpack
+from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_shapes import SHAPES, Shape, drawn
 
@@ -162,7 +163,7 @@ def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path
     }  # fmt: skip
     sizes_of_all = ", ".join(f"int64_t({expression})" for expression in asked)
     source = f"#define GRAPH 0\n{geometry.constants()}{LAYOUT.replace('SIZES', sizes_of_all)}"
-    library = cuda_emulator.build(source, [FOLDER], {"TABLE": "constexpr"}, cuda_builds)
+    library = cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
     sizes = (ctypes.c_int64 * len(asked))()
     library.sizes(sizes)
     assert dict(zip(asked, sizes, strict=True)) == asked

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 
 from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import hf_name
 from laneformer.engine import Engine
 from laneformer.engine.folder import Tensor
 
@@ -78,7 +79,7 @@ def write_folder(folder: Path, model: Laneformer, **config_values: object) -> Pa
     folder.mkdir(parents=True, exist_ok=True)
     values = {"model_type": "laneformer", "architectures": ["LaneformerForCausalLM"], **model.config.to_dict()}
     (folder / "config.json").write_text(json.dumps({**values, **config_values}))
-    state = {n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in model.state_dict().items()}
+    state = {hf_name(n): p.contiguous() for n, p in model.state_dict().items()}
     save_file(state, folder / "model.safetensors")
     return folder
 

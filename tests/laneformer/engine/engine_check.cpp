@@ -108,7 +108,7 @@ Results run(Decoder& decoder, const ModelSpec& s) {
   const std::vector<int> guessed = finished(decoder);
   if (!std::equal(results.greedy.begin() + 4, results.greedy.end(), guessed.begin())) results.greedy.clear();
 
-  request.sampling.temperature = 1.0, request.sampling.repetition_penalty = 1.2;
+  request.sampling.draw.inverse_temperature = 1.0f, request.sampling.repetition_penalty = 1.2;
   request.prompts.push_back({5, 6, 7});  // a batch of two
   decoder.start(request);
   results.sampled = finished(decoder);

@@ -48,7 +48,7 @@ def test_flags_reach_the_engine(folder, capsys):
             presence_penalty=0.1, min_new_tokens=9, ignore_eos=True,
         )  # fmt: skip
     assert printed.out == expected + "\n"
-    assert "guesses were right" in printed.err
+    assert "draft tokens were right" in printed.err
     stop = expected[len(expected) // 2]
     main(
         ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--stop", "xyz", "--stop", stop]

@@ -51,7 +51,7 @@ def change_weights(folder, change) -> None:
         ({"temprature": 1.0}, "did you mean 'temperature'"),
         ({"repetition_penality": 1.1}, "did you mean 'repetition_penalty'"),
         ({"speculative": 4}, "did you mean 'speculate'"),
-        ({"best_of": 2}, "there are"),
+        ({"best_of": 2}, "choose from"),
         ({"repetition_penalty": 0}, "repetition_penalty = 0 is outside 0.01 to 100"),
         ({"frequency_penalty": 2.5}, "frequency_penalty = 2.5 is outside -2.0 to 2.0"),
         ({"presence_penalty": float("inf")}, "presence_penalty = inf must be a finite number"),

@@ -152,7 +152,7 @@ def reference_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0
 
 
 def draws(logits, count, **options) -> np.ndarray:
-    request = GenerationOptions(**{"temperature": 1.0, "seed": 5, **options}).for_decoder(len(logits), ())
+    request = GenerationOptions(**{"temperature": 1.0, "seed": 5, **options}).request([], len(logits))
     return np.array([_core.sample(logits, request, [], [], i) for i in range(count)])
 
 

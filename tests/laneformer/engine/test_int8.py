@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from laneformer import Laneformer
+from laneformer.config import MATRICES
 from laneformer.engine import Engine
+from laneformer.engine.cpu.decoder import RandomTensors
 from laneformer.engine.cpu.packed import FOLDER, PackedWeights
-from laneformer.engine.cpu.packing import RandomTensors
-from laneformer.engine.folder import MATRICES
 from tests.laneformer.engine.engine_assets import (
     TORCH_DTYPES,
     engine_of,

@@ -39,7 +39,8 @@ def random_options(rng, **fixed) -> GenerationOptions:
 
 
 def drawn(logits, prompt, output, options: GenerationOptions) -> int:
-    return _core.sample(logits, options.for_decoder(len(logits), ()), prompt, output, len(output))
+    position = len(prompt) + len(output) - 1
+    return _core.sample(logits, options.request([], len(logits)), prompt, output, position)
 
 
 def mismatches(change_prompt: bool) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laneformer.engine.cpu.decoder import MAX_THREADS
 from laneformer.engine.device import default_threads, one_cpu_a_core_first
-from laneformer.engine.engine import MAX_THREADS
 from tests.laneformer.engine.engine_assets import (
     TORCH_DTYPES,
     engine_of,

@@ -108,7 +108,7 @@ def test_a_machine_with_torch_and_transformers_alone_has_all_that_is_imported() 
     seen = set[str]()
     for name in ("__main__", "cuda", "cuda_steps"):
         imported(f"tools.bench.{name}", seen)
-    assert {"laneformer.engine.cuda.decoder", "laneformer.engine.rope", "tools.check.cuda", "transformers"} <= seen
+    assert {"laneformer.engine.cuda.sequence", "laneformer.engine.folder", "tools.check.cuda", "transformers"} <= seen
     assert not [name for name in seen if name.split(".")[0] in ("tyro", "rich") or name.endswith("engine._core")]
     imported("tools.check.engine", seen)  # which needs both
     assert {"tyro", "rich.table"} <= seen

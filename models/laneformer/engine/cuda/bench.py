@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .decoder import CudaDecoder
 from .geometry import OPS, Geometry
 from .probe import read_bandwidth
+from .sequence import SequenceDecoder
 
 TOKENS = 256
 EDGE_TOKENS = 32  # the first and the last of a run, to be reported apart
@@ -33,7 +33,7 @@ DATASHEET = (  # bytes/s of the memory, by a part of the GPU's name; the first t
 
 
 def benchmark(
-    decoder: CudaDecoder,
+    decoder: SequenceDecoder,
     depth: int = 0,
     progress: Callable[[str], None] = print,
     probe_bytes_per_s: float | None = None,
@@ -100,7 +100,7 @@ def datasheet(name: str) -> float | None:
     return next((rate for part, rate in DATASHEET if part in name), None)
 
 
-def arrivals(decoder: CudaDecoder, prompt: list[int], tokens: int) -> np.ndarray:
+def arrivals(decoder: SequenceDecoder, prompt: list[int], tokens: int) -> np.ndarray:
     """Seconds (of any origin) at which the host saw each of `tokens` new tokens."""
     decoder.start(prompt, tokens)
     seen, times = decoder.memories[0].published.numpy(), np.zeros(tokens)
@@ -120,7 +120,7 @@ def arrivals(decoder: CudaDecoder, prompt: list[int], tokens: int) -> np.ndarray
     return times
 
 
-def queue_one(decoder: CudaDecoder) -> None:
+def queue_one(decoder: SequenceDecoder) -> None:
     """One more token of the graph, without waiting for it."""
     if decoder._replays < decoder.read_tokens + decoder.max_tokens - 1:
         with torch.cuda.stream(decoder._streams[0]):
@@ -138,7 +138,7 @@ def speeds(times: np.ndarray) -> dict[str, float]:
     }
 
 
-def measure_prefill(decoder: CudaDecoder, depth: int) -> tuple[float, float]:
+def measure_prefill(decoder: SequenceDecoder, depth: int) -> tuple[float, float]:
     """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
     prompt = random_prompt(decoder, max(depth, prefill_length(decoder)))
     seconds = []
@@ -151,11 +151,11 @@ def measure_prefill(decoder: CudaDecoder, depth: int) -> tuple[float, float]:
     return ttft_s, len(prompt) / ttft_s
 
 
-def prefill_length(decoder: CudaDecoder) -> int:
+def prefill_length(decoder: SequenceDecoder) -> int:
     return min(2048, decoder.config.max_position_embeddings // 2)
 
 
-def random_prompt(decoder: CudaDecoder, length: int) -> list[int]:
+def random_prompt(decoder: SequenceDecoder, length: int) -> list[int]:
     return np.random.default_rng(0).integers(0, decoder.config.vocab_size, length).tolist()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from .geometry import Geometry
 
 FOLDER = Path(__file__).parent
+INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
 VERSIONS = ("persistent", "graph")
 UNITS = (*VERSIONS, "probe")
 MISSING = "the CUDA engine compiles its kernels with cuda-core: pip install 'laneformer[cuda]'"
@@ -37,14 +38,16 @@ def compile_cubin(version: str, geometry: Geometry, architecture: str, cache: Pa
     except ImportError as error:
         raise RuntimeError(f"{MISSING} ({error})") from None
     source, options = source_of(version, geometry), {"arch": architecture, "std": "c++17"}
-    included = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.cu*")))
+    sources = [path for folder in INCLUDES for pattern in ("*.cu*", "*.h") for path in sorted(folder.glob(pattern))]
+    included = b"".join(path.read_bytes() for path in sources)
     decides = repr((source, options, nvrtc.nvrtcVersion()[1:])).encode() + included
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer" / "cubins"
     kept = folder / f"{version}-{architecture}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
     if kept.is_file():
         return kept.read_bytes()
     try:
-        compiled = Program(source, "c++", ProgramOptions(**options, include_path=[str(FOLDER)])).compile("cubin").code
+        settings = ProgramOptions(**options, include_path=[str(folder) for folder in INCLUDES])
+        compiled = Program(source, "c++", settings).compile("cubin").code
     except Exception as error:  # cuda-core's own types, with the whole log as their message
         raise RuntimeError(f"the {version} kernels do not compile for {architecture}: {error}") from None
     keep(kept, bytes(compiled))

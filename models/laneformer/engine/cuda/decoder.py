@@ -1,247 +1,183 @@
-"""One sequence at a time on one or more GPUs: prompt, launch, tokens as they come, cancel, hang.
-
-`version="persistent"` is one cooperative launch for the whole request; "graph" replays a captured graph of kernels for
-each token. Both read the same tapes and give the same tokens, bit for bit.
-"""
+"""CudaDecoder: a Decoder on GPUs. Generation runs in the decode kernel, scores through the PyTorch model."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
-from ...config import Join, LaneformerConfig
+from ...config import HEAD, LaneformerConfig
+from ..decoder import CUDA, Request
 from ..folder import Tensor
-from .geometry import MODULES, Geometry, plan
-from .launch import Kernels, describe
-from .memory import DeviceMemory
-from .params import EXCHANGES, Sampling
-from .prefill import DeviceCache, plain_model, prefill, streams
+from .geometry import DTYPES, MOST_STOPS
+from .prefill import CHUNK_TOKENS, logits_of
+from .sequence import POLL_S, SequenceDecoder
 
-IN_KERNEL_TOKENS = 8  # prompts up to this length are read by the decode kernel itself
-REPLAYS_AT_ONCE = 16  # of the graph, between two looks at its tokens
-LAST_EPOCH = 2**31 // 8  # of all layers together: the ablation counts five to a layer in 31 bits, and one request fits
-POLL_S = 0.0002
+USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
+CPU_ONLY = (
+    "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "min_new_tokens", "logprobs",
+)  # fmt: skip
 
 
 class CudaDecoder:
-    """Weights on the GPUs and what decodes with them. RuntimeError after a hang says who waited for what."""
+    """Decodes on one or more GPUs that share the lanes; the prompts of a batch one after the other.
+
+    The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few new tokens,
+    and scores, go through PyTorch in 16 bits. `speculate` is accepted and has no effect.
+    """
 
     def __init__(
         self,
         config: LaneformerConfig,
         tensors: Mapping[str, Tensor],
-        dtype: str,
+        dtype: str = "auto",
         devices: Sequence[str] = ("cuda:0",),
+        *,
         version: str = "persistent",
-        limit_s: float = 10.0,
-        **shape: Any,
+        threads: int | None = None,
+        isa: str | None = None,
+        math: str = "exact",
+        pin: bool = False,
     ):
-        """`shape` goes to geometry.plan: warps, chunk_bytes, blocks_per_lane, wide_exchanges.
+        """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
 
-        A GPU that is named more than once is shared out.
+        ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin.
         """
-        self.config, self.tensors, self.version, self.limit_s = config, tensors, version, limit_s
-        self.devices = [torch.device(device) for device in devices]
-        if version == "graph" and len(devices) > 1:
-            raise ValueError("the graph version runs on one GPU; use version = 'persistent' for several")
-        machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
-        machine = type(machine)(machine.multiprocessors // sharing, machine.shared_bytes, machine.architecture)
-        if version == "graph":  # two blocks a multiprocessor, so that kernels overlap; 1 KB is the system's
-            machine = type(machine)(machine.multiprocessors, machine.shared_bytes // 2 - 1024, machine.architecture)
-        self.geometry: Geometry = plan(config, dtype, machine, devices=len(devices), **shape)
-        connect(self.devices)
-        self.memories = [DeviceMemory(self.geometry, tensors, i, device) for i, device in enumerate(self.devices)]
-        self.kernels = [Kernels(version, self.geometry, device) for device in self.devices]
-        self.cached: list[int] = []  # ids whose keys and values are there
-        self._model: torch.nn.Module | None = None
-        self._streams = [torch.cuda.Stream(device) for device in self.devices]
-        for kernels in self.kernels:
-            kernels.load(*({step[0] for step in graph_kernels(self.geometry)} if version == "graph" else ["decode"]))
+        if dtype == "auto":
+            dtype = tensors[HEAD].dtype.replace("fp32", "bf16")
+        unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "math": None if math == "exact" else math}
+        unsupported["dtype"] = None if dtype in DTYPES else dtype
+        for name, value in unsupported.items():
+            if value is not None:
+                raise ValueError(f"{name} = {value!r}: {USE_CPU}")
+        self.dtype, self.math, self.isa = dtype, math, CUDA
+        self.gpu = SequenceDecoder(config, tensors, dtype, devices, version)
+        self._request = Request([])
+        self._outputs: list[list[int]] = []
+        self._running = self._cancelled = False
+        self._reused = self._passes = 0
+
+    def check(self, request: Request) -> None:
+        """ValueError for what only the CPU has."""
+        for field in dataclasses.fields(Request):
+            value = getattr(request, field.name)
+            if field.name in CPU_ONLY and value not in (field.default, []):
+                raise ValueError(f"{field.name} = {value!r}: {USE_CPU}")
+        if len(request.stop_ids) > MOST_STOPS:
+            raise ValueError(f"{len(request.stop_ids)} stop ids; the CUDA engine takes at most {MOST_STOPS}")
+
+    def close(self) -> None:
+        """End the request, if one runs, else give the memory back."""
+        self.cancel()
+        if not self._running:
+            del self.gpu
+        torch.cuda.empty_cache()
 
     @property
-    def model(self) -> Any:
-        """The PyTorch model, for prompts and scores; made when it is first needed."""
-        if self._model is None:
-            self._model = plain_model(self.config, self.tensors, self.geometry.dtype, self.devices[0])
-        return self._model
+    def threads(self) -> int:
+        geometry = self.gpu.geometry
+        return geometry.devices * geometry.blocks * geometry.warps * 32
 
-    def start(
-        self, ids: Sequence[int], max_tokens: int, stops: Sequence[int] = (), sampling: Sampling | None = None,
-        reuse_prefix: bool = True, logits: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Read the prompt and start to make up to `max_tokens` tokens; `poll` gives them.
+    @property
+    def weight_bytes(self) -> int:
+        return sum(memory.weight_bytes for memory in self.gpu.memories)
 
-        `logits`: float32 (len(ids) + max_tokens - 1, V) on the device, filled from the first row for each token that
-        the kernel reads; then the whole prompt goes through the kernel.
-        """
-        assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings, "the context is too short"
-        self._settle()
-        at = self.reused = self._reusable(ids, len(ids) - 1) if reuse_prefix and logits is None else 0
-        if logits is None and len(ids) - at > IN_KERNEL_TOKENS:
-            self.cached = []
-            prefill(self.model, list(ids[at:-1]), DeviceCache(self.memories, at))
-            at = len(ids) - 1
-        inboxes = [memory.inbox for memory in self.memories]
-        self.arguments = [
-            memory.arguments(
-                inboxes, list(ids[at:]), at, max_tokens, stops=list(stops), sampling=sampling, limit_s=self.limit_s,
-                logits=logits,
-            )
-            for memory in self.memories
-        ]  # fmt: skip
-        self.stops, self.max_tokens, self.ids, self.read_tokens = set(stops), max_tokens, list(ids), len(ids) - at
-        self._replays, self.cached = 0, []
-        for memory in self.memories:  # whatever becomes of this request, no other one uses its epochs
-            memory.epoch += self.read_tokens + max_tokens
-        self._synchronize()
-        self._launch()
+    def start(self, request: Request) -> None:
+        self._request, self._outputs, self._cancelled = request, [], False
+        self._reused = self._passes = 0
+        if request.score_from:
+            self._score(request)
+        else:
+            self._start_next()
 
-    def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
-        """Read `ids` with the PyTorch model: the lanes' streams of ids[start:], (1, S, L, D) a chunk, to score them.
+    def _start_next(self) -> None:
+        r = self._request
+        ids = r.prompts[len(self._outputs)]
+        room = self.gpu.config.max_position_embeddings - len(ids) + 1
+        self.gpu.start(ids, min(r.max_new_tokens, room), r.stop_ids, r.sampling, r.reuse_prefix)
+        self._outputs.append([])
+        self._running = True
 
-        Keys and values of all ids stay for the next request.
-        """
-        self._settle()
-        at = self.reused = self._reusable(ids, start) if reuse_prefix else 0
-        self.cached = []
-        for h in streams(self.model, list(ids[at:]), DeviceCache(self.memories, at)):
-            first, at = at, at + h.shape[1]
-            if at > start:
-                yield h[:, max(0, start - first) :]
-        self.cached = list(ids)
-
-    def poll(self) -> tuple[list[int], bool]:
-        """New tokens so far, and whether these are all."""
-        if self.version == "graph":
-            self._replay()
-        finished = all(stream.query() for stream in self._streams)
-        memory = self.memories[0]
-        tokens = memory.tokens[: int(memory.published[0])].tolist()
-        if self.version == "graph":  # it does not look at stop ids
-            end = next((i + 1 for i, token in enumerate(tokens) if token in self.stops), len(tokens))
-            finished = end < len(tokens) or len(tokens) == self.max_tokens or bool(tokens and tokens[-1] in self.stops)
-            tokens = tokens[:end]
-            finished = finished or bool(memory.cancel[0])
-        if finished:
-            self._end(tokens)
-        return tokens, finished
-
-    def wait(self) -> list[int]:
-        """All new tokens."""
+    def poll(self, from_index: int, timeout_s: float, until_done: bool) -> tuple[list[int], bool]:
+        """The first prompt's tokens from an index on, when there are any, all have ended, or the time is up."""
+        deadline = time.monotonic() + timeout_s
         while True:
-            tokens, finished = self.poll()
-            if finished:
-                return tokens
+            self._look()
+            tokens = self._outputs[0][from_index:] if self._outputs else []
+            if not self._running or (tokens and not until_done) or time.monotonic() > deadline:
+                return tokens, not self._running
             time.sleep(POLL_S)
 
-    def cancel(self) -> None:
-        """End after the token under way."""
-        for memory in self.memories:
-            memory.cancel.fill_(1)
-
-    def _settle(self) -> None:
-        """Nothing runs any more, and no time-out is on record, also where a caller was interrupted."""
-        self.cancel()
-        self._synchronize()
-        used = max(memory.epoch for memory in self.memories)
-        if used > LAST_EPOCH // self.config.num_hidden_layers or any(memory.hang() for memory in self.memories):
-            self._reset()
-
-    def _synchronize(self) -> None:
-        for device in self.devices:
-            torch.cuda.synchronize(device)
-
-    def _reusable(self, ids: Sequence[int], most: int) -> int:
-        """How many of the ids, at most `most`, have their keys and values there.
-
-        What a window layer's ring has overwritten cannot come back: a prompt that leaves a longer text starts anew.
-        """
-        same, longest = 0, min(most, len(self.cached))
-        while same < longest and ids[same] == self.cached[same]:
-            same += 1
-        return same if same == len(self.cached) or len(self.cached) <= self._ring else 0
-
-    @property
-    def _ring(self) -> int:
-        """Positions that every layer still has, whatever came after them."""
-        return min(map(self.geometry.kv_slots, range(self.config.num_hidden_layers))) * self.geometry.splits
-
-    def _launch(self) -> None:
-        if self.version == "graph":
-            self._capture()
+    def _look(self) -> None:
+        """Take new tokens, notice the end, start the next prompt."""
+        if not self._running:
             return
-        for kernels, argument, stream in zip(self.kernels, self.arguments, self._streams, strict=True):
-            with torch.cuda.device(kernels.device), torch.cuda.stream(stream):
-                kernels.launch("decode", argument)
+        try:
+            self._outputs[-1], finished = self.gpu.poll()
+        except Exception:  # a hang, or the driver's: there is nothing left to wait for
+            self._running = False
+            raise
+        if finished:
+            self._running = False
+            self._count()
+            if not self._cancelled and len(self._outputs) < len(self._request.prompts):
+                self._start_next()
 
-    def _capture(self) -> None:
-        """One token as a graph of kernels."""
-        argument, memory = self.arguments[0], self.memories[0]
-        state = torch.tensor([self.ids[argument.position], argument.position, 0], dtype=torch.int32)
-        memory.graph[:3] = state.view(torch.float32).to(memory.device)
-        torch.cuda.synchronize(memory.device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._streams[0], capture_error_mode="thread_local"):
-            for name, layer, module, blocks in graph_kernels(self.geometry):
-                step = type(argument).from_buffer_copy(argument)
-                step.layer, step.module = layer, module
-                self.kernels[0].launch(name, step, blocks)
+    def _count(self) -> None:
+        prompt, made = self._request.prompts[len(self._outputs) - 1], len(self._outputs[-1])
+        self._reused += self.gpu.reused
+        prefilled = len(prompt) - self.gpu.read_tokens - self.gpu.reused
+        self._passes += -(-prefilled // CHUNK_TOKENS) + self.gpu.read_tokens + max(made - 1, 0)
 
-    def _replay(self) -> None:
-        needed = self.read_tokens + self.max_tokens - 1 - self._replays
-        with torch.cuda.stream(self._streams[0]):
-            for _ in range(min(REPLAYS_AT_ONCE, needed)):
-                self._graph.replay()
-                self._replays += 1
-        self._streams[0].synchronize()
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._running:
+            self.gpu.cancel()
 
-    def _end(self, tokens: list[int]) -> None:
-        """After the last launch: what the cache holds now, and whether somebody waited in vain."""
-        hang = next((report for memory in self.memories if (report := memory.hang())), None)
-        if hang is not None:
-            self._reset()
-            raise RuntimeError(
-                f"the decode kernel waited {self.limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
-                f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
-            )
-        known = (self.ids + tokens)[:-1]
-        # the graph also reads what it makes after a stop id, which a ring may have no room for
-        surplus = self._replays - (self.read_tokens + len(tokens) - 1) if self.version == "graph" else 0
-        if tokens and (surplus == 0 or len(known) + surplus <= self._ring):  # no token: the prompt was not read whole
-            self.cached = known
+    def outputs(self) -> list[list[int]]:
+        return self._outputs
 
-    def _reset(self) -> None:
-        self.cached = []
-        for memory in self.memories:
-            memory.reset_words()
+    def statistics(self) -> dict[str, int]:
+        return {
+            "reused_tokens": self._reused, "passes": self._passes, "proposed_tokens": 0, "accepted_tokens": 0,
+        }  # fmt: skip
 
+    def _score(self, r: Request) -> None:
+        """Scores of ids[score_from:], or with `keep_logits` the logits after every id; all before this returns."""
+        ids, first = list(r.prompts[0]), r.score_from
+        start, read = (0, ids) if r.keep_logits else (first - 1, ids[:-1])
+        blocks = (block for h in self.gpu.read(read, start, r.reuse_prefix) for block in logits_of(self.gpu.model, h))
+        if r.keep_logits:
+            self._logits = torch.cat([block.cpu() for block in blocks]).numpy()
+        else:
+            targets = iter(ids[first:])
+            parts = [scores_of(b, list(itertools.islice(targets, len(b))), r.logprobs or 0) for b in blocks]
+            nothing = torch.empty(0), torch.empty(0, dtype=torch.int32), torch.empty(0)
+            self._scores = tuple(torch.cat(part).numpy() for part in zip(nothing, *parts, strict=True))
+        self._reused, self._passes = self.gpu.reused, -(-(len(read) - self.gpu.reused) // CHUNK_TOKENS)
 
-def graph_kernels(geometry: Geometry) -> list[tuple[str, int, int, int]]:
-    """(kernel, layer, module, blocks) of one token, in order (graph.cu)."""
-    config, blocks = geometry.config, geometry.blocks
-    kernels = []
-    for layer in range(config.num_hidden_layers):
-        kernels += [("qkv", layer, 0, blocks), ("attention", layer, 0, blocks), ("output", layer, 0, blocks)]
-        kernels += joins_now(geometry, layer, 0)
-        kernels += [("gate_up", layer, 0, blocks), ("down", layer, 0, blocks)]
-        kernels += joins_now(geometry, layer, 1)
-    return [*kernels, ("head", 0, 0, blocks), ("choose", 0, 0, 1)]
+    def scores(self, from_index: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        logprobs, top_ids, top_logprobs = self._scores
+        assert (from_index, count) == (0, len(logprobs)), "scores are read whole"
+        return logprobs, top_ids, top_logprobs
+
+    def logits(self) -> np.ndarray:
+        return self._logits
+
+    def partials(self) -> np.ndarray:
+        raise ValueError(f"keep_partials: {USE_CPU}")
 
 
-def joins_now(geometry: Geometry, layer: int, module: int) -> list[tuple[str, int, int, int]]:
-    """A kernel more where all lanes must have sent before any can go on."""
-    if geometry.config.join(layer, MODULES[module]) != Join.PRESENT:
-        return []
-    return [("join_now", layer, module, geometry.blocks)]
-
-
-def connect(devices: Sequence[torch.device]) -> None:
-    """Let every GPU write to the memory of every other; ValueError where it cannot."""
-    for device in devices:
-        for other in devices:
-            if other != device and not torch.cuda.can_device_access_peer(device, other):
-                raise ValueError(f"{device} cannot reach the memory of {other}; the lanes need peer-to-peer access")
-            torch.zeros(1, device=device).to(other)  # torch opens the way at the first copy
+def scores_of(logits: torch.Tensor, targets: list[int], top: int) -> tuple[torch.Tensor, ...]:
+    """Of logits (n, V): log p of the targets (n,), the `top` likeliest ids and their log p, flat; on the CPU."""
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
+    # a stable sort puts the lowest of equally likely ids first, which topk does not promise
+    likeliest = (
+        logits.sort(dim=-1, descending=True, stable=True).indices[:, :top] if top else own[:, None][:, :0].long()
+    )
+    return own.cpu(), likeliest.flatten().int().cpu(), logprobs.gather(1, likeliest).flatten().cpu()

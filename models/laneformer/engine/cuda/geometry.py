@@ -13,11 +13,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...config import Join, LaneformerConfig
+import numpy as np
+
+from ...config import MODULES, Join, LaneformerConfig
+from ..folder import STORED_TYPES
 
 OPS = ("qkv", "output", "gate_up", "down", "head")
-MODULES = ("attention", "mlp")
-JOIN_NAMES = {Join.PRESENT: "kPresent", Join.NO_REDUCE: "kNoReduce", Join.PAST: "kPast"}
+DTYPES = tuple(name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2)  # 16 bits
 SEGMENT_BYTES = 512
 MOST_CHUNKS = 16  # deeper rings hide nothing more
 MOST_STOPS = 16
@@ -215,8 +217,8 @@ class Geometry:
         }
         starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
         per_module: dict[str, Sequence[Sequence[object]]] = {
-            "kJoins": [[JOIN_NAMES[c.join(i, m)] for i in layers] for m in MODULES],
-            "kAddsDelayed": [[int(self.adds_delayed(i, m)) for i in layers] for m in MODULES],
+            "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
+            "kAddsDelayed": [[int(c.adds_delayed(i, m)) for i in layers] for m in MODULES],
             "kBroadcasts": [[int(c.broadcasts(i, m)) for i in layers] for m in MODULES],
         }
         lines = [
@@ -224,7 +226,7 @@ class Geometry:
             f"#define WEIGHTS_BF16 {int(self.dtype == 'bf16')}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
             "#ifndef TABLE\n#define TABLE __device__ constexpr  // read with an index of run time\n#endif",
-            "enum Join { kPresent, kNoReduce, kPast };",
+            f"enum Join {braces(map(join_name, Join))};",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
             f"constexpr long long kKvLane = {self.kv_lane};",
@@ -237,10 +239,10 @@ class Geometry:
         ]
         return "\n".join(lines) + "\n"
 
-    def adds_delayed(self, layer: int, module: str) -> bool:
-        """Whether the other lanes' outputs of `delay` layers ago join here."""
-        c = self.config
-        return c.join(layer, module) == Join.PAST and c.broadcasts(layer - c.broadcast_delay, module)
+
+def join_name(join: Join) -> str:
+    """The kernels' name of a join: kPresent, kNoReduce, kPast."""
+    return "k" + join.name.title().replace("_", "")
 
 
 def braces(values: Iterable[object]) -> str:
@@ -291,8 +293,9 @@ def plan(
 
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
-    if dtype not in ("bf16", "fp16"):
-        raise ValueError(f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use 'bf16' or 'fp16'")
+    if dtype not in DTYPES:
+        choices = " or ".join(map(repr, DTYPES))
+        raise ValueError(f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {choices}")
     if config.lm_head_type != "vocab_parallel":
         raise ValueError(
             f"lm_head_type = {config.lm_head_type!r}: the CUDA engine has the vocab_parallel head only; use the CPU"

@@ -1,7 +1,7 @@
 """What one GPU holds: tapes, tables, keys and values, and the words that its blocks exchange.
 
 Everything is a torch tensor on one device, so the tests hold the same memory on the CPU. What the host reads or writes
-while a kernel runs (new tokens, the wish to stop, the report of a hang) is pinned host memory.
+while a kernel runs (new tokens, the stop flag, the report of a hang) is pinned host memory.
 """
 
 from __future__ import annotations
@@ -12,14 +12,57 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ...config import LaneformerConfig
-from ..folder import Tensor
-from ..rope import rope_tables
-from .geometry import MOST_STOPS, Geometry
-from .params import Report, Sampling, Weights, decode_structure
+from ...config import HEAD, NORMS, LaneformerConfig
+from ..decoder import Sampling
+from ..folder import STORED_TYPES, Tensor, rope_tables
+from .geometry import DTYPES, MOST_STOPS, Geometry
 from .tape import LaneMatrix, pack, tape_starts
 
-TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in DTYPES}
+
+
+# ---- the kernels' arguments as C structures: block.cuh's Decode, field by field ----
+
+
+class Weights(ctypes.Structure):
+    """Device pointers to what a device holds of the model (decode.cuh: Weights)."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "embedding", "norms", "rope", "kv")]
+
+
+class Report(ctypes.Structure):
+    """The first wait that was given up (exchange.cuh: Report)."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("set", "exchange", "layer", "lane", "block", "warp")] + [
+        ("epoch", ctypes.c_uint32)
+    ]
+
+
+EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
+
+
+def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
+    """The argument of all kernels for this geometry; it depends on the number of devices alone."""
+
+    class Decode(ctypes.Structure):
+        _fields_ = [
+            ("weights", Weights),
+            ("lane_words", ctypes.c_void_p),
+            ("inbox", ctypes.c_void_p * geometry.devices),
+            *((n, ctypes.c_void_p) for n in ("aborted", "report", "cancel", "prompt", "tokens", "published", "logits")),
+            ("sampling", Sampling),
+            ("limit_ns", ctypes.c_uint64),
+            ("graph", ctypes.c_void_p),
+            ("epoch", ctypes.c_uint32),
+            *(
+                (n, ctypes.c_int)
+                for n in ("device", "first_lane", "position", "prompt_count", "max_tokens", "stop_count")
+            ),
+            *((n, ctypes.c_int) for n in ("layer", "module")),
+            ("stops", ctypes.c_int * MOST_STOPS),
+        ]
+
+    return Decode
 
 
 class DeviceMemory:
@@ -81,7 +124,7 @@ class DeviceMemory:
             setattr(p, name, getattr(self, name).data_ptr())
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
         p.logits = None if logits is None else logits.data_ptr()
-        p.sampling = sampling or Sampling(0, 0.0, 1.0, 0.0, 0)
+        p.sampling = sampling or Sampling(top_p=1.0)
         p.limit_ns, p.epoch, p.device, p.first_lane = int(limit_s * 1e9), self.epoch, self.index, self.first_lane
         p.position, p.prompt_count, p.max_tokens, p.stop_count = position, len(prompt), max_tokens, len(ids)
         p.stops[: len(ids)] = ids
@@ -120,7 +163,7 @@ def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype
     def matrix(op: str, layer: int, lane: int) -> torch.Tensor:
         if (op, layer) not in last:
             last.clear()
-            full = ["lm_head.weight"] if op == "head" else [f"layers.{layer}.{name}.weight" for name in names[op]]
+            full = [HEAD] if op == "head" else [f"layers.{layer}.{name}.weight" for name in names[op]]
             last[op, layer] = [sixteen_bits(tensors, name, dtype) for name in full]
         parts = [part[lane] for part in last[op, layer]]
         if op == "gate_up":
@@ -146,7 +189,7 @@ def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.
 def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
     """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use."""
     layers = range(config.num_hidden_layers)
-    names = [f"layers.{i}.{norm}.weight" for i in layers for norm in ("attention_norm", "ffn_norm")]
+    names = [f"layers.{i}.{norm}.weight" for i in layers for norm in NORMS]
     scales = []
     for name in [*names, "norm.weight"]:
         tensor = tensors[name]

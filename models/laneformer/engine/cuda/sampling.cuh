@@ -1,23 +1,17 @@
-// The choice of a token: the highest score, where a score is the logit, or the logit over the temperature plus Gumbel
-// noise: the maximum of those is a draw from the softmax. So a draw needs no more than greedy decoding does.
+// The choice of a token on the GPU (the rule: sampling.h). Without filters a draw needs no more than greedy decoding
+// does: every block publishes its best score.
 //
-// top-k, top-p and min-p are each a threshold for the logit. One block finds it by bisection over the bits of an
+// The filters are thresholds for the logit. One block finds it by bisection over the bits of an
 // ordered key, all logits in registers. Logits that are equal to the threshold stay, all of them.
 #pragma once
+#include "sampling.h"
+
+using namespace laneformer;
 
 constexpr uint32_t kCancelled = 1u << 30;  // set in a token's word: the host wants no more
 
-struct Candidate {
-  float score;
-  int token;
-};
-
 // what every score beats but NaN; a token none the less, so that a broken model's next one has an embedding
 DEVICE Candidate no_candidate() { return {-INFINITY, kLanes * kVocab - 1}; }
-
-DEVICE Candidate better(Candidate a, Candidate b) {
-  return b.score > a.score || (b.score == a.score && b.token < a.token) ? b : a;
-}
 
 // the best of the block, in every thread; `per_warp` in shared memory; two barriers
 DEVICE Candidate best_of_block(Candidate best, Candidate* per_warp) {
@@ -28,33 +22,6 @@ DEVICE Candidate best_of_block(Candidate best, Candidate* per_warp) {
   for (int w = 0; w < kWarps; ++w) best = better(best, per_warp[w]);
   return best;
 }
-
-// Salmon et al. 2011: counter-based, so that a draw depends on seed, position and token alone
-DEVICE uint32_t philox(uint64_t seed, uint32_t position, uint32_t token) {
-  uint32_t x[4] = {position, token, 0, 0}, key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xD2511F53} * x[0], b = uint64_t{0xCD9E8D57} * x[2];
-    x[0] = static_cast<uint32_t>(b >> 32) ^ x[1] ^ key[0], x[1] = static_cast<uint32_t>(b);
-    x[2] = static_cast<uint32_t>(a >> 32) ^ x[3] ^ key[1], x[3] = static_cast<uint32_t>(a);
-    key[0] += 0x9E3779B9, key[1] += 0xBB67AE85;
-  }
-  return x[0];
-}
-
-struct Sampling {
-  uint64_t seed;
-  float inverse_temperature;  // 0: greedy
-  float top_p, min_p;
-  int top_k;
-
-  DEVICE bool filters() const { return inverse_temperature > 0.0f && (top_k > 0 || top_p < 1.0f || min_p > 0.0f); }
-
-  DEVICE float score(float logit, int position, int token) const {
-    if (inverse_temperature == 0.0f) return logit;
-    const float uniform = (philox(seed, position, token) >> 9) * 0x1p-23f + 0x1p-24f;  // exact: never 0, never 1
-    return logit * inverse_temperature - logf(-logf(uniform));
-  }
-};
 
 // grows with the number
 DEVICE uint32_t key_of(float value) {
@@ -95,11 +62,10 @@ DEVICE_CALL int draw(Sampling sampling, const Word* words, uint32_t epoch, int p
     logits[i] = token < kAll ? load_word(words + token).value : -INFINITY;  // it is there
   }
   const float top = best_of_block(best, candidates).score;
-  const float scale = sampling.inverse_temperature;
   uint32_t least = key_of(-3.402823466e38f);
   if (sampling.top_k > 0 && sampling.top_k < kAll)
     least = threshold(logits, static_cast<float>(sampling.top_k), per_warp, [](float x) { return x > -INFINITY ? 1.0f : 0.0f; });
-  const auto weight = [&](float x) { return key_of(x) >= least ? expf((x - top) * scale) : 0.0f; };
+  const auto weight = [&](float x) { return key_of(x) >= least ? sampling.weight(x, top) : 0.0f; };
   if (sampling.top_p < 1.0f) {
     float sum = 0.0f;
 #pragma unroll
@@ -113,7 +79,7 @@ DEVICE_CALL int draw(Sampling sampling, const Word* words, uint32_t epoch, int p
 #pragma unroll 1
   for (int token = thread_index(); token < kAll; token += kThreads) {
     const float logit = load_word(words + token).value;
-    if (key_of(logit) >= least && expf((logit - top) * scale) >= sampling.min_p)
+    if (key_of(logit) >= least && sampling.keeps(logit, top))
       best = better(best, {sampling.score(logit, position, token), token});
   }
   return best_of_block(best, candidates).token;

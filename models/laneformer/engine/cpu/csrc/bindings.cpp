@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -21,13 +22,14 @@ namespace {
 using Bytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ro, nb::c_contig, nb::device::cpu>;
 
-DType dtype_named(const std::string& name) {  // of what comes in, and of the embedding
-  if (name == "bf16") return DType::bf16;
-  if (name == "fp16") return DType::fp16;
-  if (name == "fp32") return DType::fp32;
-  throw std::invalid_argument("dtype = '" + name + "' is unknown; choose from bf16, fp16, fp32");
+DType dtype_named(const std::string& name, int count = 3) {  // int8, the fourth, is for packed matrices alone
+  std::string known;
+  for (int i = 0; i < count; ++i) {
+    if (name == kDTypes[i].name) return static_cast<DType>(i);
+    known += std::string(i ? ", " : "") + kDTypes[i].name;
+  }
+  throw std::invalid_argument("dtype = '" + name + "' is unknown; choose from " + known);
 }
-DType matrix_dtype_named(const std::string& name) { return name == "int8" ? DType::int8 : dtype_named(name); }
 
 void expect_values(const Bytes& array, DType dtype, size_t count, const std::string& what) {
   if (array.nbytes() != count * bytes_of(dtype))
@@ -72,173 +74,141 @@ ModelSpec spec_from(nb::dict d) {
   return s;
 }
 
-SamplingOptions sampling_from(nb::dict d) {
-  const auto number = [&](const char* name) { return nb::cast<double>(d[name]); };
+SamplingOptions sampling_from(nb::handle r) {
+  const auto number = [&](const char* name) { return nb::cast<double>(r.attr(name)); };
   SamplingOptions s;
-  s.temperature = number("temperature"), s.top_p = number("top_p"), s.min_p = number("min_p");
+  const nb::object sampling = r.attr("sampling");  // decoder.py's Sampling is this very structure
+  const nb::bytes draw{nb::handle(sampling)};
+  if (draw.size() != sizeof s.draw) throw std::invalid_argument("sampling is not a Sampling");
+  std::memcpy(&s.draw, draw.data(), sizeof s.draw);
   s.repetition_penalty = number("repetition_penalty"), s.frequency_penalty = number("frequency_penalty");
   s.presence_penalty = number("presence_penalty");
-  s.top_k = nb::cast<int>(d["top_k"]), s.min_new_tokens = nb::cast<int>(d["min_new_tokens"]);
-  s.seed = nb::cast<uint64_t>(d["seed"]);
-  s.logit_bias = nb::cast<std::vector<std::pair<int, double>>>(d["logit_bias"]);
-  s.stop_ids = nb::cast<std::vector<int>>(d["stop_ids"]);
+  s.min_new_tokens = nb::cast<int>(r.attr("min_new_tokens"));
+  s.logit_bias = nb::cast<std::vector<std::pair<int, double>>>(r.attr("logit_bias"));
+  s.stop_ids = nb::cast<std::vector<int>>(r.attr("stop_ids"));
   return s;
 }
 
-Request generation_from(nb::dict d) {
+// From decoder.py's Request, field by field.
+Request request_from(nb::handle r) {
   Request request;
-  request.prompts = nb::cast<std::vector<std::vector<int>>>(d["prompts"]);
-  request.sampling = sampling_from(d);
-  request.max_new_tokens = nb::cast<int>(d["max_new_tokens"]);
-  request.reuse_prefix = nb::cast<bool>(d["reuse_prefix"]);
-  request.speculate = nb::cast<int>(d["speculate"]);
-  request.top_logprobs = nb::cast<int>(d["top_logprobs"]);
-  request.probe_every = nb::cast<int>(d["probe_every"]);
-  request.compare_barriers = d.contains("compare_barriers") && nb::cast<bool>(d["compare_barriers"]);
+  request.prompts = nb::cast<std::vector<std::vector<int>>>(r.attr("prompts"));
+  request.sampling = sampling_from(r);
+  request.max_new_tokens = nb::cast<int>(r.attr("max_new_tokens"));
+  request.reuse_prefix = nb::cast<bool>(r.attr("reuse_prefix"));
+  request.speculate = nb::cast<int>(r.attr("speculate"));
+  request.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
+  request.score_from = nb::cast<int>(r.attr("score_from"));
+  request.keep_logits = nb::cast<bool>(r.attr("keep_logits"));
+  request.keep_partials = nb::cast<std::vector<int>>(r.attr("keep_partials"));
+  request.probe_every = nb::cast<int>(r.attr("probe_every"));
+  request.compare_barriers = nb::cast<bool>(r.attr("compare_barriers"));
   return request;
 }
 
-void expect_ids(const std::vector<int>& ids, int vocab) {
-  for (const int id : ids)
-    if (id < 0 || id >= vocab) throw std::invalid_argument("token id " + std::to_string(id) + " out of range");
-}
+}  // namespace
 
-void expect_sampling(const SamplingOptions& sampling, int vocab) {
-  expect_ids(sampling.stop_ids, vocab);
-  for (const auto& [id, bias] : sampling.logit_bias) expect_ids({id}, vocab);
-}
-
-class PyDecoder {
- public:
-  PyDecoder(nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
-            const std::string& isa, bool bf16_math, std::vector<int> cpus)
-      : spec_(spec_from(spec)),
-        decoder_(spec_, matrix_dtype_named(dtype), dtype_named(embedding_dtype), threads, choose_kernels(isa.c_str()),
-                 bf16_math, std::move(cpus)) {}
-
-  bool set_matrix(const std::string& part, int layer, Bytes data, const std::string& dtype) {
-    const DType from = dtype_named(dtype);
-    expect_values(data, from, matrix_values(spec_, part), part);
-    if (layer < 0 || layer >= spec_.layers) throw std::invalid_argument("no layer " + std::to_string(layer));
-    nb::gil_scoped_release release;
-    return decoder_.set_matrix(part, layer, data.data(), from);
+template <>
+struct nanobind::detail::type_caster<Request> {
+  NB_TYPE_CASTER(Request, const_name("Request"))
+  bool from_python(handle source, uint8_t, cleanup_list*) noexcept try {
+    value = request_from(source);
+    return true;
+  } catch (...) {  // a field is missing, or of another type: a TypeError
+    return false;
   }
-  bool set_embedding(Bytes data, const std::string& dtype) {
-    const DType from = dtype_named(dtype);
-    expect_values(data, from, size_t(spec_.vocab) * spec_.hidden, "tok_embeddings");
-    nb::gil_scoped_release release;
-    return decoder_.set_embedding(data.data(), from);
-  }
-  bool set_norm(int index, Bytes data, const std::string& dtype) {
-    const DType from = dtype_named(dtype);
-    expect_values(data, from, size_t(spec_.hidden) * (spec_.shared_scale ? 1 : spec_.lanes), "norm");
-    if (index < 0 || index > 2 * spec_.layers) throw std::invalid_argument("no norm " + std::to_string(index));
-    return decoder_.set_norm(index, data.data(), from);
-  }
-  void set_rope(Floats cosine, Floats sine) {
-    const size_t expected = size_t(spec_.context) * (spec_.head_dim() / 2);
-    if (cosine.size() != expected || sine.size() != expected) throw std::invalid_argument("RoPE tables: wrong size");
-    decoder_.set_rope(cosine.data(), sine.data());
-    has_rope_ = true;
-  }
-
-  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> part(nb::handle self, int index) {
-    expect_part(index);
-    return {reinterpret_cast<uint8_t*>(decoder_.part(index)), {decoder_.part_bytes(index)}, self};
-  }
-  void map_part(int index, Bytes data) {
-    expect_part(index);
-    expect_values(data, DType::bf16, decoder_.part_bytes(index) / 2, "part");
-    decoder_.map_part(index, data.data());
-  }
-  int parts() const { return decoder_.parts(); }
-
-  void start(nb::dict request) { submit(generation_from(request)); }
-  void start_scoring(std::vector<int> ids, int score_from, int top_logprobs, bool reuse_prefix, bool keep_logits,
-                     std::vector<int> keep_partials) {
-    Request request;
-    request.prompts = {std::move(ids)}, request.keep_logits = keep_logits, request.reuse_prefix = reuse_prefix;
-    request.score_from = score_from, request.top_logprobs = top_logprobs;
-    if (score_from < 1 || score_from > static_cast<int>(request.prompts[0].size()) || top_logprobs < 0)
-      throw std::invalid_argument("score_from is outside the prompt, or top_logprobs negative");
-    int next = 0;
-    for (const int position : keep_partials)
-      if (position < std::exchange(next, position + 1) || position >= static_cast<int>(request.prompts[0].size()))
-        throw std::invalid_argument("keep_partials must be positions of the prompt in ascending order");
-    if (!keep_partials.empty() && !keep_logits) throw std::invalid_argument("keep_partials needs keep_logits");
-    request.keep_partials = std::move(keep_partials);
-    submit(std::move(request));
-  }
-  nb::tuple poll(size_t from, double timeout_s, bool until_done) {
-    bool finished = false;
-    std::vector<int> tokens;
-    {
-      nb::gil_scoped_release release;
-      tokens = decoder_.poll(from, timeout_s, until_done, finished);
-    }
-    return nb::make_tuple(tokens, finished);
-  }
-  void cancel() { decoder_.cancel(); }
-
-  auto outputs() { return decoder_.outputs(); }
-  // Scores of tokens from .. from + count - 1: log-probabilities, best ids, and theirs, flat.
-  nb::tuple scores(size_t from, size_t count) const {
-    const Scores& s = decoder_.scores();
-    if (from > s.logprobs.size() || count > s.logprobs.size() - from) throw std::invalid_argument("no such scores");
-    const auto part = [&](const auto& values, size_t each) {
-      const auto begin = values.begin() + static_cast<ptrdiff_t>(from * each);
-      return to_numpy(std::vector(begin, begin + static_cast<ptrdiff_t>(count * each)));
-    };
-    return nb::make_tuple(part(s.logprobs, 1), part(s.top_ids, s.top), part(s.top_logprobs, s.top));
-  }
-  nb::dict statistics() const {
-    const Statistics& s = decoder_.statistics();
-    nb::dict d;
-    d["reused"] = s.reused, d["proposed"] = s.proposed, d["accepted"] = s.accepted, d["passes"] = s.passes;
-    return d;
-  }
-  auto logits() const { return to_numpy(decoder_.kept_logits()); }
-  auto partials() const { return to_numpy(decoder_.kept_partials()); }
-  double first_token_s() const { return decoder_.timings().first_token_s; }
-  auto token_s() const { return to_numpy(decoder_.timings().token_s); }
-  auto probe_bytes_per_s() const { return to_numpy(decoder_.timings().probe_bytes_per_s); }
-  std::string isa() const { return decoder_.kernels()->isa; }
-  int threads() const { return decoder_.threads(); }
-  size_t weight_bytes() const { return decoder_.weight_bytes(); }
-
- private:
-  void expect_part(int index) const {
-    if (index < 0 || index >= decoder_.parts()) throw std::invalid_argument("no part " + std::to_string(index));
-  }
-  void submit(Request request) {
-    if (!has_rope_) throw std::invalid_argument("the weights are not loaded yet");
-    if (request.prompts.empty() || request.prompts.size() > kMaxSequences || request.max_new_tokens < 0)
-      throw std::invalid_argument("between 1 and " + std::to_string(kMaxSequences) + " prompts are possible");
-    for (const auto& prompt : request.prompts) {
-      const size_t longest = size_t(spec_.context) + (request.scores() && !request.keep_logits);
-      if (prompt.empty() || prompt.size() > longest)
-        throw std::invalid_argument("prompt is empty or longer than the context");
-      expect_ids(prompt, spec_.vocab);
-    }
-    expect_sampling(request.sampling, spec_.vocab);
-    if (request.top_logprobs > spec_.vocab || request.speculate < 0 || request.probe_every < 0)
-      throw std::invalid_argument("top_logprobs, speculate or probe_every is out of range");
-    nb::gil_scoped_release release;  // a new KV cache may have to be mapped
-    decoder_.start(std::move(request));
-  }
-  ModelSpec spec_;
-  Decoder decoder_;
-  bool has_rope_ = false;
 };
 
-// One draw, for tests: after `prompt` and `output`, with the random number of token `index`.
-int sample(Floats logits, nb::dict options, std::vector<int> prompt, std::vector<int> output, uint64_t index) {
+namespace {
+
+void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
+               const std::string& isa, bool bf16_math, std::vector<int> cpus) {
+  new (self) Decoder(spec_from(spec), dtype_named(dtype, 4), dtype_named(embedding_dtype), threads,
+                     choose_kernels(isa.c_str()), bf16_math, std::move(cpus));
+}
+
+bool set_matrix(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
+  const DType from = dtype_named(dtype);
+  expect_values(data, from, matrix_values(decoder.spec(), part), part);
+  if (layer < 0 || layer >= decoder.spec().layers) throw std::invalid_argument("no layer " + std::to_string(layer));
+  nb::gil_scoped_release release;
+  return decoder.set_matrix(part, layer, data.data(), from);
+}
+
+bool set_embedding(Decoder& decoder, Bytes data, const std::string& dtype) {
+  const DType from = dtype_named(dtype);
+  expect_values(data, from, size_t(decoder.spec().vocab) * decoder.spec().hidden, "tok_embeddings");
+  nb::gil_scoped_release release;
+  return decoder.set_embedding(data.data(), from);
+}
+
+bool set_norm(Decoder& decoder, int index, Bytes data, const std::string& dtype) {
+  const ModelSpec& spec = decoder.spec();
+  const DType from = dtype_named(dtype);
+  expect_values(data, from, size_t(spec.hidden) * (spec.shared_scale ? 1 : spec.lanes), "norm");
+  if (index < 0 || index > 2 * spec.layers) throw std::invalid_argument("no norm " + std::to_string(index));
+  return decoder.set_norm(index, data.data(), from);
+}
+
+void set_rope(Decoder& decoder, Floats cosine, Floats sine) {
+  const size_t expected = size_t(decoder.spec().context) * (decoder.spec().head_dim() / 2);
+  if (cosine.size() != expected || sine.size() != expected) throw std::invalid_argument("RoPE tables: wrong size");
+  decoder.set_rope(cosine.data(), sine.data());
+}
+
+void expect_part(Decoder& decoder, int index) {
+  if (index < 0 || index >= decoder.parts()) throw std::invalid_argument("no part " + std::to_string(index));
+}
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> part(nb::handle self, int index) {
+  Decoder& decoder = nb::cast<Decoder&>(self);
+  expect_part(decoder, index);
+  return {reinterpret_cast<uint8_t*>(decoder.part(index)), {decoder.part_bytes(index)}, self};
+}
+
+void map_part(Decoder& decoder, int index, Bytes data) {
+  expect_part(decoder, index);
+  expect_values(data, DType::bf16, decoder.part_bytes(index) / 2, "part");
+  decoder.map_part(index, data.data());
+}
+
+nb::tuple poll(Decoder& decoder, size_t from, double timeout_s, bool until_done) {
+  bool finished = false;
+  std::vector<int> tokens;
+  {
+    nb::gil_scoped_release release;
+    tokens = decoder.poll(from, timeout_s, until_done, finished);
+  }
+  return nb::make_tuple(tokens, finished);
+}
+
+// Scores of tokens from .. from + count - 1: log-probabilities, best ids, and theirs, flat.
+nb::tuple scores(const Decoder& decoder, size_t from, size_t count) {
+  const Scores& s = decoder.scores();
+  if (from > s.logprobs.size() || count > s.logprobs.size() - from) throw std::invalid_argument("no such scores");
+  const auto part = [&](const auto& values, size_t each) {
+    const auto begin = values.begin() + static_cast<ptrdiff_t>(from * each);
+    return to_numpy(std::vector(begin, begin + static_cast<ptrdiff_t>(count * each)));
+  };
+  return nb::make_tuple(part(s.logprobs, 1), part(s.top_ids, s.top), part(s.top_logprobs, s.top));
+}
+
+nb::dict statistics(const Decoder& decoder) {
+  const Statistics& s = decoder.statistics();
+  nb::dict d;
+  d["reused_tokens"] = s.reused, d["passes"] = s.passes;
+  d["proposed_tokens"] = s.proposed, d["accepted_tokens"] = s.accepted;
+  return d;
+}
+
+// One draw, for tests: after `prompt` and `output`, with the noise of `position`.
+int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vector<int> output, int position) {
   const int vocab = static_cast<int>(logits.size());
-  const SamplingOptions sampling = sampling_from(options);
-  expect_sampling(sampling, vocab), expect_ids(prompt, vocab), expect_ids(output, vocab);
+  const SamplingOptions sampling = sampling_from(request);
+  sampling.expect(vocab), expect_ids(prompt, vocab), expect_ids(output, vocab);
   Sampler sampler(sampling, vocab, prompt);
   for (const int id : output) sampler.accept(id);
-  return sampler.choose(logits.data(), index);
+  return sampler.choose(logits.data(), position);
 }
 
 void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
@@ -257,34 +227,31 @@ std::string hash_of(Bytes data) {
 
 NB_MODULE(_core, m) {
   using namespace nb::literals;
-  nb::class_<PyDecoder>(m, "Decoder")
-      .def(nb::init<nb::dict, const std::string&, const std::string&, int, const std::string&, bool,
-                    std::vector<int>>(),
-           "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "bf16_math"_a, "cpus"_a)
-      .def("set_matrix", &PyDecoder::set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
-      .def("set_embedding", &PyDecoder::set_embedding, "data"_a, "dtype"_a)
-      .def("set_norm", &PyDecoder::set_norm, "index"_a, "data"_a, "dtype"_a)
-      .def("set_rope", &PyDecoder::set_rope, "cosine"_a, "sine"_a)
-      .def("part", [](nb::handle self, int index) { return nb::cast<PyDecoder&>(self).part(self, index); }, "index"_a)
-      .def("map_part", &PyDecoder::map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
-      .def_prop_ro("parts", &PyDecoder::parts)
-      .def("start", &PyDecoder::start, "request"_a)
-      .def("start_scoring", &PyDecoder::start_scoring, "ids"_a, "score_from"_a, "top_logprobs"_a, "reuse_prefix"_a,
-           "keep_logits"_a, "keep_partials"_a = std::vector<int>())
-      .def("poll", &PyDecoder::poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
-      .def("cancel", &PyDecoder::cancel)
-      .def("outputs", &PyDecoder::outputs)
-      .def("scores", &PyDecoder::scores, "from_index"_a, "count"_a)
-      .def("statistics", &PyDecoder::statistics)
-      .def("logits", &PyDecoder::logits)
-      .def("partials", &PyDecoder::partials)
-      .def("token_s", &PyDecoder::token_s)
-      .def("probe_bytes_per_s", &PyDecoder::probe_bytes_per_s)
-      .def_prop_ro("first_token_s", &PyDecoder::first_token_s)
-      .def_prop_ro("isa", &PyDecoder::isa)
-      .def_prop_ro("threads", &PyDecoder::threads)
-      .def_prop_ro("weight_bytes", &PyDecoder::weight_bytes);
-  m.def("sample", &sample, "logits"_a, "options"_a, "prompt"_a, "output"_a, "index"_a);
+  nb::class_<Decoder>(m, "Decoder")
+      .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "bf16_math"_a,
+           "cpus"_a)
+      .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
+      .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
+      .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)
+      .def("set_rope", &set_rope, "cosine"_a, "sine"_a)
+      .def("part", &part, "index"_a)
+      .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
+      .def_prop_ro("parts", &Decoder::parts)
+      .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
+      .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
+      .def("cancel", &Decoder::cancel)
+      .def("outputs", &Decoder::outputs)
+      .def("scores", &scores, "from_index"_a, "count"_a)
+      .def("statistics", &statistics)
+      .def("logits", [](const Decoder& d) { return to_numpy(d.kept_logits()); })
+      .def("partials", [](const Decoder& d) { return to_numpy(d.kept_partials()); })
+      .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
+      .def("probe_bytes_per_s", [](const Decoder& d) { return to_numpy(d.timings().probe_bytes_per_s); })
+      .def_prop_ro("first_token_s", [](const Decoder& d) { return d.timings().first_token_s; })
+      .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
+      .def_prop_ro("threads", &Decoder::threads)
+      .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
+  m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("content_hash", &hash_of, "data"_a);
   m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);
 }

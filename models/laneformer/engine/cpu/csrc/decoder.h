@@ -82,7 +82,9 @@ class Decoder {
   char* part(int index) { return part_pages(index).bytes(); }
   void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
 
-  void start(Request request);  // throws std::runtime_error while another request runs
+  // Throws std::runtime_error while another request runs, and std::invalid_argument where a size or an id would lead
+  // beyond a buffer; what the values mean is Python's to check (options.py).
+  void start(Request request);
   // New tokens of the first sequence since `from`; waits until there are some or the request is over (`until_done`:
   // only for the end).
   std::vector<int> poll(size_t from, double timeout_s, bool until_done, bool& finished);
@@ -96,6 +98,7 @@ class Decoder {
   const Statistics& statistics() const { return statistics_; }
   const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
+  const ModelSpec& spec() const { return spec_; }
   int threads() const { return static_cast<int>(plans_.size()); }
   size_t weight_bytes() const;  // read per decoded token, all threads
 
@@ -143,6 +146,7 @@ class Decoder {
   void probe(int t);
 
   // requests.cpp: what a pass holds, and what its logits lead to
+  void expect(const Request& request) const;
   void begin_sequence(Sequence& sequence);
   int take_cache(const std::vector<int>& prompt, int most);
   Pass next_pass();

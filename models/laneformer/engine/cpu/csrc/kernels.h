@@ -18,7 +18,13 @@ enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3 };
 constexpr int kGroupRows = 16, kTileRows = 32, kMaxColumns = 32;
 constexpr int kScoreRows = 2;  // query heads that share one pass over the keys and values
 
-static inline int bytes_of(DType dtype) { return dtype == DType::fp32 ? 4 : dtype == DType::int8 ? 1 : 2; }
+struct DTypeTraits {
+  const char* name;
+  int bytes;
+};
+constexpr DTypeTraits kDTypes[] = {{"bf16", 2}, {"fp16", 2}, {"fp32", 4}, {"int8", 1}};  // by DType
+
+static inline int bytes_of(DType dtype) { return kDTypes[static_cast<int>(dtype)].bytes; }
 static inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 static inline size_t tile_bytes(size_t k_pairs, DType dtype) {
   return k_pairs * 2 * kTileRows * bytes_of(dtype) + (dtype == DType::int8 ? kTileRows * sizeof(float) : 0);

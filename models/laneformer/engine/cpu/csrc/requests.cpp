@@ -4,14 +4,83 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "decoder.h"
 
 namespace laneformer {
 
+// --- sequences --------------------------------------------------------------------------------------------------
+
+namespace {
+constexpr int kLongestPhrase = 4, kShortestPhrase = 2;  // ids that must agree before the rest is guessed
+}
+
+void Scores::resize(size_t tokens, int best) {
+  top = best;
+  logprobs.assign(tokens, 0.0f);
+  top_ids.assign(tokens * best, 0);
+  top_logprobs.assign(tokens * best, 0.0f);
+}
+
+void Scores::record(size_t index, const float* logits, int vocab, int token, double log_sum_exp) {
+  logprobs[index] = static_cast<float>(logits[token] - log_sum_exp);
+  int* ids = top_ids.data() + index * top;
+  best_ids(logits, vocab, top, ids);
+  for (int i = 0; i < top; ++i)
+    top_logprobs[index * top + i] = static_cast<float>(logits[ids[i]] - log_sum_exp);
+}
+
+int KvContents::reusable(const ModelSpec& spec, const std::vector<int>& prompt, int most) const {
+  const auto common = std::mismatch(ids.begin(), ids.end(), prompt.begin(), prompt.end()).first - ids.begin();
+  const int kept = std::min(static_cast<int>(common), most);
+  for (int layer = 0; layer < spec.layers; ++layer) {
+    const int lost = written - spec.cache_slots(layer);  // positions below this one are overwritten
+    if (lost > 0 && spec.window[layer] && lost > kept - spec.window[layer] + 1) return 0;
+  }
+  return std::max(kept, 0);
+}
+
+void Sequence::guess(int most) {
+  const int length = static_cast<int>(ids.size());
+  for (int phrase = kLongestPhrase; phrase >= kShortestPhrase && most > 0; --phrase)
+    for (int end = length - 1; end >= phrase; --end)
+      if (std::equal(ids.begin() + end - phrase, ids.begin() + end, ids.end() - phrase)) {
+        for (int i = 0; i < most; ++i)  // a repetition may go on into its own guesses
+          guesses.push_back(end + i < length ? ids[end + i] : guesses[end + i - length]);
+        return;
+      }
+}
+
 // --- from Python ------------------------------------------------------------------------------------------------
 
+void Decoder::expect(const Request& r) const {
+  if (cosine_.empty()) throw std::invalid_argument("the weights are not loaded yet");
+  if (r.prompts.empty() || r.prompts.size() > kMaxSequences || r.max_new_tokens < 0)
+    throw std::invalid_argument("between 1 and " + std::to_string(kMaxSequences) + " prompts are possible");
+  for (const auto& prompt : r.prompts) {
+    const size_t longest = size_t(spec_.context) + (r.scores() && !r.keep_logits);
+    if (prompt.empty() || prompt.size() > longest)
+      throw std::invalid_argument("prompt is empty or longer than the context");
+    expect_ids(prompt, spec_.vocab);
+  }
+  r.sampling.expect(spec_.vocab);
+  if (r.top_logprobs > spec_.vocab || r.speculate < 0 || r.probe_every < 0)
+    throw std::invalid_argument("logprobs, speculate or probe_every is out of range");
+  const int length = static_cast<int>(r.prompts[0].size());
+  if (r.score_from < 0 || (r.scores() && (r.prompts.size() > 1 || r.score_from > length || r.top_logprobs < 0)))
+    throw std::invalid_argument("scoring takes one prompt, score_from inside it, and logprobs");
+  if (r.keep_logits && !r.scores()) throw std::invalid_argument("keep_logits needs score_from");
+  int next = 0;
+  for (const int position : r.keep_partials)
+    if (position < std::exchange(next, position + 1) || position >= length)
+      throw std::invalid_argument("keep_partials must be positions of the prompt in ascending order");
+  if (!r.keep_partials.empty() && !r.keep_logits) throw std::invalid_argument("keep_partials needs keep_logits");
+}
+
 void Decoder::start(Request request) {
+  expect(request);
   std::unique_lock lock(mutex_);
   if (jobs_left_) throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
   request_ = std::move(request);
@@ -180,7 +249,7 @@ void Decoder::take_tokens(Sequence& s, int row) {
 }
 
 void Decoder::take_token(Sequence& s, const float* logits) {
-  const int token = s.sampler.choose(logits, s.new_tokens());
+  const int token = s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1);
   if (request_.top_logprobs >= 0)
     s.scores.record(s.new_tokens(), logits, spec_.vocab, token, kernels_->log_sum_exp(logits, spec_.vocab));
   s.sampler.accept(token);

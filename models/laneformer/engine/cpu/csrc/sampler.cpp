@@ -1,26 +1,28 @@
 #include "sampler.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
+#include <functional>
+#include <iterator>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 namespace laneformer {
 
-double uniform(uint64_t seed, uint64_t index) {
-  uint32_t x[4] = {static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), 0, 0};
-  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xD2511F53} * x[0], b = uint64_t{0xCD9E8D57} * x[2];
-    const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ x[1] ^ key[0], static_cast<uint32_t>(b),
-                              static_cast<uint32_t>(a >> 32) ^ x[3] ^ key[1], static_cast<uint32_t>(a)};
-    std::copy(next, next + 4, x);
-    key[0] += 0x9E3779B9, key[1] += 0xBB67AE85;
-  }
-  return static_cast<double>((uint64_t{x[0]} << 21) ^ (x[1] >> 11)) * 0x1p-53;
-}
-
 bool SamplingOptions::stops_at(int id) const {
   return std::find(stop_ids.begin(), stop_ids.end(), id) != stop_ids.end();
+}
+
+void expect_ids(const std::vector<int>& ids, int vocab) {
+  for (const int id : ids)
+    if (id < 0 || id >= vocab) throw std::invalid_argument("token id " + std::to_string(id) + " out of range");
+}
+
+void SamplingOptions::expect(int vocab) const {
+  expect_ids(stop_ids, vocab);
+  for (const auto& [id, bias] : logit_bias) expect_ids({id}, vocab);
 }
 
 int best_id(const float* logits, int vocab) {
@@ -56,17 +58,18 @@ Sampler::Sampler(SamplingOptions options, int vocab, const std::vector<int>& pro
     for (const int id : prompt)
       if (times_[id] < 0) times_[id] = 0, seen_.push_back(id);
   }
-  if (options_.temperature > 0.0) candidates_.reserve(vocab);
+  if (options_.draw.filters()) sorted_.reserve(vocab);
   if (options_.penalises() || !options_.logit_bias.empty() || options_.min_new_tokens) logits_.resize(vocab);
 }
 
 void Sampler::accept(int token) {
+  ++made_;
   if (times_.empty()) return;
   if (times_[token] < 0) times_[token] = 0, seen_.push_back(token);
   ++times_[token];
 }
 
-const float* Sampler::adjusted(const float* logits, uint64_t index) {
+const float* Sampler::adjusted(const float* logits) {
   if (logits_.empty()) return logits;
   const SamplingOptions& o = options_;
   std::copy(logits, logits + vocab_, logits_.begin());
@@ -77,53 +80,49 @@ const float* Sampler::adjusted(const float* logits, uint64_t index) {
     logits_[id] = static_cast<float>(x);
   }
   for (const auto& [id, bias] : o.logit_bias) logits_[id] = static_cast<float>(logits_[id] + bias);
-  if (index < static_cast<uint64_t>(o.min_new_tokens))
+  if (made_ < o.min_new_tokens)
     for (const int id : o.stop_ids) logits_[id] = -std::numeric_limits<float>::infinity();
   return logits_.data();
 }
 
-int Sampler::choose(const float* raw, uint64_t index) {
-  const SamplingOptions& o = options_;
-  const float* logits = adjusted(raw, index);
-  const int best = best_id(logits, vocab_);
-  if (o.temperature == 0.0 || !std::isfinite(logits[best])) return best;  // weights that overflow leave no distribution
-  const double top = logits[best], scale = 1.0 / o.temperature;
-  const auto weight = [&](float logit) { return std::exp((logit - top) * scale); };
-  const auto likelier = [](const auto& a, const auto& b) {
-    return a.first != b.first ? a.first > b.first : a.second < b.second;
-  };
-
-  candidates_.clear();
-  for (int id = 0; id < vocab_; ++id)
-    if (logits[id] > -std::numeric_limits<float>::infinity()) candidates_.emplace_back(logits[id], id);
-  if (o.top_k > 0 && o.top_k < static_cast<int>(candidates_.size())) {
-    std::nth_element(candidates_.begin(), candidates_.begin() + o.top_k - 1, candidates_.end(), likelier);
-    candidates_.resize(o.top_k);
+// The least logit that top-k and top-p leave; `top` is the largest one.
+float Sampler::threshold(const float* logits, float top) {
+  const Sampling& draw = options_.draw;
+  sorted_.clear();
+  std::copy_if(logits, logits + vocab_, std::back_inserter(sorted_), [](float logit) { return logit > -INFINITY; });
+  auto end = sorted_.end();
+  if (draw.top_k > 0 && draw.top_k < static_cast<int>(sorted_.size())) {
+    end = sorted_.begin() + draw.top_k;
+    std::nth_element(sorted_.begin(), end - 1, sorted_.end(), std::greater());
+    end = std::partition(end, sorted_.end(), [kth = end[-1]](float logit) { return logit == kth; });
   }
-  if (o.top_p < 1.0) {
+  float least = end == sorted_.end() ? -FLT_MAX : *std::min_element(sorted_.begin(), end);
+  if (draw.top_p < 1.0f) {
     double total = 0.0, reached = 0.0;
-    for (const auto& c : candidates_) total += weight(c.first);
-    const auto less_likely = [&](const auto& a, const auto& b) { return likelier(b, a); };
-    std::make_heap(candidates_.begin(), candidates_.end(), less_likely);
-    auto end = candidates_.end();
-    while (end != candidates_.begin() && reached < o.top_p * total) {  // the likeliest move to the back, in order
-      std::pop_heap(candidates_.begin(), end, less_likely);
-      reached += weight((--end)->first);
+    for (auto logit = sorted_.begin(); logit != end; ++logit) total += draw.weight(*logit, top);
+    std::make_heap(sorted_.begin(), end);
+    while (end != sorted_.begin() && reached < draw.top_p * total) {  // the likeliest move to the back, in order
+      std::pop_heap(sorted_.begin(), end);
+      reached += draw.weight(least = *--end, top);
     }
-    candidates_.erase(candidates_.begin(), end);
   }
-  if (o.min_p > 0.0)
-    std::erase_if(candidates_, [&](const auto& c) { return weight(c.first) < o.min_p; });
-  if (candidates_.empty()) return best;
-  if (static_cast<int>(candidates_.size()) < vocab_)
-    std::sort(candidates_.begin(), candidates_.end(), [](auto& a, auto& b) { return a.second < b.second; });
+  return least;
+}
 
-  double total = 0.0;
-  for (const auto& c : candidates_) total += weight(c.first);
-  double left = uniform(o.seed, index) * total;
-  for (const auto& c : candidates_)
-    if ((left -= weight(c.first)) < 0.0) return c.second;
-  return candidates_.back().second;  // rounding used up the whole interval
+int Sampler::choose(const float* raw, int position) {
+  const Sampling& draw = options_.draw;
+  const float* logits = adjusted(raw);
+  const int best = best_id(logits, vocab_);
+  if (draw.greedy() || !std::isfinite(logits[best])) return best;  // weights that overflow leave no distribution
+  const float top = logits[best], least = draw.filters() ? threshold(logits, top) : -FLT_MAX;
+  Candidate chosen{draw.score(top, position, best), best};
+  for (int id = 0; id < vocab_; ++id) {
+    // most tokens are so unlikely that no noise could make them win: they need no random number
+    if (!(logits[id] >= least) || logits[id] * draw.inverse_temperature + kMostNoise < chosen.score) continue;
+    if (draw.filters() && !draw.keeps(logits[id], top)) continue;
+    chosen = better(chosen, {draw.score(logits[id], position, id), id});
+  }
+  return chosen.token;
 }
 
 }  // namespace laneformer

@@ -4,23 +4,22 @@
 //   2. frequency and presence penalty (OpenAI's): ids of the output; logit - frequency * count - presence
 //   3. logit bias, added
 //   4. stop ids are impossible before min_new_tokens
-//   5. temperature, top-k, top-p, min-p, each on what the one before left; temperature 0 takes the largest logit
-//
-// The random number is a pure function of (seed, index of the token): Philox4x32-10, so the same seed and prompt give
-// the same tokens whatever the number of threads, of requests in a batch, or of guesses verified at once.
+//   5. the draw (sampling.h): greedy, or from the softmax at a temperature, filtered
 #pragma once
+#include <math.h>
+
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#define DEVICE inline
+#include "../../sampling.h"
+#undef DEVICE
+
 namespace laneformer {
 
 struct SamplingOptions {
-  double temperature = 0.0;  // 0: greedy; the lowest id wins a tie
-  int top_k = 0;             // 0: off
-  double top_p = 1.0;        // the fewest likely tokens whose probability reaches top_p
-  double min_p = 0.0;        // tokens at least min_p times as likely as the likeliest
-  uint64_t seed = 0;
+  Sampling draw;
   double repetition_penalty = 1.0, frequency_penalty = 0.0, presence_penalty = 0.0;
   std::vector<std::pair<int, double>> logit_bias;  // id, what is added
   int min_new_tokens = 0;
@@ -28,9 +27,10 @@ struct SamplingOptions {
 
   bool penalises() const { return repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0; }
   bool stops_at(int id) const;
+  void expect(int vocab) const;  // throws std::invalid_argument where an id is outside the vocabulary
 };
 
-double uniform(uint64_t seed, uint64_t index);  // in [0, 1)
+void expect_ids(const std::vector<int>& ids, int vocab);  // the same for token ids
 
 // The first of the largest logits; NaN counts as none, and where there is nothing else the answer is 0.
 int best_id(const float* logits, int vocab);
@@ -42,19 +42,21 @@ void best_ids(const float* logits, int vocab, int n, int* ids);
 class Sampler {
  public:
   Sampler(SamplingOptions options, int vocab, const std::vector<int>& prompt);
-  int choose(const float* logits, uint64_t index);  // index: how many tokens the output has already
-  void accept(int token);                           // the token is part of the output now
+  int choose(const float* logits, int position);  // after the token at `position`
+  void accept(int token);                         // the token is part of the output now
   const SamplingOptions& options() const { return options_; }
 
  private:
-  const float* adjusted(const float* logits, uint64_t index);
+  const float* adjusted(const float* logits);
+  float threshold(const float* logits, float top);
 
   SamplingOptions options_;
   int vocab_;
-  std::vector<int> seen_;     // distinct ids of the prompt and the output; only kept for penalties
-  std::vector<int> times_;    // per id: in the output; -1: neither there nor in the prompt
+  int made_ = 0;               // tokens of the output
+  std::vector<int> seen_;      // distinct ids of the prompt and the output; only kept for penalties
+  std::vector<int> times_;     // per id: in the output; -1: neither there nor in the prompt
   std::vector<float> logits_;  // a copy, adjusted
-  std::vector<std::pair<float, int>> candidates_;  // (logit, id)
+  std::vector<float> sorted_;  // for the filters
 };
 
 }  // namespace laneformer

@@ -1,7 +1,0 @@
-// The inner loops compiled for avx512; see kernels_impl.h, flags in CMakeLists.txt.
-#include "kernels_impl.h"
-
-namespace laneformer {
-static constexpr Kernels table = kernels_named("avx512");
-const Kernels* avx512_kernels() { return &table; }
-}  // namespace laneformer

@@ -1,0 +1,122 @@
+"""The decoder on the CPU: packs a config and named tensors into the tapes of the C++ core (csrc/), which decodes."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...config import HEAD, LM_HEAD_TYPES, MATRICES, MODULES, NORMS, LaneformerConfig
+from ..decoder import Request
+from ..device import default_threads, one_cpu_a_core_first
+from ..folder import Tensor, rope_tables
+from . import _core
+from .packed import LAYOUT_VERSION, PackedWeights
+
+MAX_THREADS = 1024
+
+
+class CpuDecoder(_core.Decoder):
+    """The C++ decoder with its weights loaded; it has every option, and its loop runs on threads of its own.
+
+    Options as in Engine. `packed` maps the packed weights of an earlier start, or keeps them for the next one.
+    """
+
+    def __init__(
+        self,
+        config: LaneformerConfig,
+        tensors: Mapping[str, Tensor],
+        dtype: str = "auto",
+        *,
+        threads: int | None = None,
+        isa: str | None = None,
+        math: str = "exact",
+        pin: bool = False,
+        packed: PackedWeights | None = None,
+    ):
+        if math not in ("exact", "bf16"):
+            raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
+        if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
+            raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
+        self.dtype = tensors[HEAD].dtype if dtype == "auto" else dtype
+        if math == "bf16" and self.dtype != "bf16":
+            raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
+        self.math = math
+        embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
+        super().__init__(
+            core_spec(config), self.dtype, embedding, threads or default_threads(config.num_lanes),
+            isa or os.environ.get("LANEFORMER_ISA") or "auto", math == "bf16", one_cpu_a_core_first() if pin else [],
+        )  # fmt: skip
+        self._load(config, tensors, packed)
+
+    def check(self, request: Request) -> None:
+        """Every option is supported."""
+
+    def close(self) -> None:
+        """End the request, if one runs; threads and weights go with the object."""
+        self.cancel()
+
+    def _load(self, config: LaneformerConfig, tensors: Mapping[str, Tensor], packed: PackedWeights | None) -> None:
+        """Pack one tensor at a time; ValueError names the first one with a non-finite value.
+
+        With `packed` the matrices and the embedding come from that cache, or are written to it once they are packed.
+        """
+
+        def send(name: str, setter: Any, *where: Any) -> None:
+            tensor = tensors[name]
+            if not setter(*where, np.ascontiguousarray(tensor.values), tensor.dtype):
+                raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)")
+
+        layers = range(config.num_hidden_layers)
+        self.set_rope(*rope_tables(config))
+        norms = [f"layers.{i}.{norm}.weight" for i in layers for norm in NORMS]
+        for index, name in enumerate([*norms, "norm.weight"]):
+            send(name, self.set_norm, index)
+        plan = {"layout": LAYOUT_VERSION, "dtype": self.dtype, "threads": self.threads, "config": config.to_dict()}
+        if packed is not None and packed.load(self, plan):
+            return
+        send("tok_embeddings.weight", self.set_embedding)
+        for i in layers:
+            for matrix in MATRICES:
+                send(f"layers.{i}.{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
+        send(HEAD, self.set_matrix, "lm_head", 0)
+        if packed is not None:
+            packed.save(self, plan)
+
+
+def core_spec(config: LaneformerConfig) -> dict[str, Any]:
+    """The config as plain numbers (csrc/model.h); every rule about layers is decided by config.py, once per layer."""
+    layers = range(config.num_hidden_layers)
+    return {
+        **config.to_dict(),
+        "head": LM_HEAD_TYPES.index(config.lm_head_type),
+        "broadcast_delay": min(config.broadcast_delay, config.num_hidden_layers),
+        "window": [config.window(i) or 0 for i in layers],
+        "join": [[config.join(i, m).code for i in layers] for m in MODULES],
+        "adds_delayed": [[int(config.adds_delayed(i, m)) for i in layers] for m in MODULES],
+    }
+
+
+class RandomTensors(Mapping[str, Tensor]):
+    """Tensors made when they are asked for, so that only one exists at a time."""
+
+    def __init__(self, config: LaneformerConfig, dtype: str, seed: int):
+        self.dtype, self.seed, self.shapes = dtype, seed, config.tensor_shapes()
+        self.deviation = config.initializer_range
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name.endswith("norm.weight"):
+            return Tensor("fp32", np.ones(self.shapes[name], np.float32))
+        values = np.empty(self.shapes[name], np.float32 if self.dtype == "fp32" else np.uint16)
+        key = (self.seed << 32 ^ zlib.crc32(name.encode())) % 2**64
+        _core.random_values(values, self.dtype, key, self.deviation)
+        return Tensor(self.dtype, values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)

@@ -1,0 +1,152 @@
+"""What an engine asks of a decoder, the request that it hands over, and the results that it gives back.
+
+`CpuDecoder` (cpu/decoder.py) and `CudaDecoder` (cuda/decoder.py) implement `Decoder`; `Engine` holds one of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+CUDA = "cuda"  # the `isa` of the decoder on GPUs
+
+
+class Sampling(ctypes.Structure):
+    """How a token is drawn, as both decoders take it (sampling.h: Sampling)."""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64), ("inverse_temperature", ctypes.c_float), ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float), ("top_k", ctypes.c_int),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, complete and checked (options.py); both decoders read it field by field.
+
+    A request either generates up to `max_new_tokens` after each prompt, or, with `score_from` > 0, scores the ids of
+    its one prompt from that index on.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+    min_new_tokens: int = 0
+    reuse_prefix: bool = True  # start from what the KV cache still holds
+    speculate: int = 0  # most draft tokens verified in one pass
+    logprobs: int | None = None  # likeliest ids to record with each token; None: no log-probabilities at all
+    sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(top_p=1.0))  # greedy
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Sequence[tuple[int, float]] = ()
+    # scoring
+    score_from: int = 0
+    keep_logits: bool = False  # the logits of every position as well
+    keep_partials: Sequence[int] = ()  # with keep_logits: positions, ascending, whose modules' outputs are kept
+    # measurements (bench.py)
+    probe_every: int = 0  # read-bandwidth probe before every this many decoded tokens; 0: none
+    compare_barriers: bool = False  # every second segment of `probe_every` tokens: a barrier after every module
+
+
+class Decoder(Protocol):
+    """A model in memory and the loop that decodes with it, one request at a time.
+
+    After `start` a request runs by itself until `poll` says that it has finished. Results are those of the last
+    request; scores may be read for the tokens that `poll` has returned. `start` runs on the caller's thread and
+    raises RuntimeError while another request runs.
+    """
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def math(self) -> str: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def check(self, request: Request) -> None:
+        """ValueError for an option that this decoder does not support."""
+
+    def start(self, request: Request) -> None: ...
+    def poll(self, from_index: int, timeout_s: float, until_done: bool) -> tuple[list[int], bool]:
+        """The first prompt's new tokens from an index on, and whether the request has finished.
+
+        Waits until there are some, or with `until_done` for the end, but not longer than the timeout.
+        """
+        ...
+
+    def cancel(self) -> None: ...
+    def outputs(self) -> list[list[int]]: ...
+    def scores(self, from_index: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of scored tokens: log p (count,), likeliest ids and their log p, flat."""
+        ...
+
+    def logits(self) -> np.ndarray: ...
+    def partials(self) -> np.ndarray: ...
+    def statistics(self) -> dict[str, int]:
+        """The fields of `Statistics`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """One new token; with the option `logprobs=n`, of the model's own distribution (before penalties, temperature):
+
+    logprob: its log-probability. top: (id, log-probability) of the n likeliest ids, the likeliest first.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one request, all its sequences together.
+
+    reused_tokens: prompt tokens whose keys and values were still there. passes: reads of all the weights.
+    proposed_tokens: guesses of `speculate`; accepted_tokens: those that were right.
+    """
+
+    reused_tokens: int
+    passes: int
+    proposed_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished request. finish_reason: "stop" (a stop id) or "length" (max_new_tokens, or the context is full)."""
+
+    tokens: list[GeneratedToken]
+    finish_reason: str
+    prompt_tokens: int
+    statistics: Statistics
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of the n scored ids of a prompt, each given all before it; the likeliest id is first in `top_ids`.
+
+    logprobs: float32 (n,). top_ids: int32 (n, top). top_logprobs: float32 (n, top). is_greedy: bool (n,), whether the
+    id is the one that greedy decoding would have chosen (the lowest of equally likely ones); it needs top >= 1.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    is_greedy: np.ndarray
