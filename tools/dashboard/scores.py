@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from evals.lm_eval.offline_tasks import RULER_TASKS
+from evals.lm_eval.tasks import RULER_TASKS
 from records.evals import PROVENANCE
 from records.page import card, code, measured, missing, none, percent, short, table, utc
 from records.run import Run, number
