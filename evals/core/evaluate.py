@@ -157,7 +157,9 @@ def measure(
 def show(figures: dict[str, Any], bundle: Bundle) -> None:
     """Print the tasks that were scored as a table on stderr, and in a line or two why others were not."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
-    table = Table(title=f"{title}CORE tasks, protocol {figures['protocol']}", box=SIMPLE)
+    table = Table(
+        title=f"{title}CORE tasks, protocol {figures['protocol']}", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for name in ("task", "shots", "n", "accuracy ± SE", "centered\nv1", "centered\nv2"):
         table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
     for label, task in figures["tasks"].items():
