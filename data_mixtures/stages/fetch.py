@@ -159,7 +159,7 @@ def _read_local(entry: Entry, target: Path, max_document_chars: int) -> dict[str
 
 
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
-    """Every source has text. ValueError names the first that has too little: a run would repeat it at once."""
+    """ValueError names the first source without enough text, which a run would soon repeat."""
     for each in recipe.sources:
         if each.name not in sources:
             continue

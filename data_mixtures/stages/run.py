@@ -25,7 +25,7 @@ from data_mixtures.stages import executors
 from data_mixtures.stages.executors import Job, Options, raise_failure
 from data_mixtures.stages.stage import Stage, Unit, do, is_done, read_receipt, remove_partial, unit_folder
 
-AGAIN = "start the same command again: it goes on with what is not finished"
+AGAIN = "run the same command again: it continues with the unfinished units"
 POLL_S = 0.1
 QUEUE_POLL_S = 3.0  # every squeue loads the controller
 IDLE_LOSS_S = 10.0  # a worker lost between two units may have held the lock of the pool's queue
