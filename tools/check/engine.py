@@ -141,15 +141,7 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
     kl = {"engine": mean_kl(single, logits), "hf_bf16": mean_kl(single[: len(half)], half)}
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
     differing = differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
-    faults, found = {}, {}
-    near = [position for position in positions if position < FAULT_POSITIONS]
-    for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
-        console.print(f"planted: {name}", style="dim")
-        with engine_of(wrong_config, wrong_weights, options) as engine:
-            wrong, partials = engine.logits(ids[:FAULT_POSITIONS]), engine._partials(ids[:FAULT_POSITIONS], near)
-        faults[name] = float(relative_errors(wrong, reference[:FAULT_POSITIONS]).max())
-        seen = module_report(config, partials, outputs[: len(near)], near, options.math)["first_wrong"]
-        found[name] = {"planted_in": planted_in, "first_wrong": seen}
+    faults, found = refuse_planted_faults(config, weights, ids, positions, (reference, outputs), options, console)
     passed = {
         "modules": modules["first_wrong"] is None,
         "relative error": bool(errors["engine"].max() <= allowed),
@@ -170,6 +162,31 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         "differing_runs": differing, "faults": faults, "passed": passed, "failed": failed, "ok": not failed,
         "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
+
+
+def refuse_planted_faults(
+    config: LaneformerConfig,
+    weights: Weights,
+    ids: list[int],
+    positions: list[int],
+    correct: tuple[np.ndarray, np.ndarray],
+    options: Options,
+    console: Console,
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """Engines with one fault each: the largest relative error of their logits, and the first module that is wrong.
+
+    correct: logits and the outputs of all modules at `positions`, in float64.
+    """
+    (reference, outputs), faults, found = correct, {}, {}
+    near = [position for position in positions if position < FAULT_POSITIONS]
+    for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
+        console.print(f"planted: {name}", style="dim")
+        with engine_of(wrong_config, wrong_weights, options) as engine:
+            wrong, partials = engine.logits(ids[:FAULT_POSITIONS]), engine._partials(ids[:FAULT_POSITIONS], near)
+        faults[name] = float(relative_errors(wrong, reference[:FAULT_POSITIONS]).max())
+        first_wrong = module_report(config, partials, outputs[: len(near)], near, options.math)["first_wrong"]
+        found[name] = {"planted_in": planted_in, "first_wrong": first_wrong}
+    return faults, found
 
 
 # --- the sides of the comparison ---------------------------------------------------------------------------------
