@@ -18,7 +18,7 @@ from laneformer.engine.cuda.geometry import H200, Machine, plan
 from laneformer.engine.cuda.memory import DeviceMemory
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
-from tools.bench import cuda_report, cuda_steps
+from tools.bench import cuda, cuda_steps
 from tools.bench.cuda_steps import Session, first_lane, one_lane, paired
 from tools.check.reference import plain_model, random_weights, tensors_of
 
@@ -96,7 +96,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert steps["compiled"]["result"]["failed"] == {}
     assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
     head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
-    page = cuda_report.markdown({**head, "steps": steps})
+    page = cuda.markdown({**head, "steps": steps})
     assert "not measured" not in page
     assert "compute-sanitizer is not on the PATH" in page
 
