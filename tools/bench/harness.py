@@ -226,7 +226,9 @@ def run(
     from rich.console import Console
     from rich.markdown import Markdown
 
-    chosen = tyro.cli(options, args=arguments, prog=f"python -m tools.bench {name}", description=inspect.cleandoc(options.__doc__))
+    chosen = tyro.cli(
+        options, args=arguments, prog=f"python -m tools.bench {name}", description=inspect.cleandoc(options.__doc__)
+    )
     console = Console(stderr=True, quiet=chosen.json, width=None if sys.stderr.isatty() else 160)
     started, load = datetime.datetime.now(datetime.UTC), os.getloadavg()[0]
     try:

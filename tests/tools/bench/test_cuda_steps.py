@@ -33,7 +33,7 @@ PROPERTIES = SimpleNamespace(
 
 
 class StandIn(PlainDecoder):
-    """CudaDecoder's interface over model.py in float64."""
+    """SequenceDecoder's interface over model.py in float64."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = ("cuda:0",),
@@ -69,7 +69,7 @@ class Event:
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on the CPU in which a token takes 1/800 s."""
     monkeypatch.setattr(cuda_steps, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_steps, "CudaDecoder", StandIn)
+    monkeypatch.setattr(cuda_steps, "SequenceDecoder", StandIn)
     monkeypatch.setattr(cuda_steps, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
     monkeypatch.setattr(cuda_steps, "load_gpu", lambda: None)
     monkeypatch.setattr(cuda_steps, "GREEDY_PROMPTS", 2)
