@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from data_mixtures import recipe, shards
 from data_mixtures.stages import executors, manifest, stage, table
-from data_mixtures.stages.run import AGAIN, Executor
+from data_mixtures.stages.run import AGAIN, Executor, source_table
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 
@@ -56,16 +55,13 @@ def prepare(
 
 
 def _summary(out: Path, made: dict[str, str]) -> Table:
-    shown = Table(box=box.SIMPLE, title=f"data in {out}", title_justify="left", pad_edge=False, collapse_padding=True)
-    shown.add_column("source", no_wrap=True)
-    for column in ("docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", ""):
-        shown.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for name, how in made.items():
         m = shards.read_manifest(out / name)
         counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
         sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
-        shown.add_row(name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how)
-    return shown
+        rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
+    return source_table(f"data in {out}", ("docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", ""), rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -165,14 +165,6 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
             )
 
 
-def windows(path: Path, count: int, seq_len: int) -> np.ndarray:
-    """All windows of a file as a read-only memory map: uint16 (count, seq_len + 1), rows overlapping by one token."""
-    tokens = np.memmap(path, dtype="<u2", mode="r")
-    assert len(tokens) == count * seq_len + 1, f"{path}: {len(tokens)} tokens are not {count} windows"
-    shape, strides = (count, seq_len + 1), (seq_len * TOKEN_BYTES, TOKEN_BYTES)
-    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON completely or not at all."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -121,7 +121,7 @@ _encoder = functools.lru_cache(maxsize=1)(Encoder)
 
 
 class _Segments(dict[str, bytes]):
-    """Segment -> its ids. A full table is emptied: what is frequent comes back at once."""
+    """Segment -> its ids. A full table is emptied; frequent segments soon return."""
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ class Index:
         return _distinct_pairs(text[enough], self.arrays["items"][passage[enough]].astype(np.int64))[:2]
 
     def _heads_in(self, hashes: np.ndarray) -> np.ndarray:
-        """Where a head of the index stands: by the table of bits first, which lets few others through."""
+        """Positions of heads of the index; the table of bits first excludes almost everything else."""
         bit = hashes >> np.uint64(64 - self._bits)
         byte = self._table[(bit >> np.uint64(3)).view(np.int64)]
         at = np.flatnonzero((byte >> (bit.astype(np.uint8) & np.uint8(7))) & np.uint8(1))

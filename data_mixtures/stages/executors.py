@@ -167,7 +167,7 @@ def execute(job: Job) -> None:
         ray.init(ignore_reinit_error=True, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
         executor = RayPipelineExecutor(**shared, workers=job.options.workers)
     else:
-        # fork: this process has no threads that work, and its imports are not made again for every stage
+        # fork: this process has no other busy threads, and workers need not import everything again
         workers = min(job.options.workers, len(job.units))
         executor = LocalPipelineExecutor(**shared, workers=workers, start_method="fork")
     try:

@@ -11,7 +11,6 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,9 +144,10 @@ def _read_local(entry: Entry, target: Path, max_document_chars: int) -> dict[str
     dropped: Counter[str] = Counter()
     documents, size = 0, 0
     paths = [Path(path) for path, _, _ in entry["files"]]
+    texts = files.documents(source_input, paths, max_document_chars, dropped)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         try:
-            for batch in _batches(files.documents(source_input, paths, max_document_chars, dropped)):
+            for batch in stage.grouped(texts, len, ROW_GROUP_BYTES):
                 writer.write_batch(pyarrow.record_batch([batch], schema=TEXT_SCHEMA))
                 documents += len(batch)
                 size += sum(len(text.encode()) for text in batch)
@@ -158,20 +158,8 @@ def _read_local(entry: Entry, target: Path, max_document_chars: int) -> dict[str
     return {"documents": documents, "bytes": size, "dropped": dict(sorted(dropped.items()))}
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= ROW_GROUP_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
-    """Every source has text. ValueError names the first that has too little: a run would repeat it at once."""
+    """ValueError names the first source without enough text, which a run would soon repeat."""
     for each in recipe.sources:
         if each.name not in sources:
             continue

@@ -18,11 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from data_mixtures import shards
 from data_mixtures.stages import decontaminate, stage
 from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
 
-CONTAMINATION = "contamination.json"
 REASONS = ("not_utf8", "empty", "too_short", "too_long", "contaminated")
 SCHEMA = pa.schema([pa.field("doc_id", pa.binary(16)), pa.field("text", pa.string())])
 _BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
@@ -49,7 +47,6 @@ class Filter(Stage):
         limits = self.recipe.filter
         chosen = DocumentFilter(limits.min_chars, limits.max_chars, decontaminate.load(self.out, limits.benchmarks))
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in raw_texts(raw / RAW, column)))
-        shards.write_json(folder / CONTAMINATION, {name: hit["items"] for name, hit in chosen.contamination().items()})
         return chosen.counts()
 
 
@@ -132,50 +129,12 @@ def write(path: Path, batches: Iterable[list[bytes]]) -> None:
     """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, and `text`; valid UTF-8 is taken for granted."""
     options = {"compression": "zstd", "compression_level": 3, "use_dictionary": False, "write_statistics": False}
     with pq.ParquetWriter(path, SCHEMA, **options) as writer:
-        for texts in _row_groups(batches):
+        for group in stage.grouped(batches, lambda batch: sum(map(len, batch)), _ROW_GROUP_BYTES):
+            texts = [text for batch in group for text in batch]
             ids = pa.array([xxhash.xxh3_128_digest(text) for text in texts], pa.binary(16))
             writer.write_table(pa.Table.from_arrays([ids, _strings(texts)], schema=SCHEMA), row_group_size=len(texts))
-
-
-def _row_groups(batches: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
-    group: list[bytes] = []
-    size = 0
-    for batch in batches:
-        group += batch
-        size += sum(map(len, batch))
-        if size >= _ROW_GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _strings(texts: list[bytes]) -> pa.Array:
     array = pa.array(texts, pa.binary())
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
-
-
-def contamination(out: Path, sources: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """What the filter found of each benchmark, summed over units, from receipts.
-
-    {benchmark: {"items": all of them, "searchable": those with a passage long enough, "items_found",
-    "documents": dropped, "sources": {source: the last two}}}
-    """
-    return {each.name: _found(out, each, sources) for each in decontaminate.known_benchmarks(out)}
-
-
-def _found(out: Path, benchmark: decontaminate.Benchmark, sources: Iterable[str]) -> dict[str, Any]:
-    everywhere: set[str] = set()
-    parts = {}
-    for source in sources:
-        items: set[str] = set()
-        documents = 0
-        for receipt in stage.receipts(out, Filter.name, source):
-            hit = receipt["counts"]["contamination"].get(benchmark.name, {"documents": 0, "items": {}})
-            documents += hit["documents"]
-            items.update(hit["items"])
-        everywhere |= items
-        parts[source] = {"items_found": len(items), "documents": documents}
-    total = sum(part["documents"] for part in parts.values())
-    known = {"items": benchmark.items, "searchable": benchmark.searchable}
-    return {**known, "items_found": len(everywhere), "documents": total, "sources": parts}

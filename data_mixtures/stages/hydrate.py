@@ -23,8 +23,7 @@ from data_mixtures.recipe import HubSource
 from data_mixtures.stages import fetch, stage
 from data_mixtures.stages.stage import RAW, Stage, Unit, key_of
 
-BLOB_COLUMN = "blob_id"  # sha1 of the git object, where the metadata has it
-ROWS = 1024  # asked of a resolver at once
+ROWS = 1024  # in one call of a resolver
 
 
 class Row(NamedTuple):

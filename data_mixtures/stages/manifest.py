@@ -137,7 +137,7 @@ def _description(
 
 
 def _counts(out: Path, source: str) -> dict[str, Any]:
-    """Documents, tokens and bytes that are kept, and all that was read, with the reasons why the rest is not there."""
+    """Documents, tokens and bytes that are kept, and all that was read, with what was dropped by reason."""
     filtered, tokenized = (_all_counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
     ordered = _all_counts(out, shuffle.ORDER, source, shuffle.key_ranges(out, source))
     parts = [counts[part] for counts in ordered for part in ("train", "valid")]

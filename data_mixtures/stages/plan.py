@@ -25,7 +25,7 @@ import pyarrow.parquet
 from data_mixtures import shards
 from data_mixtures.readers import files, hub
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, check_known
-from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, read_plan
+from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, grouped, read_plan
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
 METADATA_COLUMNS = ("repo", "commit_id", "rel_path")
@@ -77,8 +77,10 @@ def _local(each: LocalSource, out: Path) -> Entry:
     roots = files.roots(out)
     parts: list[tuple[Input, list[list[Any]]]] = []
     for source_input in each.inputs:
-        found = [[_name(path), *_size_and_time(path)] for path in files.find(source_input, roots)]
-        groups = [found] if source_input.max_bytes is not None else _groups(found)
+        found: list[list[Any]] = [[_name(path), *_size_and_time(path)] for path in files.find(source_input, roots)]
+        groups = (
+            [found] if source_input.max_bytes is not None else list(grouped(found, lambda entry: entry[1], UNIT_BYTES))
+        )
         parts += [(source_input, group) for group in groups if group]
     entries = [
         {"source": each.name, "number": number, "kind": "local", "input": asdict(part), "files": group}
@@ -103,18 +105,6 @@ def _name(path: Path) -> str:
 def _size_and_time(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def _groups(found: list[list[Any]]) -> list[list[list[Any]]]:
-    groups: list[list[list[Any]]] = []
-    size = UNIT_BYTES
-    for entry in found:
-        if size >= UNIT_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry[1]
-    return groups
 
 
 def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:

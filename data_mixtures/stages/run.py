@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,19 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from data_mixtures.stages.executors import (
-    Job,
-    Options,
-    cancel,
-    finished_units,
-    is_for_users,
-    queued,
-    raise_failure,
-    serve,
-)
+from data_mixtures.stages import executors
+from data_mixtures.stages.executors import Job, Options, raise_failure
 from data_mixtures.stages.stage import Stage, Unit, do, is_done, read_receipt, remove_partial, unit_folder
 
-AGAIN = "start the same command again: it goes on with what is not finished"
+AGAIN = "run the same command again: it continues with the unfinished units"
 POLL_S = 0.1
 QUEUE_POLL_S = 3.0  # every squeue loads the controller
 IDLE_LOSS_S = 10.0  # a worker lost between two units may have held the lock of the pool's queue
@@ -76,7 +68,7 @@ class Executor:
             # spawn: forking a process whose progress bar runs in a thread can deadlock the child
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
-            self._child = context.Process(target=serve, args=(theirs,), daemon=True)
+            self._child = context.Process(target=executors.serve, args=(theirs,), daemon=True)
             self._child.start()
             theirs.close()
 
@@ -92,7 +84,7 @@ class Executor:
     def _watch(self, job: Job, progress: Callable[[int], None]) -> None:
         lost_since = None
         while not self._connection.poll(POLL_S):
-            progress(finished_units(job))
+            progress(executors.finished_units(job))
             raise_failure(job)
             if not self._child.is_alive():
                 raise ValueError(f"{job.stage.name}: the executor's process was killed; {AGAIN}")
@@ -122,7 +114,7 @@ def _in_a_row(stage: Stage, units: list[Unit], progress: Callable[[int], None]) 
         try:
             do(stage, unit)
         except Exception as error:
-            if is_for_users(error):
+            if executors.is_for_users(error):
                 raise ValueError(f"{stage.name} {unit}: {error}") from error
             raise
 
@@ -141,21 +133,20 @@ def lost_workers(job: Job) -> list[str]:
 def _watch_queue(job: Job, progress: Callable[[int], None]) -> None:
     """Wait until all units are finished, or the queue has no jobs left that would finish them."""
     try:
-        while (finished := finished_units(job)) < len(job.units):
+        while (finished := executors.finished_units(job)) < len(job.units):
             progress(finished)
             raise_failure(job)
-            if not queued(job):
+            if not executors.queued(job):
                 time.sleep(QUEUE_POLL_S)  # a shared file system may show results late
                 raise_failure(job)
-                if finished_units(job) < len(job.units):
+                if missing := len(job.units) - executors.finished_units(job):
                     raise ValueError(
-                        f"{job.stage.name}: Slurm has no job left, but {len(job.units) - finished_units(job)} of "
-                        f"{len(job.units)} units are not finished{_claimed(job)}: killed, out of memory or of time? "
-                        f"The logs are in {job.logs}; {AGAIN}"
+                        f"{job.stage.name}: Slurm has no job left, but {missing} of {len(job.units)} units are not "
+                        f"finished{_claimed(job)}: killed, out of memory or time? The logs are in {job.logs}; {AGAIN}"
                     )
             time.sleep(QUEUE_POLL_S)
     finally:
-        cancel(job)
+        executors.cancel(job)
 
 
 def _claimed(job: Job) -> str:
@@ -211,10 +202,16 @@ def summary(stage: str, receipts: Mapping[Unit, Mapping[str, Any]]) -> Table:
             if isinstance(value, int):
                 row[name] = row.get(name, 0) + value
     columns = list(dict.fromkeys(name for row in sums.values() for name in row))
-    table = Table(box=box.SIMPLE, title=stage, title_justify="left", pad_edge=False, collapse_padding=True)
+    rows = [[source, *(f"{row.get(name, 0):,}" for name in columns)] for source, row in sums.items()]
+    return source_table(stage, columns, rows)
+
+
+def source_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A row for each source: its name, then figures."""
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     table.add_column("source", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for source, row in sums.items():
-        table.add_row(source, *(f"{row.get(name, 0):,}" for name in columns))
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -19,11 +19,11 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import xxhash
 
@@ -36,6 +36,7 @@ RAW = "raw.parquet"  # of fetch and hydrate
 DOCUMENTS = "documents.parquet"  # of filter
 TOKENIZER = "tokenizer.model"
 Entry = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -208,6 +209,20 @@ def exclusive(out: Path) -> Iterator[None]:
         except OSError as error:
             raise ValueError(f"another process is preparing {out}; wait for it, or use another --out") from error
         yield
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in lists; each ends with the item that brings its total size to the limit."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def remove_partial(out: Path, stage: str) -> None:

@@ -108,7 +108,7 @@ def _phases(out: Path, sequences: dict[str, int]) -> dict[str, Any]:
 def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dict[str, Any]:
     """How many documents two sources have in common, by exact comparison of their 128-bit ids.
 
-    {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units are not there any more.
+    {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units were deleted.
     """
     for source in sources:
         for unit in stage.planned_units(out, source):

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import HubSource, Recipe
@@ -16,7 +14,7 @@ from data_mixtures.stages import decontaminate, manifest, plan, shuffle, stage, 
 from data_mixtures.stages.fetch import Fetch, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.hydrate import Hydrate
-from data_mixtures.stages.run import Executor, run_units, summary
+from data_mixtures.stages.run import Executor, run_units, source_table, summary
 
 FREEABLE = ("fetch", "hydrate", "filter", "tokenize")
 
@@ -68,15 +66,13 @@ def _plan(context: RunContext) -> None:
     context.console.print(f"plan     {units:6} units of {len(context.sources)} sources", highlight=False)
     if not context.tables:
         return
-    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
-    for name in ("source", "units", "bytes", "revision", "gate", "licence"):
-        table.add_column(name, justify="right" if name in ("units", "bytes") else "left")
+    rows = []
     for name in context.sources:
         planned = made[name]
         size = sum(unit["bytes"] if unit["kind"] == "parquet" else _bytes(unit) for unit in planned["units"])
         facts = (planned.get(key, "") for key in ("revision", "gate", "licence"))
-        table.add_row(name, f"{len(planned['units']):,}", f"{size:,}", *facts)
-    context.console.print(table)
+        rows.append([name, f"{len(planned['units']):,}", f"{size:,}", *facts])
+    context.console.print(source_table(None, ("units", "bytes", "revision", "gate", "licence"), rows))
 
 
 def _bytes(unit: stage.Entry) -> int:
@@ -154,12 +150,8 @@ def _reader(context: RunContext, name: str) -> stage.Stage | None:
     hydrated = isinstance(source, HubSource) and source.needs_hydration
     if context.to_free == "hydrate" and not hydrated:
         return None
-    after = {
-        "fetch": "hydrate" if hydrated else "filter",
-        "hydrate": "filter",
-        "filter": "tokenize",
-        "tokenize": "shuffle",
-    }
+    after_fetch = "hydrate" if hydrated else "filter"
+    after = {"fetch": after_fetch, "hydrate": "filter", "filter": "tokenize", "tokenize": "shuffle"}
     return context.stage(after[str(context.to_free)], (name,))
 
 

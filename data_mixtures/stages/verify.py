@@ -113,7 +113,7 @@ def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -
     first = int(begins[0]) if len(begins) else 0
     ends = first + np.cumsum(lengths, dtype=np.int64)
     if not np.array_equal(begins, ends - lengths):
-        wrong.append(Damage(path, f"its documents do not begin where <s> stands in {entry['name']}"))
+        wrong.append(Damage(path, f"its documents do not begin at <s> in {entry['name']}"))
     number = _number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
     span = (number, at + first, at + int(ends[-1])) if len(ends) and not wrong else None
@@ -176,7 +176,7 @@ def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], t
 
 
 def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | None]) -> list[Damage]:
-    """What needs more than one file: documents that go on in the next shard, counts, files that do not belong here."""
+    """Checks across files: documents that continue in the next shard, counts, files that do not belong here."""
     damage: list[Damage] = []
     path = folder / shards.MANIFEST
     for left, right in pairwise(span for span in spans if span):

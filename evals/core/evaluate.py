@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -156,18 +157,21 @@ def measure(
 def show(figures: dict[str, Any], bundle: Bundle) -> None:
     """Print the tasks that were scored as a table on stderr, and in a line or two why others were not."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
-    table = Table(title=f"{title}CORE tasks, protocol {figures['protocol']}")
-    for name in ("task", "type", "shots", "n", "accuracy", "± SE", "centered v1", "centered v2"):
-        table.add_column(name, justify="left" if name in ("task", "type") else "right", overflow="fold")
+    table = Table(
+        title=f"{title}CORE tasks, protocol {figures['protocol']}", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for name in ("task", "shots", "n", "accuracy ± SE", "centered\nv1", "centered\nv2"):
+        table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
     for label, task in figures["tasks"].items():
-        values = (f"{task[name]:.4f}" for name in ("accuracy", "standard_error", "centered_v1", "centered_v2"))
-        table.add_row(label, task["type"], str(task["shots"]), str(task["n"]), *values)
+        accuracy = f"{task['accuracy']:.4f} ± {task['standard_error']:.4f}"
+        centered = (f"{task[f'centered_{version}']:.4f}" for version in VERSIONS)
+        table.add_row(label, str(task["shots"]), str(task["n"]), accuracy, *centered)
     table.add_section()
     for version in VERSIONS:
         value, error = figures[f"core_{version}"], figures[f"core_{version}_se"]
         if value is not None:
             text = f"{value:.4f} ± {error:.4f}"
-            table.add_row(f"CORE {version}", "", "", "", "", "", *((text, "") if version == "v1" else ("", text)))
+            table.add_row(f"CORE {version}", "", "", "", *((text, "") if version == "v1" else ("", text)))
     console.print(table)
     for line in remarks(figures, bundle):
         console.print(line, highlight=False, markup=False)

@@ -96,7 +96,7 @@ def test_kills_at_any_moment_change_nothing(recipe_path, tmp_path):
         if victims and process.returncode:  # otherwise it was between two units, and had nothing to lose
             assert process.returncode == 1, error
             assert "was killed" in error
-            assert "start the same command again" in error
+            assert "run the same command again" in error
     final = start(recipe_path, out)
     _, error = final.communicate(timeout=120)
     assert final.returncode == 0, error

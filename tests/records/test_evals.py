@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from records.evals import PROVENANCE, append_record
+from records.evals import PROVENANCE, EvalCommand, append_record
 
 
 def add(path: Path | None, **figures: Any) -> dict[str, Any]:
@@ -58,3 +59,26 @@ def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) 
 def test_no_path_writes_no_file(tmp_path: Path) -> None:
     assert add(None, score=0.5)["score"] == 0.5
     assert not list(tmp_path.iterdir())
+
+
+def count(number: int) -> dict[str, int] | None:
+    if number < 0:
+        raise ValueError(f"number = {number} must not be negative")
+    return {"number": number} if number else None
+
+
+def test_the_record_of_a_command_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--number", "3"])
+    EvalCommand("count", count).run()
+    assert json.loads(capsys.readouterr().out) == {"number": 3}
+    monkeypatch.setattr(sys, "argv", ["x", "--number", "0"])
+    EvalCommand("count", count).run()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_user_error_of_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--number", "-1"])
+    with pytest.raises(SystemExit, match=r"^count: number = -1 must not be negative$"):
+        EvalCommand("count", count).run()

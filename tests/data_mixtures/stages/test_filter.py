@@ -38,7 +38,7 @@ def documents(done: filter.Filter, number: int = 0):
 def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     texts = [*BAD, *GOOD[:120], *BAD, *GOOD[120:]]
     done = filtered(out, {"notes": [texts]}, recipe_with(out))
-    table, counts, folder = documents(done)
+    table, counts, _ = documents(done)
     assert table.column("text").to_pylist() == GOOD
     assert table.schema == filter.SCHEMA
     assert table.column("doc_id").to_pylist() == [
@@ -48,7 +48,7 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     assert counts["dropped"] == dropped
     assert (counts["read"], counts["kept"]) == (len(texts), len(GOOD))
     assert counts["bytes"] == sum(len(text.encode()) for text in GOOD)
-    assert json.loads((folder / filter.CONTAMINATION).read_text()) == {"quiz": {"0": 2}}
+    assert counts["contamination"] == {"quiz": {"documents": 2, "items": {"0": 2}}}
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
@@ -82,20 +82,13 @@ def test_what_is_done_stays_done_until_something_it_depends_on_changes(out):
     assert do_all(done) == 2
 
 
-def test_the_contamination_report_sums_over_units_and_outlives_the_files(out):
+def test_the_counts_of_contamination_outlive_the_files(out):
     texts = {"notes": [[QUESTION, *GOOD[:3]], [*GOOD[3:5], "So: " + QUESTION]], "other": [GOOD[5:7]]}
     done = filtered(out, texts, make_recipe(texts, Path("none"), benchmarks=recipe_with(out).filter.benchmarks))
     for unit in done.units():
         stage.free(out, "filter", unit)
-    assert filter.contamination(out, ("notes", "other")) == {
-        "quiz": {
-            "items": 1,
-            "searchable": 1,
-            "items_found": 1,
-            "documents": 2,
-            "sources": {"notes": {"items_found": 1, "documents": 2}, "other": {"items_found": 0, "documents": 0}},
-        }
-    }
+    found = {source: [r["counts"]["contamination"] for r in stage.receipts(out, "filter", source)] for source in texts}
+    assert found == {"notes": [{"quiz": {"documents": 1, "items": {"0": 1}}}] * 2, "other": [{}]}
 
 
 def test_a_missing_column_and_a_file_without_rows(out):

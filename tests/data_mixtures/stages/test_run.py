@@ -107,7 +107,7 @@ def test_a_failing_unit_is_named_and_leaves_nothing(toy, workers, fault, error, 
 
 def test_a_killed_worker_is_an_error_that_names_its_unit_not_a_hang(toy):
     (toy.faults / "3").write_text("kill")
-    with pytest.raises(ValueError, match=r"worker at a/unit-00003 was killed.*start the same command again"):
+    with pytest.raises(ValueError, match=r"worker at a/unit-00003 was killed.*run the same command again"):
         run(toy, Options(workers=2))
     assert not list(toy.out.rglob("*.partial"))
     (toy.faults / "3").unlink()
@@ -146,7 +146,7 @@ def test_a_killed_executor_is_an_error(toy):
     assert executor.ppid() == process.pid
     executor.kill()
     assert process.wait() == 1
-    assert "the executor's process was killed; start the same command again" in process.stderr.read()
+    assert "the executor's process was killed; run the same command again" in process.stderr.read()
 
 
 def test_ctrl_c_ends_all_and_leaves_nothing(toy):
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing(toy):
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    assert process.stderr.read() == "stopped; start the same command again: it goes on with what is not finished\n"
+    assert process.stderr.read() == "stopped; run the same command again: it continues with the unfinished units\n"
     wait_for(lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family), "the end")
     assert not list(toy.out.rglob("*.partial"))
 
