@@ -210,7 +210,7 @@ class Options:
 
 
 def command_line(name: str, arguments: Sequence[str] | None) -> str:
-    return shlex.join(["python", "-m", "tools.bench", name, *(sys.argv[1:] if arguments is None else arguments)])
+    return f"python -m tools.bench {shlex.join([name, *(sys.argv[1:] if arguments is None else arguments)])}"
 
 
 def run(

@@ -197,7 +197,7 @@ def broken_hops(root: Path, chain: Chain) -> list[str]:
     """Where a chain does not hold: no such function, no such call, or a call of another function than the next one."""
     broken = []
     for (place, name, call), (_, following, _) in zip(chain, [*chain[1:], ("", "", "")], strict=True):
-        path = root / place if "/" in place else Path(str(getattr(importlib.util.find_spec(place), "origin", "")))
+        path = root / place if "/" in place else installed(place)
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         own = re.split(r"\.|::", name)[-1] + "("  # its head is no call of itself
         bodies = [body.replace(own, "(", 1) for found, body in functions(path, text) if found == name]
@@ -209,6 +209,13 @@ def broken_hops(root: Path, chain: Chain) -> list[str]:
         if call and last != target and target != "forward" and f"{target} as {call}" not in text:
             broken.append(f"{place}: {call} is not {following}")
     return broken
+
+
+def installed(module: str) -> Path:
+    """The file of an installed module, which is not imported."""
+    package, *parts = module.split(".")
+    origin = getattr(importlib.util.find_spec(package), "origin", None) or ""
+    return Path(origin).parent.joinpath(*parts).with_suffix(".py")
 
 
 def hops(root: Path, name: str, chain: Chain, limit: int) -> Measure:
