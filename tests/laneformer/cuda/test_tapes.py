@@ -7,6 +7,7 @@ compute are asked of the kernels themselves, built for the CPU.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry, Matrix, plan
 from laneformer.engine.cuda.memory import Report, Weights, decode_structure
-from laneformer.engine.cuda.tape import pack, tape_starts, unpack
+from laneformer.engine.cuda.tape import order, pack, places, tape_starts
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import cuda_emulator
 from tests.laneformer.cuda.cuda_shapes import SHAPES, Shape, drawn
@@ -61,6 +62,16 @@ def matrices(geometry: Geometry) -> dict[tuple[str, int, int], torch.Tensor]:
 
 def planned(shape: Shape) -> Geometry:
     return plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
+
+
+def unpack(geometry: Geometry, tapes: torch.Tensor) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    """The matrices again: (op, layer, lane of the device, int16 (rows, columns))."""
+    orders = {op: torch.from_numpy(order(geometry.matrix(op), geometry.warps_per_lane, geometry.strip)) for op in OPS}
+    for op, layer, lane, pairs in places(geometry):
+        matrix = geometry.matrix(op)
+        numbers = torch.empty(matrix.rows * matrix.columns, dtype=torch.int16)
+        numbers[orders[op]] = torch.cat([tapes[there] for there, _ in pairs])
+        yield op, layer, lane, numbers.view(matrix.rows, matrix.columns)
 
 
 @pytest.mark.parametrize("shape", CUTS, ids=range(len(CUTS)))
