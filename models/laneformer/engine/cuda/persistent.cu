@@ -9,7 +9,7 @@
 // All blocks learn the best token from one exchange at the end; each decides for itself, from the same words, whether
 // to go on. All blocks must be resident at once (a cooperative launch): a wait for one that never starts would not end.
 #ifdef EMULATED
-#include "cuda_emulator.h"
+#include "emulator.h"
 #else
 #include "primitives.cuh"
 #endif
