@@ -1,10 +1,10 @@
-"""`python -m data_mixtures STAGE RECIPE.toml --out DIR`: one stage of the way from text to shards.
+"""`python -m data_mixtures STAGE RECIPE.toml --out DIR`: one stage from text to shards.
 
     plan, fetch, hydrate, filter, tokenize, shuffle, manifest: in this order; each can be killed and started again
-    verify, stats: look at what was made
-    free: delete the files of a stage (--stage) that the next one is through with, where the disk does not hold all
+    verify, stats: check and describe prepared data
+    free: delete the files of a stage (--stage) that the next stage has read, to save disk space
 
-`python -m data_mixtures.prepare` runs them in a row.
+`python -m data_mixtures.prepare` runs them all.
 """
 
 from __future__ import annotations
@@ -14,43 +14,41 @@ import sys
 
 from rich.console import Console
 
-from data_mixtures import command, recipe
-from data_mixtures.stages import stage
-from data_mixtures.stages import table as stages
-from data_mixtures.stages.execute import Executor
+from data_mixtures import prepare, recipe
+from data_mixtures.stages import stage, table
+from data_mixtures.stages.run import Executor
 
 
 def main() -> int:
     arguments = parser().parse_args()
-    return command.reported(lambda: run(arguments, Console()))
+    return prepare.reported(lambda: run(arguments, Console()))
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m data_mixtures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("command", choices=stages.STAGES)
-    command.add_arguments(made)
-    made.add_argument("--sources", help="only these, separated by commas; default: all of the recipe")
-    made.add_argument("--stage", choices=stages.FREEABLE, help="for free: whose files to delete")
-    made.add_argument("--quarantine", action="store_true", help="for verify: take damaged shards out of the data")
-    made.add_argument("--sequences", help="for stats: of each phase, e.g. phase1=1000000,phase2=500000, to show epochs")
+    made.add_argument("command", choices=table.STAGES)
+    prepare.add_arguments(made)
+    made.add_argument("--sources", help="names of sources, separated by commas; default: all of the recipe")
+    made.add_argument("--stage", choices=table.FREEABLE, help="free: the stage whose files to delete")
+    made.add_argument("--quarantine", action="store_true", help="verify: remove damaged shards from the data")
+    made.add_argument("--sequences", help="stats: length of each phase, such as phase1=1000000,phase2=500000")
     return made
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
-    """One stage. ValueError for everything that a user can mend."""
-    plan = recipe.load(arguments.recipe)
-    names = tuple(source.name for source in plan.sources)
+    """One stage. ValueError for everything that a user can fix."""
+    loaded = recipe.load(arguments.recipe)
+    names = tuple(source.name for source in loaded.sources)
     sources = tuple(arguments.sources.split(",")) if arguments.sources else names
     recipe.check_known("source", sources, names)
-    with stage.exclusive(arguments.out), Executor(command.options(arguments)) as executor:
-        way = stages.Way(
-            plan, arguments.out, sources, executor, console, arguments.mirror, arguments.budget_bytes,
-            to_free=arguments.stage, quarantine=arguments.quarantine,
-            sequences=_sequences(arguments.sequences),
+    with stage.exclusive(arguments.out), Executor(prepare.options(arguments)) as executor:
+        context = table.RunContext(
+            loaded, arguments.out, sources, executor, console, arguments.mirror, arguments.budget_bytes,
+            to_free=arguments.stage, quarantine=arguments.quarantine, sequences=_sequences(arguments.sequences),
         )  # fmt: skip
-        stages.STAGES[arguments.command](way)
+        table.STAGES[arguments.command](context)
 
 
 def _sequences(given: str | None) -> dict[str, int]:

@@ -22,7 +22,7 @@ from data_mixtures import order, shards
 from data_mixtures.recipe import Recipe, check_known
 from data_mixtures.window_files import TokenFile, WindowFiles
 
-PACKING = "concat"  # documents in a row, cut every seq_len tokens; BOS (1) marks where one begins
+PACKING = "concat"  # documents in a row, cut every seq_len tokens; BOS marks where one begins
 
 
 def write_lock(data_dir: Path, phase: str, recipe: Recipe) -> Path:
@@ -62,12 +62,7 @@ def fingerprint(lock: Mapping[str, Any]) -> str:
 
 def read_lock(path: Path) -> dict[str, Any]:
     """A lock file, checked against its own fingerprint. ValueError names the file."""
-    if not path.is_file():
-        raise ValueError(f"lock file {path} does not exist; make it with python -m data_mixtures.prepare")
-    try:
-        lock = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); prepare the data again") from error
+    lock = shards.read_json(path, "prepare the data again (python -m data_mixtures.prepare)")
     if lock.get("format") != shards.FORMAT or lock.get("fingerprint") != fingerprint(lock):
         raise ValueError(
             f"{path} does not match its own fingerprint {lock.get('fingerprint')!r}: it was edited or is of another "

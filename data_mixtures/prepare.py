@@ -3,77 +3,115 @@
     DIR/tokenizer.model
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.docs.zst, valid.bin
     DIR/phase1.lock.json, DIR/phase2.lock.json, ...
-    DIR/plan.json, DIR/<stage>/<source>/unit-NNNNN/: how it was made; a restart goes on from there
+    DIR/plan.json, DIR/<stage>/<source>/unit-NNNNN/: intermediate results; a restart continues from them
 
-It runs all stages in a row (`python -m data_mixtures` runs one). The same texts give the same bytes, whatever the
-number of workers, and however often it was killed and started again.
+It runs all stages in order (`python -m data_mixtures` runs one). The same texts give the same bytes, whatever the
+number of workers, and however often it was killed and started again. The arguments of both commands are here.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures import command, recipe, shards
-from data_mixtures.stages import execute, manifest, stage
-from data_mixtures.stages import table as stages
+from data_mixtures import recipe, shards
+from data_mixtures.stages import executors, manifest, stage, table
+from data_mixtures.stages.run import AGAIN, Executor
+
+SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 
 
 def prepare(
     recipe_path: Path,
     out: Path,
-    options: execute.Options,
+    options: executors.Options,
     console: Console,
     mirror: str | None = None,
     budget_bytes: int | None = None,
 ) -> None:
-    """The whole way. ValueError for a wrong recipe, missing text, a full disk...; what was finished stays."""
+    """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept."""
     started = time.monotonic()
-    plan = recipe.load(recipe_path)
-    sources = tuple(source.name for source in plan.sources)
+    loaded = recipe.load(recipe_path)
+    sources = tuple(source.name for source in loaded.sources)
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
-    with stage.exclusive(out), execute.Executor(options) as executor:
-        way = stages.Way(plan, out, sources, executor, console, mirror, budget_bytes, tables=False)
-        stages.check(plan, out)
-        for name in stages.TO_SHARDS:
-            stages.STAGES[name](way)
-        made = manifest.write(plan, out, sources, console)
+    with stage.exclusive(out), Executor(options) as executor:
+        context = table.RunContext(loaded, out, sources, executor, console, mirror, budget_bytes, tables=False)
+        table.check(loaded, out)
+        for name in table.TO_SHARDS:
+            table.STAGES[name](context)
+        made = manifest.write(loaded, out, sources, console)
     console.print(_summary(out, made))
-    for phase, weights in plan.phases.items():
+    for phase, weights in loaded.phases.items():
         shares = ", ".join(f"{name} {100 * weight / sum(weights.values()):.2f} %" for name, weight in weights.items())
         console.print(f"{out / phase}.lock.json: {shares}", soft_wrap=True, highlight=False)
     console.print(f"took {time.monotonic() - started:.1f} s", highlight=False)
 
 
 def _summary(out: Path, made: dict[str, str]) -> Table:
-    table = Table(box=box.SIMPLE, title=f"data in {out}", title_justify="left", pad_edge=False, collapse_padding=True)
-    table.add_column("source", no_wrap=True)
+    shown = Table(box=box.SIMPLE, title=f"data in {out}", title_justify="left", pad_edge=False, collapse_padding=True)
+    shown.add_column("source", no_wrap=True)
     for column in ("docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", ""):
-        table.add_column(column, justify="right", no_wrap=True)
+        shown.add_column(column, justify="right", no_wrap=True)
     for name, how in made.items():
         m = shards.read_manifest(out / name)
         counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
         sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
-        table.add_row(name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how)
-    return table
+        shown.add_row(name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how)
+    return shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="a recipe TOML, e.g. data_mixtures/demo.toml")
+    parser.add_argument("--out", type=Path, required=True, help="the data folder that is written")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, or Slurm tasks, at a time")
+    parser.add_argument("--mirror", help="read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub")
+    parser.add_argument("--budget-bytes", type=int, help="refuse to fetch if DIR/fetch would become larger")
+    parser.add_argument("--executor", choices=executors.KINDS, default="local", help="where units run")
+    for name in SBATCH:
+        parser.add_argument(f"--{name}", help="passed to sbatch; needs --executor slurm")
+
+
+def options(arguments: argparse.Namespace) -> executors.Options:
+    """The executor that the arguments ask for. ValueError for options of another one."""
+    recipe.check_integer("--workers", arguments.workers)
+    given = {name: getattr(arguments, name.replace("-", "_")) for name in SBATCH}
+    sbatch = {name: value for name, value in given.items() if value is not None}
+    if sbatch and arguments.executor != "slurm":
+        raise ValueError(f"--{next(iter(sbatch))} is for --executor slurm, this is --executor {arguments.executor}")
+    return executors.Options(arguments.workers, arguments.executor, sbatch)
+
+
+def reported(run: Callable[[], None]) -> int:
+    """The exit status of a command; what a user can fix is one line, not a traceback."""
+    try:
+        run()
+    except (ValueError, OSError) as error:  # their messages say what is wrong
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"stopped; {AGAIN}", file=sys.stderr)
+        return 130
+    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m data_mixtures.prepare", description=__doc__.split("\n")[0])
-    command.add_arguments(parser)
+    add_arguments(parser)
     arguments = parser.parse_args()
 
     def run() -> None:
-        options = command.options(arguments)
-        prepare(arguments.recipe, arguments.out, options, Console(), arguments.mirror, arguments.budget_bytes)
+        chosen = options(arguments)
+        prepare(arguments.recipe, arguments.out, chosen, Console(), arguments.mirror, arguments.budget_bytes)
 
-    return command.reported(run)
+    return reported(run)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from typing import Any
 from data_mixtures import order
 
 CATEGORIES = ("web", "code", "math", "multilingual", "qa")
-GENERATED = ("arithmetic", "phrases")
-KINDS = ("text", "docstrings", "doctests", "metadata", "topics", "man", "man_options", "gettext", *GENERATED)
-STAGE_FOLDERS = ("fetch", "hydrate", "filter", "tokenize", "order", "shuffle")
+KINDS = ("text", "jsonl", "docstrings")
+RESERVED_FOLDERS = ("corpus", "fetch", "hydrate", "filter", "tokenize", "order", "shuffle")
 MAX_VOCAB_SIZE = 65_536  # tokens are stored as uint16
 
 
@@ -28,21 +27,23 @@ MAX_VOCAB_SIZE = 65_536  # tokens are stored as uint16
 class Input:
     """One stream of local text: a reader (`kind`), the files it reads, and a cap in bytes of extracted text.
 
-    A capped input is read in sequence, by one process; without max_bytes all files are read, many at a time.
+    paths, exclude: globs, where {stdlib} and {site_packages} are the running Python's folders and {corpus} is what the
+    recipe's `corpus` writes. field: of a JSON line, the one that holds the text. A capped input is read in sequence, by
+    one process; without max_bytes all files are read, many at a time.
     """
 
     kind: str
+    paths: tuple[str, ...]
     max_bytes: int | None = None
-    paths: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    field: str = "text"
 
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)
-        if self.max_bytes is not None or self.kind in GENERATED:  # what is generated has no end of its own
+        if self.max_bytes is not None:
             check_integer("max_bytes", self.max_bytes)
-        if bool(self.paths) == (self.kind in GENERATED):
-            need = "takes no paths" if self.kind in GENERATED else "needs paths = [glob, ...]"
-            raise ValueError(f"input kind {self.kind!r} {need}, got paths = {list(self.paths)}")
+        if not self.paths:
+            raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = {list(self.paths)}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LocalSource:
     name: str
     category: str
     inputs: tuple[Input, ...]
-    min_bytes: int = 100_000  # fewer means that the machine lacks the files, and that a run would repeat them at once
+    min_bytes: int = 100_000  # with less, the machine lacks the files, and a run would soon repeat those it has
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class TokenizerTraining:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which documents stay. `benchmarks`: name -> file or glob (JSON lines, Parquet) of items not to be trained on."""
+    """Which documents are kept. `benchmarks`: name -> file or glob (JSON lines, Parquet) of items not to train on."""
 
     min_chars: int = 64
     max_chars: int = 10_000_000
@@ -94,7 +95,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Hydrate:
-    """Where the text of metadata rows comes from: "local:FOLDER" or "module:attribute", and how much of it may lack."""
+    """Where the text of metadata comes from, "local:FOLDER" or "module:attribute", and what share may be missing."""
 
     resolver: str
     max_missing_share: float = 0.01
@@ -102,7 +103,11 @@ class Hydrate:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole TOML. `tokenizer` is a path to a sentencepiece model, or how to train one."""
+    """A whole TOML.
+
+    tokenizer: path of a sentencepiece model, or how to train one. corpus: a module that writes text for local sources;
+    the plan stage runs it as `python -m MODULE --out DIR/corpus`.
+    """
 
     seed: int
     seq_len: int
@@ -115,6 +120,7 @@ class Recipe:
     phases: Mapping[str, Mapping[str, int]]  # phase -> source -> weight, for every source, in the order of `sources`
     filter: Filter = field(default_factory=Filter)
     hydrate: Hydrate | None = None
+    corpus: str | None = None
 
 
 def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -134,7 +140,7 @@ def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) 
 def load(path: Path) -> Recipe:
     """Read and check a recipe. ValueError (prefixed with the file) for anything that is wrong in it."""
     try:
-        return _recipe(_toml(path), path.parent)
+        return _recipe(_tables(path), path.parent)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -145,8 +151,25 @@ def _toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
+def _tables(path: Path) -> dict[str, Any]:
+    """A recipe's tables. One with `base` has those of that recipe, its own weights, and leaves out more sources."""
+    table = _toml(path)
+    if "base" not in table:
+        return table
+    base = _tables(path.parent / table.pop("base"))
+    without = table.pop("without", [])
+    check_known("key of a recipe with a base:", table, [key for key in base if _is_phase(key)])
+    phases = {key: {**base[key], **table.get(key, {})} for key in base if _is_phase(key)}
+    left = {key: {name: w for name, w in weights.items() if name not in without} for key, weights in phases.items()}
+    return {**base, **left, "without": [*base.get("without", []), *without]}
+
+
+def _is_phase(key: str) -> bool:
+    return re.fullmatch(r"phase\d+", key) is not None
+
+
 def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
-    phases = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
+    phases = {key: table.pop(key) for key in list(table) if _is_phase(key)}
     without = table.pop("without", [])  # sources of a shared list that this recipe leaves out
     _check_keys(Recipe, table, "recipe", skip=("phases",))
     for name in ("seq_len", "windows_per_shard", "max_document_chars", "epoch_cap"):
@@ -160,7 +183,9 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
     table["sources"] = tuple(_source(name, values) for name, values in sources.items())
     table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
     table["filter"] = _filter(table.get("filter", {}), folder)
-    table["hydrate"] = _hydrate(table["hydrate"], folder) if "hydrate" in table else None
+    hydrate = _hydrate(table["hydrate"], folder) if "hydrate" in table else None
+    needed = any(isinstance(source, HubSource) and source.needs_hydration for source in table["sources"])
+    table["hydrate"] = hydrate if needed else None
     names = [source.name for source in table["sources"]]
     table["phases"] = {phase: _weights(phase, weights, names) for phase, weights in phases.items()}
     if not phases:
@@ -179,7 +204,7 @@ def _check_keys(cls: type, table: Mapping[str, Any], what: str, skip: tuple[str,
 def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'")
-    if name in STAGE_FOLDERS:
+    if name in RESERVED_FOLDERS:
         raise ValueError(f"source name {name!r} is that of a stage's folder beside it; choose another")
     cls = HubSource if "repo" in values else LocalSource
     _check_keys(cls, values, f"source {name!r}", skip=("name",))
@@ -190,14 +215,13 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     inputs = []
     for table in values["inputs"]:
         _check_keys(Input, table, f"source {name!r}: input")
-        lists = {key: tuple(table.get(key, ())) for key in ("paths", "exclude")}
-        inputs.append(Input(table["kind"], table.get("max_bytes"), **lists))
+        inputs.append(Input(**{**table, **{key: tuple(table.get(key, ())) for key in ("paths", "exclude")}}))
     return LocalSource(name=name, **{**values, "inputs": tuple(inputs)})
 
 
 def _tokenizer(value: str | dict[str, Any], folder: Path) -> Path | TokenizerTraining:
     if isinstance(value, str):
-        return folder / value  # an absolute path stays as it is
+        return folder / value  # an absolute path replaces the folder
     _check_keys(TokenizerTraining, value, "tokenizer")
     check_integer("tokenizer.vocab_size", value["vocab_size"], 300, MAX_VOCAB_SIZE)
     check_integer("tokenizer.train_bytes", value["train_bytes"])

@@ -41,6 +41,11 @@ class Layout:
     valid_per_10000: int
 
 
+def held_out_below(valid_per_10000: int) -> int:
+    """Documents whose id is smaller are held out."""
+    return valid_per_10000 * 2**64 // 10_000
+
+
 def document_hash(text: str) -> int:
     """128 bits of the text's UTF-8; its low 64 bits are the document id."""
     return xxhash.xxh3_128_intdigest(text.encode())
@@ -119,15 +124,20 @@ def manifest_sha256(folder: Path) -> str:
     return file_sha256(folder / MANIFEST)
 
 
+def read_json(path: Path, fix: str) -> dict[str, Any]:
+    """A JSON object. ValueError names the file and the fix when it is missing or broken."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {fix}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); {fix}") from error
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """source.json as a dictionary. ValueError when it is missing, broken, or of another format."""
     path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; prepare the data again (python -m data_mixtures.prepare)")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); prepare the data again") from error
+    manifest = read_json(path, "prepare the data again (python -m data_mixtures.prepare)")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} has format {manifest.get('format')!r}; this code reads format {FORMAT}")
     return manifest
@@ -164,12 +174,19 @@ def windows(path: Path, count: int, seq_len: int) -> np.ndarray:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all."""
+    """Write JSON completely or not at all."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def save_array(path: Path, array: np.ndarray) -> None:
+    """np.save of an array, but a full disk is reported as such: numpy says "145 requested and 122 written"."""
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(np.ascontiguousarray(array).view(np.uint8).data)
+
+
 def publish(partial: Path, final: Path) -> None:
-    """Put a finished folder in its place; an older one leaves only when the new one is ready."""
+    """Put a finished folder in its place; an older one is deleted only after the new one is there."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

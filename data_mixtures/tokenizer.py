@@ -1,4 +1,4 @@
-"""The sentencepiece model of a data folder: trained here with the Llama-2 conventions, or brought along.
+"""The sentencepiece model of a data folder: trained here with the Llama-2 conventions, or given.
 
 Conventions: <unk> 0, <s> 1, </s> 2, no pad; BPE with byte fallback, so no text is ever unknown; identity normalizer,
 spaces kept, digits split one by one. Text is never parsed for control tokens: "<s>" in a document is three characters.
@@ -17,7 +17,7 @@ import sentencepiece
 
 from data_mixtures.recipe import MAX_VOCAB_SIZE, TokenizerTraining
 
-UNK, BOS, EOS = 0, 1, 2
+UNK, BOS, EOS = 0, 1, 2  # the ids of control tokens everywhere in data_mixtures
 _BOS_BYTES, _EOS_BYTES = BOS.to_bytes(2, "little"), EOS.to_bytes(2, "little")
 # segments: spaces, then letters, or one digit, or signs; for models with other pieces all up to the next space.
 # sentencepiece takes the character ▁ (2581) in a text for a space

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
 from evals.token_bytes import bytes_per_token
-from records.evals import NOWHERE, AboutFlags
+from records.evals import NOWHERE, AboutFlags, EvalCommand
 from records.files import file_sha256
 
 
@@ -151,8 +151,8 @@ def main(
     print(json.dumps(record))
 
 
+COMMAND = EvalCommand("bits_per_byte", main)
+
+
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except ValueError as error:
-        raise SystemExit(f"bits_per_byte: {error}") from None
+    COMMAND.run()

@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from data_mixtures.shards import manifest_sha256, read_manifest
 from data_mixtures.stages.decontaminate import known_benchmarks
-from records.evals import append_record
+from records.evals import EvalCommand, append_record
 
 
 def contamination(data: Path) -> dict[str, Any]:
@@ -88,8 +87,8 @@ def main(data: Path, out: Path | None = None, phase: str | None = None) -> None:
     print(json.dumps(record))
 
 
+COMMAND = EvalCommand("contamination", main)
+
+
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except ValueError as error:
-        raise SystemExit(f"contamination: {error}") from None
+    COMMAND.run()

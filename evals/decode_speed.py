@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from records.evals import NOWHERE, AboutFlags
+from records.evals import NOWHERE, AboutFlags, EvalCommand
 
 
 def main(
@@ -44,5 +44,8 @@ def main(
     print(json.dumps(record))
 
 
+COMMAND = EvalCommand("decode_speed", main)
+
+
 if __name__ == "__main__":
-    tyro.cli(main)
+    COMMAND.run()

@@ -1,12 +1,11 @@
-"""Evaluations in wandb, TensorBoard and trackio: the figures of evals.jsonl, at the steps of their checkpoints.
+"""Evaluations in wandb and TensorBoard: the figures of evals.jsonl, at the steps of their checkpoints.
 
-evals.jsonl is the truth; this copies from it what a tracker has not been given, and RUN/.evals-tracked.json says how
-many records each has. So it does not matter who wrote a record or when, and a process that was killed loses nothing.
+evals.jsonl is the source of truth: each tracker is sent the records that it lacks, and RUN/.evals-tracked.json counts
+how many it has. So it does not matter who wrote a record or when, and a killed process loses nothing.
 
-wandb        a run of its own in the training run's group, since two processes cannot write one run (a process that
-             goes on with a run offline would replace it); `step` is its horizontal axis
-TensorBoard  the run `evals` beside the job's own, in the folder metrics.save_tb_folder
-trackio      the training run itself: its database takes rows from several processes
+wandb        a separate run in the training run's group, since two processes cannot write one run (continuing a run
+             offline would replace it); its horizontal axis is `step`
+TensorBoard  the run `evals` next to the job's own, in the folder metrics.save_tb_folder
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from records.files import write_atomically
-from records.job import SupervisedJob
-from records.run import number, numbers_in
-from train.trackers import name_wandb_run, open_trackio
+from records.job import JobSections
+from records.run import name_wandb_run, number, numbers_in
 
 SENT = ".evals-tracked.json"
-# of each kind the figures that a curve over checkpoints is worth drawing of; paths as they stand in the record
+# {kind: pattern of the figures that are worth a curve over checkpoints}; paths as in the record
 FIGURES = {
     "core": r"core_v\d(_se)?|tasks/[^/]+/(accuracy|standard_error|centered_v\d)|categories/.+",
     "bits_per_byte": r"bits_per_byte|loss|sources/[^/]+/(bits_per_byte|loss)",
@@ -33,7 +31,7 @@ FIGURES = {
     "lm_eval": r"tasks/.+|ruler/.+",
     "decode_speed": r"tokens_per_s|percent_of_probe|prefill_tokens_per_s|ttft_s",
 }
-# records that differ in one of these are no points of one curve, so it is part of the name
+# records that differ in one of these belong to different curves, so their values are part of the name
 SETTINGS = {
     "core": ("not_core", "protocol", "max_per_task"),
     "code": ("dataset", "protocol", "prompt", "problems"),
@@ -47,14 +45,14 @@ class Point(NamedTuple):
 
     step: int
     time: float | None  # seconds since the epoch
-    tokens: int  # 0 where it is not known
+    tokens: int  # 0 if unknown
     scalars: dict[str, float]
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{name: figure} of a record, names as in `core/nanochat/500/core_v1`; nothing for a kind that has no curve.
+    """{name: figure} of a record, with names such as `core/nanochat/500/core_v1`; empty for a kind without curves.
 
-    The same names everywhere: letters, digits and -_./ only, as TensorBoard would rewrite others.
+    Names consist of letters, digits and -_./ in every tracker, since TensorBoard would rewrite other characters.
     """
     kind = str(record.get("kind"))
     words = [str(record[key]) for key in SETTINGS.get(kind, ()) if record.get(key) is not None]
@@ -69,7 +67,7 @@ def tag(name: str) -> str:
 
 
 def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:
-    """A point a record; records of no checkpoint keep their place and have no figures."""
+    """One point per record, in the same order; a record that is not about a checkpoint has no figures."""
     points = []
     for record in records:
         step, tokens = number(record.get("step")), number(record.get("tokens_total"))
@@ -79,9 +77,9 @@ def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def send_to_wandb(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
-    """Offline all points, as `wandb sync` may put the newest folder in place of older ones; online what is new.
+    """Send all points offline, since `wandb sync` may replace older folders by the newest one; online only new points.
 
-    wandb's own step is the number of the record: it may only grow, and a checkpoint's may be evaluated late.
+    wandb's own step is the record's index: it must not decrease, and checkpoints may be evaluated out of order.
     """
     import wandb
 
@@ -112,27 +110,19 @@ def send_to_tensorboard(run: Path, folder: Path, points: Sequence[Point], given:
     writer.close()
 
 
-def send_to_trackio(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
-    with contextlib.redirect_stdout(None):  # it greets and takes leave of every checkpoint
-        board = open_trackio(run)
-        for point in points[given:]:
-            if point.scalars:
-                board.log(point.scalars, step=point.step)
-        board.finish()
-
-
 class Trackers:
-    """The trackers that `[metrics]` of a run turns on; `say` is told of one that fails, which is then left alone."""
+    """The trackers that `[metrics]` of a run enables; one that fails is reported through `say` and then left alone."""
 
-    def __init__(self, job: SupervisedJob, say: Callable[[str], None]):
+    def __init__(self, job: JobSections, say: Callable[[str], None]):
         on = job.metrics
-        choices = {"wandb": (on.enable_wandb, send_to_wandb), "trackio": (on.enable_trackio, send_to_trackio),
-                   "TensorBoard": (on.enable_tensorboard, send_to_tensorboard)}  # fmt: skip
+        choices = {
+            "wandb": (on.enable_wandb, send_to_wandb), "TensorBoard": (on.enable_tensorboard, send_to_tensorboard)
+        }  # fmt: skip
         self.senders = {name: send for name, (wanted, send) in choices.items() if wanted}
         self.run, self.folder, self.say = job.run, job.run / on.save_tb_folder / "evals", say
 
     def give(self, records: Sequence[dict[str, Any]]) -> None:
-        """Hand over what each tracker has not had of the records of evals.jsonl, which only grow."""
+        """Send each tracker the records of evals.jsonl that it lacks."""
         points = points_of(records) if self.senders else []
         for name, send in list(self.senders.items()):
             given = self.given().get(name, 0)
@@ -140,14 +130,14 @@ class Trackers:
                 continue
             try:
                 send(self.run, self.folder, points, 0 if given > len(points) else given)
-            except Exception as problem:  # no tracker may end the evaluations, whatever its package raises
+            except Exception as problem:  # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")
                 continue
             write_atomically(self.run / SENT, json.dumps({**self.given(), name: len(points)}))
 
     def given(self) -> dict[str, int]:
-        """How many records each tracker has."""
+        """{tracker: number of records that it has}."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads((self.run / SENT).read_text(encoding="utf-8")))
         return {}

@@ -1,25 +1,23 @@
-"""Evaluates the checkpoints of a run while it trains: a process of its own, which the run does not know of.
+"""Evaluates the checkpoints of a run while it trains, in a process that the job does not depend on.
 
     python -m evals.watch --job.config_file configs/phase1.toml [--cpus 28-31] [--gpu 7] [--section.key value ...]
-    python -m evals.watch --run runs/phase1 --once        (what is there now, then end)
+    python -m evals.watch --run runs/phase1 --once        (evaluate what is there, then exit)
 
-Every complete checkpoint that `[evals]` asks for becomes a Hugging Face folder, which each command of `[evals]` is run
-on. A command writes its records to a file of its own; the watcher hands them over to RUN/evals.jsonl in one write, with
-the command's words and the checkpoint's time. That line is all the state there is: a watcher that was killed begins
-where evals.jsonl ends, and a step that a roll-back trained again is evaluated again. wandb, TensorBoard and trackio
-get the same figures where `[metrics]` turns them on (evals.trackers).
+Every complete checkpoint that `[evals]` selects is exported as a Hugging Face folder, on which each of its commands
+runs. A command writes its records to a file of its own; the watcher appends them to RUN/evals.jsonl in one write, with
+the command line and the checkpoint's time. Those records are the only state: a restarted watcher continues where
+evals.jsonl ends, and a step that was trained again after a rollback is evaluated again. wandb and TensorBoard get the
+same figures if `[metrics]` enables them (evals.trackers).
 
-It ends with 0 when the run is done and everything is evaluated, with 1 then if an evaluation failed (its log is in
-RUN/logs/evals/; a later start tries again), with 85 when it was asked to stop.
+Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
+RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import fcntl
-import importlib.util
 import json
 import os
 import shlex
@@ -31,16 +29,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-import evals
+from evals.commands import check, read_command
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
+from records.evals import About
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, read_lines
-from records.job import SupervisedJob, read_job
+from records.job import JobSections, read_job
 
 SCRATCH = ".evals-watch"
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -52,26 +50,27 @@ class Work:
 
     step: int
     checkpoint: Path
-    saved: float  # when, in seconds since the epoch
+    saved: float  # seconds since the epoch
     commands: tuple[str, ...]
 
 
 class Watcher:
     """The evaluations of one run."""
 
-    def __init__(self, job: SupervisedJob):
+    def __init__(self, job: JobSections):
         self.job, self.run = job, job.run
         self.records = self.run / "evals.jsonl"
         self.trackers = Trackers(job, self.say)
-        self.failed: set[tuple[int, float, str]] = set()  # (step, saved, command): not tried again by this process
-        self.seen: set[int] = set()  # steps that had something to do when last looked at
+        self.failed: set[tuple[int, float, str]] = set()  # (step, saved, command): not retried by this process
+        self.waiting: set[int] = set()  # steps with missing records at the last look
 
     def watch(self, once: bool, every_s: float) -> int:
         """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
         while True:
-            over = once or self.run_is_done()  # asked first, so that the last checkpoint is not missed
+            outcome = read_outcome(self.run)  # before looking for work, so that the last checkpoint is not missed
+            over = once or (outcome is not None and outcome["code"] == DONE)
             self.trackers.give(read_lines(self.records))
-            work = self.to_do()
+            work = self.next_work()
             if work:
                 self.evaluate(work)
             elif over:
@@ -79,12 +78,8 @@ class Watcher:
             else:
                 time.sleep(every_s)
 
-    def run_is_done(self) -> bool:
-        outcome = read_outcome(self.run)
-        return outcome is not None and outcome["code"] == DONE
-
-    def to_do(self) -> Work | None:
-        """The next checkpoint that is complete and lacks a record; says which ones went away before their turn."""
+    def next_work(self) -> Work | None:
+        """The next complete checkpoint with missing records; reports checkpoints deleted before their turn."""
         known, waiting = self.recorded(), []
         for step, folder in step_folders(self.job.checkpoints).items():
             with contextlib.suppress(OSError):  # not saved yet, or being deleted
@@ -93,23 +88,24 @@ class Watcher:
                     command for command in self.job.evals.commands
                     if known.get((step, command), 0.0) < saved and (step, saved, command) not in self.failed
                 )  # fmt: skip
-                if missing and self.wanted(step):
+                if missing and self.selected(step):
                     waiting.append(Work(step, folder, saved, missing))
-        for step in sorted(self.seen - {work.step for work in waiting}):
+        for step in sorted(self.waiting - {work.step for work in waiting}):
             if not (self.job.checkpoints / f"step-{step}").is_dir():
-                self.gone(step)
-        self.seen = {work.step for work in waiting}
+                self.say(f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps")
+                record_event(self.run, "evaluation_skipped", step=step, reason="the checkpoint was deleted meanwhile")
+        self.waiting = {work.step for work in waiting}
         for work in waiting if self.job.evals.newest_first else reversed(waiting):
             with contextlib.suppress(ValueError):
                 check_complete(work.checkpoint)
                 return work
         return None
 
-    def wanted(self, step: int) -> bool:
+    def selected(self, step: int) -> bool:
         return step > 0 and (step % self.job.evals.every_steps == 0 or step == self.job.training.steps)
 
     def recorded(self) -> dict[tuple[int, str], float]:
-        """(step, command) -> when the checkpoint was saved that its newest record is about."""
+        """(step, command) -> when the checkpoint of its newest record was saved, seconds since the epoch."""
         found: dict[tuple[int, str], float] = {}
         for record in read_lines(self.records):
             if "command" in record and record.get("step") is not None:
@@ -118,20 +114,21 @@ class Watcher:
         return found
 
     def evaluate(self, work: Work) -> None:
-        """Export one checkpoint and run its commands; what fails is said, and does not end the watcher."""
+        """Export one checkpoint and run its commands; failures are reported and do not end the watcher."""
         begun = time.monotonic()
-        origin = {"step": work.step, **self.progress(work.step)}
         with scratch_folder(self.run) as scratch:
             hf = scratch / "hf"
-            export = ["tools.export_hf", "--checkpoint", str(work.checkpoint), "--out", str(hf)]
+            export = ["laneformer.hf.export", "--checkpoint", str(work.checkpoint), "--out", str(hf)]
             if self.call(work.step, [*export, "--dtype", self.job.evals.dtype]):
                 if work.checkpoint.is_dir():
                     self.fail(work, work.commands, "the export failed")
-                return  # deleted meanwhile: the next look says so
+                return  # deleted meanwhile: the next look reports it
             for number, command in enumerate(work.commands):
                 out = scratch / f"step-{work.step}-{number}.jsonl"
-                out.unlink(missing_ok=True)  # of a watcher that was killed before it handed it over
-                status = self.call(work.step, self.arguments(command, hf, out, origin))
+                out.unlink(missing_ok=True)  # left by a watcher that was killed before it appended the records
+                module, kind, options = read_command(command)
+                about = About(out, work.step, *self.progress(work.step))
+                status = self.call(work.step, [module, *kind.arguments(hf, options, about, self.job.evals.device)])
                 records = read_lines(out)
                 if status or not records:
                     self.fail(work, (command,), f"exit status {status}, {len(records)} records")
@@ -141,24 +138,17 @@ class Watcher:
                 self.say(f"step {work.step}: {command}")
         self.say(f"step {work.step} took {time.monotonic() - begun:.1f} s")
 
-    def arguments(self, command: str, hf: Path, out: Path, origin: dict[str, Any]) -> list[str]:
-        module, *options = shlex.split(command)
-        words = [f"evals.{module}", str(hf), *options, "--out", str(out)]
-        if self.job.evals.device != "auto":
-            words += ["--device", self.job.evals.device]
-        return words + [part for key, value in origin.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-
-    def progress(self, step: int) -> dict[str, Any]:
-        """phase and tokens_total at a step, from the logged step next to it; nothing before the first one."""
+    def progress(self, step: int) -> tuple[int | None, str | None]:
+        """(tokens_total, phase) at a step, from the nearest logged step; None before the first one."""
         rows = [row for row in read_lines(self.run / "metrics.jsonl") if row.get("step") and "tokens" in row]
         if not rows:
-            return {}
+            return None, None
         row = min(reversed(rows), key=lambda row: abs(row["step"] - step))
         before = row.get("tokens_total", row["tokens"]) - row["tokens"]  # of earlier phases
-        return {"tokens_total": before + row["tokens"] // row["step"] * step, "phase": row["phase"]}
+        return before + row["tokens"] // row["step"] * step, row["phase"]
 
     def call(self, step: int, words: list[str]) -> int:
-        """Run one of our modules to its end, its output in the step's log; it dies with the watcher."""
+        """Run `python -m WORDS`, output to the step's log; returns its exit status. It is killed with the watcher."""
         log = self.run / f"logs/evals/step-{step}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a", encoding="utf-8") as file:
@@ -174,10 +164,6 @@ class Watcher:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
 
-    def gone(self, step: int) -> None:
-        self.say(f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps")
-        record_event(self.run, "evaluation_skipped", step=step, reason="the checkpoint was deleted meanwhile")
-
     def fail(self, work: Work, commands: tuple[str, ...], reason: str) -> None:
         self.failed |= {(work.step, work.saved, command) for command in commands}
         log = self.run / f"logs/evals/step-{work.step}.log"
@@ -191,9 +177,9 @@ class Watcher:
 
 @contextlib.contextmanager
 def scratch_folder(run: Path) -> Iterator[Path]:
-    """RUN/.evals-watch; it goes when the block ends. Of a block that is interrupted, what the commands keep stays.
+    """RUN/.evals-watch, deleted at the end of the block; if that is interrupted, only the exported model is deleted.
 
-    A command may leave what it has finished beside its --out, and go on from there (evals.core does).
+    A command may keep finished work next to its --out and continue from there (evals.core does).
     """
     folder = run / SCRATCH
     shutil.rmtree(folder / "hf", ignore_errors=True)
@@ -208,7 +194,7 @@ def scratch_folder(run: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def only_watcher(run: Path) -> Iterator[None]:
-    """Hold the lock of a run's evaluations. ValueError when another watcher holds it."""
+    """Hold the lock of a run's evaluations. Raises ValueError if another watcher holds it."""
     run.mkdir(parents=True, exist_ok=True)
     with open(run / f"{SCRATCH}.lock", "w") as lock:
         try:
@@ -218,23 +204,8 @@ def only_watcher(run: Path) -> Iterator[None]:
         yield
 
 
-def check(job: SupervisedJob) -> None:
-    """Refuse an `[evals]` that asks for nothing or for what there is not (ValueError)."""
-    section = job.evals
-    if section.every_steps < 1:
-        raise ValueError(f"evals.every_steps = {section.every_steps} asks for no evaluation; set [evals] every_steps")
-    if not section.commands:
-        raise ValueError('evals.commands is empty; for example commands = ["bits_per_byte --data data/demo"]')
-    modules = sorted(path.stem for path in Path(evals.__file__).parent.glob("[a-z]*.py"))
-    for command in section.commands:
-        module = command.split()[0] if command.split() else ""
-        if module not in modules or importlib.util.find_spec(f"evals.{module}") is None:
-            near = difflib.get_close_matches(module, modules, n=1) or modules
-            raise ValueError(f"evals.commands: {command!r} begins with no module of evals/; nearest: {', '.join(near)}")
-
-
 def yield_to_training(cpus: str | None, gpu: str | None) -> None:
-    """Lowest priority, and the cores and the GPU that were given, for this process and all that it starts."""
+    """Lowest priority, and only the given cores and GPU, for this process and everything that it starts."""
     os.nice(19)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -243,20 +214,20 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
         for part in cpus.split(","):
             first, _, last = part.partition("-")
             if not first.isdigit() or not (last or first).isdigit():
-                raise ValueError(f"--cpus {cpus!r} is no list of cores; for example 28-31 or 2,3")
+                raise ValueError(f"--cpus {cpus!r} is not a list of cores, such as 28-31 or 2,3")
             chosen |= set(range(int(first), int(last or first) + 1))
         os.sched_setaffinity(0, chosen)
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
 
 
-def read_arguments() -> tuple[argparse.Namespace, SupervisedJob]:
-    """The watcher's own flags; the rest is the job's."""
+def read_arguments() -> tuple[argparse.Namespace, JobSections]:
+    """The watcher's own flags; all others are the job's."""
     parser = argparse.ArgumentParser(prog="python -m evals.watch", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--run", type=Path, help="run folder, in place of --job.config_file: its config.toml is read")
-    parser.add_argument("--once", action="store_true", help="evaluate what is there, then end")
+    parser.add_argument("--run", type=Path, help="run folder whose config.toml is read instead of --job.config_file")
+    parser.add_argument("--once", action="store_true", help="evaluate the existing checkpoints, then exit")
     parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two looks for checkpoints")
-    parser.add_argument("--cpus", help="cores to stay on, such as 28-31; default: those that it was started on")
-    parser.add_argument("--gpu", help="the GPU to use, as in CUDA_VISIBLE_DEVICES")
+    parser.add_argument("--cpus", help="cores to run on, such as 28-31; default: the inherited ones")
+    parser.add_argument("--gpu", help="GPU to run on, as in CUDA_VISIBLE_DEVICES")
     options, rest = parser.parse_known_args()
     if options.run is not None:
         rest = ["--job.config_file", str(options.run / "config.toml"), "--job.dump_folder", str(options.run), *rest]

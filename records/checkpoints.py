@@ -1,8 +1,8 @@
-"""Checkpoint folders on disk: which are complete, which may go, and how one is taken out of the way.
+"""Checkpoint folders on disk: which are complete, which may be deleted, and how one is moved out of the way.
 
-checkpoint/step-N           complete once `.metadata` is there and every data file has the bytes that it names
+checkpoint/step-N           complete once `.metadata` exists and every data file has the size that it states
 checkpoint/.trash-*         being deleted: renamed first, so that a half-deleted one never looks complete
-checkpoint-aside/step-N.T   damaged, or of a branch that a roll-back left; kept for a person, never overwritten
+checkpoint-aside/step-N.T   damaged, or abandoned by a rollback; kept for inspection, never overwritten
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ logger = logging.getLogger()
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """Every `step-N` below the checkpoint folder, complete or not, newest first."""
+    """{N: path} of every `step-N` in the checkpoint folder, complete or not, newest first."""
     found = {int(m[1]): path for path in folder.glob("step-*") if (m := STEP_FOLDER.search(path.name))}
     return dict(sorted(found.items(), reverse=True))
 
 
 def newest_saved_step(folder: Path) -> int:
-    """The newest step whose saving has ended (`.metadata` is written last); -1 for none."""
+    """The newest step whose save has finished (`.metadata` is written last); -1 if there is none."""
     return next((step for step, path in step_folders(folder).items() if (path / ".metadata").is_file()), -1)
 
 
 def newest_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest complete `step-N` folder, warning about incomplete ones; None if there is none yet.
+    """The newest complete `step-N` folder, None if there is none yet; logs a warning for incomplete ones.
 
-    Raises ValueError when there are several checkpoints and all are damaged: that is a disk problem, not a new run.
+    Raises ValueError if there are several checkpoints and all are damaged: a disk problem, not a new run.
     """
     steps = step_folders(folder)
     for path in steps.values():
@@ -53,7 +53,7 @@ def newest_complete_checkpoint(folder: Path) -> Path | None:
 
 
 def read_metadata(folder: Path) -> Any:
-    """DCP's own index of a checkpoint. Raises ValueError when it is missing or unreadable."""
+    """DCP's index of a checkpoint. Raises ValueError if it is missing or unreadable."""
     try:
         with open(folder / ".metadata", "rb") as file:
             return pickle.load(file)
@@ -62,7 +62,7 @@ def read_metadata(folder: Path) -> Any:
 
 
 def check_complete(folder: Path) -> None:
-    """Compare every data file with the extent that `.metadata` names; raises ValueError with the file that is short."""
+    """Raise ValueError for the first data file that is shorter than `.metadata` states."""
     needed_bytes: dict[str, int] = {}
     for entry in read_metadata(folder).storage_data.values():
         name = entry.relative_path
@@ -71,13 +71,13 @@ def check_complete(folder: Path) -> None:
         path = folder / name
         have_bytes = path.stat().st_size if path.is_file() else 0
         if have_bytes < size_bytes:
-            raise ValueError(f"{path} holds {have_bytes} bytes, its .metadata names {size_bytes}")
+            raise ValueError(f"{path} holds {have_bytes} bytes, but .metadata states {size_bytes}")
 
 
 def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:
-    """Checkpoints that may be deleted, newest first: complete, and older than `keep_latest` complete ones.
+    """Checkpoints that may be deleted, newest first: complete, and older than the `keep_latest` newest complete ones.
 
-    Multiples of keep_every_steps stay, and so do folders that are incomplete: one may be being written.
+    Multiples of keep_every_steps are kept, and so are incomplete folders: one may be being written.
     """
     kept, gone = 0, []
     for step, path in step_folders(folder).items():
@@ -94,14 +94,14 @@ def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Pa
 
 
 def to_trash(path: Path) -> Path:
-    """Rename a checkpoint so that nobody takes it for one any more; the caller deletes what is returned."""
+    """Rename a checkpoint so that it no longer counts as one; the caller deletes the returned folder."""
     trash = path.with_name(f"{TRASH}{path.name}.{time.time_ns()}")
     path.rename(trash)
     return trash
 
 
 def set_aside(path: Path) -> Path:
-    """Move a checkpoint out of the run's way, where it is kept."""
+    """Move a checkpoint to checkpoint-aside/ and return its new path."""
     aside = path.parent.with_name(f"{path.parent.name}-aside")
     aside.mkdir(exist_ok=True)
     kept = aside / f"{path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{time.time_ns() % 10**9:09d}"
@@ -110,10 +110,10 @@ def set_aside(path: Path) -> Path:
 
 
 def clear_branch(folder: Path, start: Path | None) -> dict[str, str]:
-    """Make room for a job that starts from `start` (None: from elsewhere): {checkpoint: what became of it}.
+    """Move checkpoints newer than `start` away (None: all, the job starts elsewhere). Returns {name: what was done}.
 
-    A newer checkpoint would be overwritten file by file while its old `.metadata` still vouches for it. It is set
-    aside; one without `.metadata` never was a checkpoint and is deleted, and so is trash that a crash left.
+    A newer checkpoint would be overwritten file by file while its old `.metadata` still declares it complete. It is set
+    aside; a folder without `.metadata` never was a checkpoint and is deleted, and so is trash left by a crash.
     """
     first = -1 if start is None else int(start.name.removeprefix("step-"))
     done = {}

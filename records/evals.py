@@ -1,13 +1,17 @@
-"""evals.jsonl: one JSON object an evaluation, append-only, with what is needed to trust or repeat the figures.
+"""evals.jsonl, one JSON object per evaluation, and the type of a command that appends to it.
 
-A record is one line written by one call and flushed to disk, so that evaluations running side by side cannot mix their
-lines, and a line that was cut by a crash spoils only itself.
+A record carries what is needed to trust or repeat its figures. It is one line, written by one call and flushed to disk,
+so that concurrent evaluations cannot mix their lines and a line that a crash cut short spoils only itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import time
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,26 +27,94 @@ PROVENANCE = (
 
 @dataclass(frozen=True)
 class About:
-    """The options that every evaluation of a checkpoint has: where its record goes, and what it is about."""
+    """Options of every evaluation: where its record goes and which checkpoint it is about."""
 
     out: Path | None = None
     """file to append the record to, such as runs/demo/evals.jsonl"""
     step: int | None = None
     """training step of the checkpoint, for the record"""
     tokens_total: int | None = None
-    """tokens that the checkpoint has seen, for the record"""
+    """training tokens of the checkpoint, earlier phases included, for the record"""
     phase: str | None = None
     """phase of the checkpoint, for the record"""
 
     def append(self, kind: str, figures: dict[str, Any], **provenance: Any) -> dict[str, Any]:
-        """`append_record` with these."""
+        """`append_record` with these options."""
         return append_record(
             self.out, kind, figures, step=self.step, tokens_total=self.tokens_total, phase=self.phase, **provenance
         )
 
+    def flags(self) -> list[str]:
+        """These options as command-line arguments."""
+        given = {flag(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
+        return [part for name, value in given.items() if value is not None for part in (name, str(value))]
+
 
 NOWHERE = About()
 AboutFlags = Annotated[About, tyro.conf.OmitArgPrefixes]  # --out, --step, ... as flags of the command itself
+
+
+@dataclass(frozen=True)
+class EvalCommand:
+    """A module of evals/ that runs as `python -m evals.NAME`; it declares `COMMAND = EvalCommand(...)`.
+
+    kind: kind of the records that it appends. main: its signature is the command line (tyro), it returns the appended
+    record or None. If it evaluates a model, it takes the folder as positional argument, AboutFlags and `device`.
+    needs: options that a checkpoint's evaluation requires, though main has defaults for them. excludes: options that it
+    cannot have.
+    """
+
+    kind: str
+    main: Callable[..., dict[str, Any] | None]
+    needs: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """The module's command line: prints the record as one JSON line, and a ValueError as one line."""
+        try:
+            record = tyro.cli(self.main)
+        except ValueError as error:
+            raise SystemExit(f"{self.kind}: {error}") from None
+        if record is not None:
+            print(json.dumps(record))
+
+    def arguments(self, folder: Path, options: Sequence[str], about: About, device: str) -> list[str]:
+        """Arguments that evaluate a model folder. `{step}` in an option is replaced; device "auto" is left out."""
+        chosen = [option.replace("{step}", str(about.step)) for option in options]
+        return [str(folder), *chosen, *about.flags(), *(["--device", device] if device != "auto" else [])]
+
+    def options(self) -> list[Option]:
+        """What main takes."""
+        hints = typing.get_type_hints(self.main, include_extras=True)
+        parameters = inspect.signature(self.main).parameters.values()
+        return [o for p in parameters for o in _options(p.name, hints[p.name], p.default is inspect.Parameter.empty)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of a command."""
+
+    flag: str
+    required: bool
+    positional: bool
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a parameter."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _options(name: str, hint: Any, required: bool) -> Iterator[Option]:
+    """The options of a parameter: one, or one per field of a dataclass."""
+    kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for field in dataclasses.fields(kind):
+            bare = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            yield from _options(field.name, hints[field.name], bare and required)
+        return
+    named = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
+    yield Option(flag(named), required, any(mark is tyro.conf.Positional for mark in marks))
 
 
 def append_record(
@@ -59,9 +131,9 @@ def append_record(
 ) -> dict[str, Any]:
     """Append an evaluation to `path` (None: to no file) and return the record.
 
-    figures: the kind's own results, which may not reuse a provenance name (ValueError). seconds: wall time of the
-    evaluation. step, tokens_total, phase: the checkpoint that was evaluated, None where it is not known.
-    NaN and infinity are refused (ValueError): a figure that could not be measured is left out or null.
+    figures: results of this kind of evaluation. seconds: wall time of the evaluation. step, tokens_total, phase: the
+    evaluated checkpoint, None if unknown. Raises ValueError if a figure has a name of PROVENANCE, and for NaN or
+    infinity: a figure that could not be measured is left out or null.
     """
     taken = sorted(set(figures) & set(PROVENANCE))
     if taken:
@@ -72,7 +144,7 @@ def append_record(
         line = json.dumps(record, allow_nan=False)
     except ValueError as error:
         raise ValueError(
-            f"the record of {kind!r} holds NaN or infinity, which JSON has no word for: {record}"
+            f"the record of {kind!r} holds NaN or infinity, which JSON cannot represent: {record}"
         ) from error
     if path is not None:
         append_line(path, line)

@@ -1,6 +1,6 @@
-"""What happened to a run: events.jsonl, one line an event, and outcome.json, how the last attempt ended.
+"""Events of a run: events.jsonl, one line per event, and outcome.json, how the last attempt ended.
 
-torchrun hides the exit status of its workers, so the worker that knows why the job ends leaves it in outcome.json.
+torchrun hides the exit status of its workers, so the worker that knows why the job ends writes outcome.json.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ from records.files import append_line, host_name, read_lines, write_atomically
 DONE = 0  # training.steps reached
 CRASHED = 1
 STOPPED = 85  # stopped on request with a checkpoint saved; start again to continue
-UNCLEAN = 86  # the guard refused a step; its batch is recorded in events.jsonl
+BAD_STEP = 86  # the guard refused a step; its batch is recorded in events.jsonl
 
 REASON_CHARS = 2000
 
 
 def record_event(run: Path, kind: str, **facts: Any) -> None:
-    """Append one line to RUN/events.jsonl; `rank` is null when the supervisor speaks."""
+    """Append one line to RUN/events.jsonl; `rank` is null if the supervisor writes it."""
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else None
     event = {"time": time.time(), "kind": kind, "rank": rank, "host": host_name(), **facts}
     try:
         append_line(run / "events.jsonl", json.dumps(event))
-    except OSError as problem:  # a full disk is one of the events that must not end the job
+    except OSError as problem:  # such as a full disk, which must not end the job
         logging.getLogger().warning(f"events.jsonl cannot be written ({problem}): {event}")
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """All events of a run, oldest first; a line that a crash cut is left out."""
+    """All events of a run, oldest first."""
     return read_lines(run / "events.jsonl")
+
+
+def next_attempt(run: Path) -> int:
+    """The number of the attempt that starts now: 1 for the first, else one more than attempts.jsonl has lines."""
+    path = run / "attempts.jsonl"
+    return 1 + (len(path.read_bytes().splitlines()) if path.is_file() else 0)
 
 
 def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) -> None:
@@ -49,7 +55,7 @@ def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) ->
 
 
 def read_outcome(run: Path) -> dict[str, Any] | None:
-    """The last outcome, None if there is none; the supervisor removes the file before every start."""
+    """The last outcome, None if there is none; the supervisor removes the file before every attempt."""
     try:
         return json.loads((run / "outcome.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -58,7 +64,7 @@ def read_outcome(run: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def crash_on_record(run: Path, attempt: int, step: Any) -> Iterator[None]:
-    """Write down what ended this worker before it is gone. step: a callable, asked when it happens."""
+    """Record the exception that ends this worker. step: called when it happens."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt):

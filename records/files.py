@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,31 @@ def read_lines(path: Path, unreadable: list[int] | None = None) -> list[dict[str
     Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity become None.
     unreadable: receives the numbers of the skipped lines, but not of the last one, which may be half written.
     """
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")  # the last entry is empty, or a line that is still being written
-    found = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []  # the last one is empty or still being written
+    skipped: list[int] = []
+    found = list(json_lines(lines, path, skipped))
+    skipped += [number for number, value in found if not isinstance(value, dict)]
+    if unreadable is not None:
+        unreadable += sorted(number for number in skipped if number < len(lines))
+    return [value for _, value in found if isinstance(value, dict)]
+
+
+def json_lines(
+    lines: Iterable[str | bytes], name: object, skipped: list[int] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """(line number from 1, value) of every line that is not blank, NaN and infinity as None.
+
+    Raises ValueError with `name` and the line's number for a line that is not JSON, unless `skipped` is given: then it
+    receives the number.
+    """
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line, parse_constant=lambda name: None) if line.strip() else None
-        except ValueError:
-            record = False
-        if isinstance(record, dict):
-            found.append(record)
-        elif record is not None and number < len(lines) and unreadable is not None:
-            unreadable.append(number)
-    return found
+        if line.strip():
+            try:
+                yield number, json.loads(line, parse_constant=lambda constant: None)
+            except ValueError as error:
+                if skipped is None:
+                    raise ValueError(f"{name}:{number}: not JSON: {error}") from None
+                skipped.append(number)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -1,68 +1,228 @@
-"""What stands beside a job has to know of it: the few settings that the supervisor and evals.watch read themselves.
+"""The sections of a job file that are ours, and the light reader of job files, which needs no torch.
 
-TorchTitan's own parser takes eight seconds to import and would bring torch into a process that must outlive everything;
-so only `[resilience]`, `[evals]` and a few fields are read here. The workers read, and check, the whole.
+`train.job_config` merges these classes into TorchTitan's JobConfig, so a field has the same name, type and default for
+the workers and for the supervisor, the watcher and the launcher, which read it here. TorchTitan's parser takes eight
+seconds to import and brings torch into processes that must outlive the workers; it alone refuses unknown keys.
 """
 
-from __future__ import annotations
+# no `from __future__ import annotations`: TorchTitan looks at the types of the fields
 
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
-
-from train.job_config import Evals, Resilience
 
 
 @dataclass
 class Job:
+    """TorchTitan's section."""
+
     dump_folder: str = "./outputs"
+    """The run folder"""
 
 
 @dataclass
 class Training:
+    """TorchTitan's section."""
+
     global_batch_size: int = -1
-    steps: int = 10_000  # TorchTitan's default
+    """Sequences per optimizer step over all ranks"""
+
+    steps: int = 10_000
+    """Optimizer steps of the whole job"""
 
 
 @dataclass
-class Checkpoint:
-    folder: str = "checkpoint"
-    load_step: int = -1
+class LRScheduler:
+    """TorchTitan's section: warmup, stable part, decay."""
 
+    warmup_steps: int = 200
+    """Steps of linear warmup"""
 
-@dataclass
-class Model:
-    flavor: str = ""
+    total_steps: int | None = None
+    """Length of the schedule in steps; default: training.steps"""
+
+    decay_ratio: float | None = None
+    """Fraction of total_steps at the end in which the learning rate decays; default: all steps after the warmup"""
 
 
 @dataclass
 class Mixture:
+    """The training data: a lock file made by `python -m data_mixtures.prepare`."""
+
     lock: str = ""
+    """Path of the mixture's lock file, e.g. data/demo/phase1.lock.json"""
+
+    reader_threads: int = 2
+    """Threads that read and cast batches ahead of the step"""
+
+
+@dataclass
+class Phase:
+    """The phase of the run that this job trains: a label only, weights come from [checkpoint]."""
+
+    name: str = "phase1"
+    """Label in every row of metrics.jsonl and in evaluation records"""
+
+
+@dataclass
+class Model:
+    """TorchTitan's section; the tokenizer comes with the mixture, so TorchTitan's hf_assets_path is unused."""
+
+    flavor: str = ""
+    """Architecture: 2b, 300m or tiny; [architecture] overrides single fields"""
+
+    hf_assets_path: str = "."
+    """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
+
+    attention: str = "auto"
+    """Attention kernel: sdpa, flex, or auto (flex if compiled for a GPU, else sdpa)"""
+
+    mask_documents: bool = False
+    """Restrict attention to the token's own document within a packed sequence"""
+
+
+@dataclass
+class Checkpoint:
+    """TorchTitan's section with two changes: what a job may start from, and a last checkpoint that can be continued."""
+
+    folder: str = "checkpoint"
+    """Folder of the checkpoints inside the run folder"""
+
+    load_step: int = -1
+    """Step of the checkpoint to load; -1: the newest complete one"""
+
+    initial_load_path: str | None = None
+    """Checkpoint folder (.../checkpoint/step-N) to start from if this run has none of its own: the phase switch.
+    Learning-rate schedule, optimizer settings and data order are this job's; with initial_load_model_only = false the
+    optimizer's moments are loaded too"""
+
+    initial_load_all_states: bool = False
+    """Load everything from initial_load_path (step, data position, moments): a decay that branches off the stable part
+    of a run. The learning-rate schedule is this job's"""
+
+    last_save_model_only: bool = False
+    """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments"""
+
+    allow_fresh_start: bool = False
+    """Whether the job may start from random weights (phase 1); otherwise a missing checkpoint is an error"""
+
+
+@dataclass
+class Resilience:
+    """How failures are handled: read by the workers and by `python -m train.supervise`."""
+
+    keep_every_steps: int = 0
+    """Checkpoints of multiples of this step are never deleted, besides the newest checkpoint.keep_latest_k; 0: none"""
+
+    max_failed_saves: int = 3
+    """Consecutive failed saves (a full disk) after which the job ends"""
+
+    spike_window: int = 128
+    """Number of recent steps that a loss or gradient norm is compared with"""
+
+    max_loss_z: float = 0.0
+    """Robust z-score of the loss above which a step is refused; 0: only a non-finite loss is"""
+
+    max_grad_norm_z: float = 0.0
+    """Robust z-score of the gradient norm before clipping above which a step is refused; 0: only a non-finite one is"""
+
+    unclean_policy: Literal["stop", "rollback", "rollback_and_skip"] = "stop"
+    """After a refused step: end the job, restart from the newest checkpoint, or restart and skip the batch"""
+
+    skip_steps: int = 1
+    """Steps of data that rollback_and_skip skips, the refused one last; never data that the checkpoint has seen"""
+
+    skip_sequences: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges [first, last) of sequence numbers of the mixture that training skips"""
+
+    hang_timeout_s: float = 600.0
+    """Seconds without a finished step on any rank after which stacks are dumped and the job is restarted. Longer than a
+    step, a synchronous save and a validation together, or than an evaluation with evals.in_loop"""
+
+    start_timeout_s: float = 1800.0
+    """Like hang_timeout_s, until the first step of an attempt is done: imports, loading, compilation"""
+
+    stop_deadline_s: float = 300.0
+    """Seconds that a signalled job has to save a checkpoint before it is killed"""
+
+    backoff_s: float = 10.0
+    """Seconds before the second attempt without progress; doubles up to max_backoff_s"""
+
+    max_backoff_s: float = 300.0
+    """Longest pause between two attempts, in seconds"""
+
+    max_fruitless_starts: int = 3
+    """Consecutive attempts without a newer checkpoint after which the supervisor gives up"""
+
+    def __post_init__(self) -> None:
+        self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]  # TOML has lists
+
+
+@dataclass
+class Validation:
+    """TorchTitan's section; the data are held-out windows of the mixture, so its dataset fields are unused."""
+
+    windows_per_source: int = 16
+    """Held-out windows per source; all of them if a source has fewer"""
 
 
 @dataclass
 class Metrics:
+    """TorchTitan's section: where figures go besides metrics.jsonl and evals.jsonl."""
+
     enable_tensorboard: bool = False
+    """Whether to write TensorBoard event files"""
+
     save_tb_folder: str = "tb"
+    """Folder of the event files inside the run folder"""
+
     enable_wandb: bool = False
-    enable_trackio: bool = False
+    """Whether to log to Weights & Biases"""
 
 
 @dataclass
-class SupervisedJob:
-    """The supervisor's view of a job file with its command-line overrides."""
+class Evals:
+    """What `python -m evals.watch` does with the checkpoints of the run, beside the job or from within it."""
+
+    every_steps: int = 0
+    """Evaluate checkpoints of multiples of this step, and the last one; 0: none"""
+
+    commands: list[str] = field(default_factory=list)
+    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --windows 8"; the watcher adds
+    the model folder, --out, --step, --tokens-total, --phase and --device"""
+
+    device: str = "auto"
+    """Device of the evaluations: auto, cpu or cuda"""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type that the weights are rounded to before evaluation"""
+
+    in_loop: bool = False
+    """Whether the job itself runs the watcher after saving such a checkpoint and waits for it: for small runs. An
+    evaluation is ended after 0.9 times resilience.hang_timeout_s"""
+
+    newest_first: bool = False
+    """Whether a watcher that has fallen behind evaluates the newest checkpoint before older ones"""
+
+
+@dataclass
+class JobSections:
+    """The sections above, as one job."""
 
     job: Job = field(default_factory=Job)
     training: Training = field(default_factory=Training)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    model: Model = field(default_factory=Model)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     mixture: Mixture = field(default_factory=Mixture)
+    phase: Phase = field(default_factory=Phase)
+    model: Model = field(default_factory=Model)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resilience: Resilience = field(default_factory=Resilience)
-    evals: Evals = field(default_factory=Evals)
+    validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
+    evals: Evals = field(default_factory=Evals)
 
     @property
     def run(self) -> Path:
@@ -73,35 +233,36 @@ class SupervisedJob:
         return self.run / self.checkpoint.folder
 
 
-def read_job(arguments: list[str]) -> SupervisedJob:
-    """Read `--job.config_file X.toml [--section.key value ...]`. Raises ValueError for what cannot be supervised."""
-    values = tomllib.loads(job_file(arguments).read_text(encoding="utf-8"))
+def read_job(arguments: list[str]) -> JobSections:
+    """Read `--job.config_file X.toml [--section.key value ...]`; keys of other sections are ignored.
 
-    def section(kind: Any, name: str) -> Any:
+    Raises ValueError for a missing or malformed file, a value of the wrong type, and for checkpoint.load_step.
+    """
+    values = read_sections(job_file(arguments))
+    sections = {}
+    for section in fields(JobSections):
+        kind: Any = section.type
         known = {f.name for f in fields(kind)}
-        return kind(**{key: value for key, value in values.get(name, {}).items() if key in known})
-
-    default = SupervisedJob(
-        job=section(Job, "job"),
-        training=section(Training, "training"),
-        checkpoint=section(Checkpoint, "checkpoint"),
-        model=section(Model, "model"),
-        mixture=section(Mixture, "mixture"),
-        resilience=section(Resilience, "resilience"),
-        evals=section(Evals, "evals"),
-        metrics=section(Metrics, "metrics"),
-    )
-    job, _ = tyro.cli(SupervisedJob, args=arguments, default=default, return_unknown_args=True)
+        sections[section.name] = kind(**{k: v for k, v in values.get(section.name, {}).items() if k in known})
+    job, _ = tyro.cli(JobSections, args=arguments, default=JobSections(**sections), return_unknown_args=True)
     if job.checkpoint.load_step != -1:
         raise ValueError(
-            f"checkpoint.load_step = {job.checkpoint.load_step} would go back at every restart; run `torchrun -m train`"
-            " with it once, or move the newer checkpoints away"
+            f"checkpoint.load_step = {job.checkpoint.load_step} would go back to that step at every restart; run "
+            "`torchrun -m train` with it once, or move the newer checkpoints away"
         )
     return job
 
 
+def read_sections(path: Path) -> dict[str, dict[str, Any]]:
+    """A job file as it stands: {section: {key: value}}, other sections included. Raises ValueError if it is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
 def job_file(arguments: list[str]) -> Path:
-    """The value of --job.config_file. Raises ValueError without one."""
+    """The value of --job.config_file. Raises ValueError if it is missing or no file."""
     for at, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name.replace("-", "_") == "__job.config_file":
@@ -109,4 +270,4 @@ def job_file(arguments: list[str]) -> Path:
             if not path.is_file():
                 raise ValueError(f"--job.config_file {path} does not exist")
             return path
-    raise ValueError("--job.config_file is missing: python -m train.supervise --job.config_file configs/phase1.toml")
+    raise ValueError("--job.config_file is missing, for example --job.config_file configs/phase1.toml")

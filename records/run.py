@@ -1,23 +1,25 @@
-"""What a run folder says: its logged steps in the order in which they count, its evaluations, configs and starts.
+"""A run folder as one object: logged steps in the order in which they count, evaluations, events, configs, attempts.
 
-A run folder holds metrics.jsonl, evals.jsonl, config.toml, model.json itself, or in one subfolder a phase (phase1/,
-phase2/), or both. The files of a running job are read as they are: a half-written last line is left out, and what is
-missing stays None. A step that was logged again, after a roll-back or a resume, counts as it went the last time.
+A run folder holds metrics.jsonl, evals.jsonl, config.toml and model.json itself, or in one subfolder per phase
+(phase1/, phase2/), or both. The files of a running job are read as they are: a half-written last line is skipped,
+missing values are None. Of a step that was logged again after a rollback or a resume, the last row counts.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import math
-import tomllib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from records.attempts import Stretch, merge_attempts, place_on_one_axis
+from records.attempts import Segment, merge_attempts, place_on_one_axis
 from records.files import read_lines
+from records.job import read_sections
 
 FIGURES = (
     "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
@@ -31,10 +33,10 @@ FILES = (
 
 @dataclass
 class Run:
-    """Everything that the page says about one run."""
+    """One run, all phases."""
 
     name: str
-    stretches: list[Stretch] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)  # with `phase`, and `x_step` and `x_tokens` or None
@@ -46,11 +48,11 @@ class Run:
 
     @property
     def phases(self) -> list[str]:
-        return list(dict.fromkeys(s.phase for s in self.stretches))
+        return list(dict.fromkeys(s.phase for s in self.segments))
 
     @property
     def kept_rows(self) -> list[dict[str, Any]]:
-        return [row for s in self.stretches if s.kept for row in s.rows]
+        return [row for s in self.segments if s.kept for row in s.rows]
 
     def evals_of(self, kind: str) -> list[dict[str, Any]]:
         return [e for e in self.evals if e.get("kind") == kind]
@@ -62,7 +64,7 @@ def read_or_warn(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
     records = read_lines(path, bad)
     if bad:
         warnings.append(
-            f"{path.parent.name}/{path.name}: {len(bad)} unreadable line(s) left out, the first is line {bad[0]}"
+            f"{path.parent.name}/{path.name}: {len(bad)} unreadable line(s) skipped, the first is line {bad[0]}"
         )
     return records
 
@@ -75,12 +77,22 @@ def number(value: Any) -> float | None:
 
 
 def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:
-    """(path, number) of every finite number in a value; what lies deeper has a path with slashes."""
+    """(path, number) of every finite number in a value; nested values have paths with slashes."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from numbers_in(f"{path}/{name}", inner)
     elif (known := number(value)) is not None:
         yield path, known
+
+
+def name_wandb_run(run: Path) -> None:
+    """Set wandb's environment variables unless the user has, so that a restarted run continues its own wandb run."""
+    run = run.resolve()
+    os.environ.setdefault("WANDB_PROJECT", "laneformer")
+    os.environ.setdefault("WANDB_RUN_NAME", run.name)
+    os.environ.setdefault("WANDB_RUN_GROUP", run.name)
+    os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(run).encode()).hexdigest()[:16])
+    os.environ.setdefault("WANDB_RESUME", "allow")
 
 
 def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
@@ -107,13 +119,13 @@ def places_of(folder: Path) -> list[Path]:
 
 
 def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:
-    """Names, sizes and times of everything that `read_run` reads: equal means that nothing has changed."""
+    """Names, sizes and modification times of everything that `read_run` reads: equal if nothing has changed."""
     files = [place / name for folder in folders for place in places_of(folder) for name in FILES]
     return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder and its phase subfolders; a folder without any run file is refused (ValueError)."""
+    """Read a run folder and its phase subfolders. Raises ValueError for a folder without any file of a run."""
     places = places_of(folder)
     if not any((place / name).is_file() for place in places for name in ("metrics.jsonl", "config.toml", "model.json")):
         raise ValueError(f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json")
@@ -123,8 +135,8 @@ def read_run(folder: Path) -> Run:
         rows += _read_place(run, place, "training" if place == folder else place.name, {_key(row) for row in rows})
     starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a.get("attempt"))) is not None
               and (s := number(a.get("step"))) is not None}  # fmt: skip
-    run.stretches = merge_attempts(rows, starts)
-    run.origins = place_on_one_axis(run.stretches, run.lineages)
+    run.segments = merge_attempts(rows, starts)
+    run.origins = place_on_one_axis(run.segments, run.lineages)
     by_step = {p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases}
     for event in run.events:
         _place_event(event, by_step.get(event["phase"], []))
@@ -133,16 +145,16 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Add what one folder holds to the run; returns its rows but those read elsewhere.
+    """Add the contents of one folder to the run; returns its rows except those already read elsewhere.
 
-    A run may keep its phases' rows twice: in a subfolder, and together.
+    A run may hold the rows of its phases twice: in subfolders, and merged.
     """
     config = _read_object(place / "config.toml", run.warnings)
     phase = str(config.get("phase", {}).get("name") or name)
     read = read_or_warn(place / "metrics.jsonl", run.warnings)
     clean = [row for row in (_clean(row, name) for row in read) if row]
     if len(clean) < len(read):
-        run.warnings.append(f"metrics.jsonl: {len(read) - len(clean)} row(s) without a step left out")
+        run.warnings.append(f"metrics.jsonl: {len(read) - len(clean)} row(s) without a step skipped")
     run.evals += [e for e in read_or_warn(place / "evals.jsonl", run.warnings) if e not in run.evals]
     run.model = run.model or _read_object(place / "model.json", run.warnings)
     lineage = _read_object(place / "lineage.json", run.warnings)
@@ -156,7 +168,7 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
 
 
 def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Give an event its place on both axes: at its step, or where its phase stood at its time; rows by step."""
+    """Set `x_step` and `x_tokens` of an event from its step, or else from its time. rows: of its phase, by step."""
     event["x_step"] = event["x_tokens"] = None
     step, time = number(event.get("step")), number(event.get("time"))
     if step is not None:
@@ -182,8 +194,7 @@ def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = read_sections(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         warnings.append(f"{path.name} is unreadable: {error}")
         return {}

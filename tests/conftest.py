@@ -29,7 +29,7 @@ character_coverage = 0.999
 [sources.web]
 category = "web"
 min_bytes = 10_000
-inputs = [{ kind = "topics", max_bytes = 60_000, paths = ["{stdlib}/pydoc_data/topics.py"] }]
+inputs = [{ kind = "docstrings", max_bytes = 60_000, paths = ["{stdlib}/*.py"] }]
 
 [sources.code]
 category = "code"
@@ -39,7 +39,7 @@ inputs = [{ kind = "text", max_bytes = 120_000, paths = ["{stdlib}/json/*.py", "
 [sources.math]
 category = "math"
 min_bytes = 10_000
-inputs = [{ kind = "arithmetic", max_bytes = 40_000 }]
+inputs = [{ kind = "text", max_bytes = 40_000, paths = ["{stdlib}/random.py", "{stdlib}/statistics.py"] }]
 
 [phase1]
 web = 63

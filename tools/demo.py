@@ -23,17 +23,15 @@ from records.files import read_lines
 
 PROMPTS = ("def main(", "The first", "import os\n", "Question: what is 12 + 30?\n", "Returns a list of")
 NEW_TOKENS = 48
+BUNDLE = "evals/core/demo_bundle"  # not CORE: too few tasks, easy rows
 console = Console(stderr=True)
 
 
 def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ranks: int = 2) -> None:
-    """Run every stage into `out`; finished data is reused, training and everything after it is done anew."""
+    """Run every stage into `out`; prepared data is reused, training and everything after it is redone."""
     started = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in ("phase1", "phase2", "hf", "metrics.jsonl", "evals.jsonl", "dashboard.html"):
-        path = out / stale
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
+    clear(out)
     stage("1/7  real text -> tokens, shards, mixture locks")
     run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", str(out / "data"))
     stage(f"2/7  phase 1: broad mixture, {ranks} FSDP ranks")
@@ -47,25 +45,43 @@ def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ra
     exported = run("-m", "tools.export_hf", "--checkpoint", str(last), "--out", str(out / "hf"), "--dtype", "float32")
     stage("5/7  the decode engine against Transformers, token for token")
     matches, sample = engine_matches_hf(out / "hf")
-    stage("6/7  bits per byte, a toy bundle in the format of CORE, contamination, decode speed")
-    tokens_total = read_lines(out / "metrics.jsonl")[-1]["tokens_total"]
-    where = ("--step", str(steps2), "--tokens-total", str(tokens_total), "--phase", "phase2")
-    evals = str(out / "evals.jsonl")
-    bpb = run("-m", "evals.bits_per_byte", str(out / "hf"), "--data", str(out / "data"), "--out", evals, *where)
-    toy = ("--bundle", "evals/demo_bundle", "--protocol", "nanochat")  # not CORE: too few tasks, easy rows
-    core = run("-m", "evals.core", str(out / "hf"), *toy, "--out", evals, *where)
-    run("-m", "evals.contamination", "--data", str(out / "data"), "--out", evals)
-    bench = run("-m", "evals.decode_speed", str(out / "hf"), "--out", evals, *where)
+    stage("6/7  bits per byte, a toy bundle of CORE, contamination, decode speed")
+    measured = evaluate(out, steps2)
     stage("7/7  dashboard")
     run("-m", "tools.dashboard", str(out), "--out", str(out / "dashboard.html"))
-
-    console.print(
-        f"[bold]a sample[/bold] of {sum(p.stat().st_size for p in (out / 'hf').glob('*.safetensors')):,} bytes:"
-    )
-    console.print(sample, markup=False, highlight=False)
+    size = sum(path.stat().st_size for path in (out / "hf").glob("*.safetensors"))
+    console.print(f"[bold]a sample[/bold] of a model of {size:,} bytes:")
+    console.print(sample.strip(), markup=False, highlight=False)
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
-    results = figures(out, exported, matches, bpb, bench, time.monotonic() - started)
-    print(json.dumps(results | {"core_tasks": len(core["tasks"]), "core_v1": core["core_v1"]}))
+    rest = {"hf_max_logit_diff": exported["hf_max_logit_diff"], "engine_matches_hf": matches, **measured}
+    rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
+    print(json.dumps(training_figures(out) | rest))
+
+
+def clear(out: Path) -> None:
+    """Remove what an earlier demo left in `out`, but its data."""
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in ("phase1", "phase2", "hf", "metrics.jsonl", "evals.jsonl", "dashboard.html"):
+        path = out / stale
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def evaluate(out: Path, step: int) -> dict[str, Any]:
+    """Evaluate the exported model into evals.jsonl; returns the figures of the demo's last line."""
+    tokens_total = read_lines(out / "metrics.jsonl")[-1]["tokens_total"]
+    about = ("--out", str(out / "evals.jsonl"), "--step", str(step), "--tokens-total", str(tokens_total))
+    where = (str(out / "hf"), *about, "--phase", "phase2")
+    bpb = run("-m", "evals.bits_per_byte", *where, "--data", str(out / "data"))
+    core = run("-m", "evals.core", *where, "--bundle", BUNDLE, "--protocol", "nanochat")
+    run("-m", "evals.contamination", "--data", str(out / "data"), *about[:2])
+    bench = run("-m", "evals.decode_speed", *where)
+    return {
+        "decode_tokens_per_s": bench["tokens_per_s"],
+        "percent_of_probe": bench["percent_of_probe"],
+        "bits_per_byte": bpb["bits_per_byte"],
+        "core_tasks": len(core["tasks"]),
+        "core_v1": core["core_v1"],
+    }
 
 
 def stage(title: str) -> None:
@@ -100,7 +116,7 @@ def train(out: Path, phase: str, steps: int, ranks: int, *overrides: str) -> Non
         "--job.config_file", f"configs/debug_{phase}.toml", "--job.dump_folder", str(folder),
         "--mixture.lock", str(out / f"data/{phase}.lock.json"), "--training.steps", str(steps), *overrides,
     ]  # fmt: skip
-    console.print(f"{' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
+    console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     with open(log, "w") as file, progress_bar() as progress:
         task = progress.add_task(phase, total=steps, loss="", rate="")
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -127,8 +143,8 @@ def show_progress(progress: Progress, task: Any, metrics: Path) -> None:
     rows = read_lines(metrics)
     if rows:
         row = rows[-1]
-        rate = f"{row['tokens_per_s']:,.0f} tokens/s"
-        progress.update(task, completed=row["step"], loss=f"loss {row['loss']:.3f}", rate=rate)
+        rate, loss = f"{row['tokens_per_s']:,.0f} tokens/s", row["loss"]
+        progress.update(task, completed=row["step"], loss=f"loss {loss:.3f}" if loss else "", rate=rate)
 
 
 def merge_metrics(out: Path) -> None:
@@ -159,25 +175,11 @@ def engine_matches_hf(folder: Path) -> tuple[bool, str]:
     return all(equal), sample
 
 
-def figures(
-    out: Path, exported: dict[str, Any], matches: bool, bpb: dict[str, Any], bench: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def training_figures(out: Path) -> dict[str, Any]:
     rows = read_lines(out / "metrics.jsonl")
-    losses = {phase: [r["loss"] for r in rows if r["phase"] == phase] for phase in ("phase1", "phase2")}
-    return {
-        "phase1_loss_first": losses["phase1"][0],
-        "phase1_loss_last": losses["phase1"][-1],
-        "phase2_loss_first": losses["phase2"][0],
-        "phase2_loss_last": losses["phase2"][-1],
-        "tokens": rows[-1]["tokens_total"],
-        "hf_max_logit_diff": exported["hf_max_logit_diff"],
-        "engine_matches_hf": matches,
-        "decode_tokens_per_s": bench["tokens_per_s"],
-        "percent_of_probe": bench["percent_of_probe"],
-        "bits_per_byte": bpb["bits_per_byte"],
-        "seconds": round(seconds, 1),
-        "out": str(out),
-    }
+    losses = {phase: [row["loss"] for row in rows if row["phase"] == phase] for phase in ("phase1", "phase2")}
+    ends = {f"{phase}_loss_{end}": of[i] for phase, of in losses.items() for end, i in (("first", 0), ("last", -1))}
+    return {**ends, "tokens": rows[-1]["tokens_total"]}
 
 
 if __name__ == "__main__":

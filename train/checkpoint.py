@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +31,71 @@ from records.checkpoints import (
 )
 from records.events import record_event
 
-from .checkpoint_times import CheckpointTimes
 from .optimizer import apply_optimizer_settings
+
+
+class CheckpointTimes:
+    """Seconds since the last `take`; asynchronous saves end in a thread of their own."""
+
+    def __init__(self) -> None:
+        self.blocking_s = 0.0
+        self.total_s: float | None = None  # of the save that finished last
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.blocking_s += time.perf_counter() - started
+
+    @contextmanager
+    def saving(self, manager: Any) -> Iterator[None]:
+        """Time one save of TorchTitan's manager, whose `save_future` is new afterwards when it goes on by itself."""
+        started, before = time.perf_counter(), manager.save_future
+        with self.blocking():
+            yield
+
+        def finished(_: Any = None) -> None:
+            self.total_s = time.perf_counter() - started
+
+        if manager.save_future is None or manager.save_future is before:
+            finished()
+        else:
+            manager.save_future.add_done_callback(finished)
+
+    def take(self) -> tuple[float, float | None]:
+        """(blocking seconds, total seconds of a save that has finished or None) since the last call."""
+        taken = self.blocking_s, self.total_s
+        self.blocking_s, self.total_s = 0.0, None
+        return taken
 
 
 class PhaseCheckpointManager(CheckpointManager):
     """TorchTitan's checkpoint manager with a start that never falls back to random weights by accident."""
 
-    optimizer_config: Any = None  # set by the trainer: the job's own optimizer section
-    allow_fresh_start: bool = False
-    resume_from: Path | None = None  # checkpoint of another run, to go on from with all states
     started_from: Path | None = None  # what `load` used, None for random weights
-    save_now: bool = False  # a stop was asked for: save at this step boundary, whatever the interval
     failed_saves: int = 0  # in a row
     pending_step: int | None = None  # dispatched, not known to be on disk
-    evaluate: Callable[[int], None] | None = None  # called on every rank with a step that was saved; evals.in_loop
 
-    def configure(self, job_config: Any) -> None:
-        """Take the settings that CheckpointManager's constructor does not hand over. Raises ValueError."""
+    def __init__(
+        self, job_config: Any, *, stopping: Callable[[], bool], after_save: Callable[[int], None], **titan: Any
+    ):
+        """stopping: whether to save at this step boundary, whatever the interval; after_save: called on every rank
+        with each saved step; titan: what TorchTitan passes to its CheckpointManager. Raises ValueError.
+        """
+        super().__init__(**titan)
         section = job_config.checkpoint
+        check_settings(section)
         self.run = Path(job_config.job.dump_folder)
         self.keep_every_steps = job_config.resilience.keep_every_steps
         self.max_failed_saves = job_config.resilience.max_failed_saves
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
+        # checkpoint of another run, to continue from with all states
+        self.resume_from = Path(section.initial_load_path) if section.initial_load_all_states else None
+        self.stopping, self.after_save = stopping, after_save
         self.times = CheckpointTimes()
-        if section.initial_load_all_states:
-            if not section.initial_load_path:
-                raise ValueError("checkpoint.initial_load_all_states needs checkpoint.initial_load_path")
-            self.resume_from = Path(section.initial_load_path)
-        if section.exclude_from_loading:
-            raise ValueError(
-                f"checkpoint.exclude_from_loading = {section.exclude_from_loading} would drop these states at every "
-                "restart too; remove it: a new phase takes weights and moments only, a restart takes everything"
-            )
-        if section.initial_load_in_hf:
-            raise ValueError(
-                "checkpoint.initial_load_in_hf is not supported; turn the folder into a checkpoint with "
-                "`python -m tools.import_hf --hf DIR --out RUN_DIR` and give that as checkpoint.initial_load_path"
-            )
 
     def maybe_wait_for_staging(self) -> None:
         """TorchTitan's, timed."""
@@ -121,11 +149,11 @@ class PhaseCheckpointManager(CheckpointManager):
             self._judge(problem)
         if last_step and self.failed_saves:
             raise RuntimeError(f"the last checkpoint, step {curr_step}, could not be written; see events.jsonl")
-        if self.evaluate is not None and not self.save_now:
-            self.evaluate(curr_step)
+        if not self.stopping():
+            self.after_save(curr_step)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        wanted = self.save_now and self.enable and not self.load_only
+        wanted = self.stopping() and self.enable and not self.load_only
         return wanted or super()._should_save(curr_step, last_step)
 
     def finish(self) -> None:
@@ -210,6 +238,22 @@ class PhaseCheckpointManager(CheckpointManager):
         if OPTIMIZER in names:
             apply_optimizer_settings(self.states[OPTIMIZER], self.states["lr_scheduler"], self.optimizer_config)
         return stored
+
+
+def check_settings(section: Any) -> None:
+    """ValueError for settings of [checkpoint] that contradict each other or how this manager starts a job."""
+    if section.initial_load_all_states and not section.initial_load_path:
+        raise ValueError("checkpoint.initial_load_all_states needs checkpoint.initial_load_path")
+    if section.exclude_from_loading:
+        raise ValueError(
+            f"checkpoint.exclude_from_loading = {section.exclude_from_loading} would drop these states at every "
+            "restart too; remove it: a new phase takes weights and moments only, a restart takes everything"
+        )
+    if section.initial_load_in_hf:
+        raise ValueError(
+            "checkpoint.initial_load_in_hf is not supported; turn the folder into a checkpoint with "
+            "`python -m tools.import_hf --hf DIR --out RUN_DIR` and give that as checkpoint.initial_load_path"
+        )
 
 
 def on_rank_zero(decide: Callable[[], Any]) -> Any:

@@ -1,45 +1,80 @@
 """Decides, before the optimizer moves, whether a step may count: finite, and no spike against the steps before it.
 
-A non-finite gradient ruins the weights in one step, and a checkpoint of ruined weights pushes the good ones out. So the
-question comes first; a step that is refused leaves weights, moments and statistics as they were.
+One non-finite gradient ruins the weights, and checkpoints of ruined weights push out the good ones. So the check comes
+first; a step that is refused leaves weights, moments and statistics as they were.
+Spikes are measured in median absolute deviations from the median of a window, which, unlike mean and standard
+deviation, the spike itself barely moves.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
+from collections import deque
 from typing import Any
 
-from .statistics import RunningZ
+NORMAL_SCALE = 1.4826  # standard deviations in a median absolute deviation of a normal distribution
+# significant digits of a logged float: in a window of nearly equal values, rounding must not look like an outlier
+LEAST_RELATIVE_DEVIATION = 1e-6
 
 
-class UncleanStep(Exception):
-    """A step was refused; its text says why. Raised on every rank at the same place."""
+class RunningZ:
+    """Robust z-score against the last `window` finite values."""
+
+    def __init__(self, window: int):
+        if window < 4:
+            raise ValueError(f"a z-score over a window of {window} values has no meaning; use at least 4")
+        self.window = window
+        self.values: deque[float] = deque(maxlen=window)
+
+    def score(self, value: float) -> float:
+        """Deviations of `value` from the values added so far; 0.0 until a quarter of the window is filled.
+
+        Infinite for a value that is not finite.
+        """
+        if len(self.values) < self.window / 4:
+            return 0.0
+        if not math.isfinite(value):
+            return math.inf
+        centre = statistics.median(self.values)
+        spread = NORMAL_SCALE * statistics.median(abs(v - centre) for v in self.values)
+        spread = max(spread, LEAST_RELATIVE_DEVIATION * abs(centre), math.ulp(0.0))
+        return (value - centre) / spread
+
+    def add(self, value: float) -> None:
+        """Add a value to the window; non-finite values are ignored."""
+        if math.isfinite(value):
+            self.values.append(value)
+
+
+class BadStep(Exception):
+    """A step was refused; the text says why. Raised on every rank at the same place."""
 
 
 class Guard:
-    """Sees every step; 0 as a limit means that spikes of this kind are let through."""
+    """Checks every step; a limit of 0 lets spikes of its kind pass."""
 
     def __init__(self, section: Any):
         self.loss, self.grad_norm = RunningZ(section.spike_window), RunningZ(section.spike_window)
         self.max_loss_z, self.max_grad_norm_z = section.max_loss_z, section.max_grad_norm_z
 
     def check(self, loss: float, grad_norm: float) -> None:
-        """Take a step into the statistics. Raises UncleanStep instead when it may not count."""
+        """Add a step to the statistics, or raise BadStep and leave them as they are."""
         for name, value, running, limit in (
             ("loss", loss, self.loss, self.max_loss_z),
             ("gradient norm", grad_norm, self.grad_norm, self.max_grad_norm_z),
         ):
             if not math.isfinite(value):
-                raise UncleanStep(f"the {name} is {value}")
+                raise BadStep(f"the {name} is {value}")
             z = running.score(value)
             if limit and z > limit:
-                raise UncleanStep(f"the {name} is {value:.6g}, {z:.1f} deviations above the last steps (limit {limit})")
+                raise BadStep(f"the {name} is {value:.6g}, {z:.1f} deviations above the last steps (limit {limit})")
         self.loss.add(loss)
         self.grad_norm.add(grad_norm)
 
     def state_dict(self) -> str:
-        """Plain text for the checkpoint: without its memory the guard of a restart would be blind at first."""
+        """JSON for the checkpoint: without the window a restarted guard would detect no spike at first."""
         return json.dumps({"loss": list(self.loss.values), "grad_norm": list(self.grad_norm.values)})
 
     def load_state_dict(self, state: str) -> None:

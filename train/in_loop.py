@@ -1,8 +1,8 @@
 """`evals.in_loop`: the job evaluates its own checkpoints, for a small run without a core or GPU to spare for a watcher.
 
-Rank 0 starts `python -m evals.watch --run RUN --once` and all ranks wait for its end, in a group of their own: the
-other groups give up after comm.train_timeout_seconds, which is meant for a step. What fails costs the figures, not the
-job, and like all that has no record it is tried again at the next evaluation.
+Rank 0 starts `python -m evals.watch --run RUN --once` and all ranks wait for it in a process group of their own: the
+other groups time out after comm.train_timeout_seconds, which is meant for a step. A failed evaluation does not end the
+job; like everything without a record it is retried at the next evaluation.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from records.events import record_event
 from .supervise import signals
 
 POLL_S = 0.2
-END_S = 30.0  # between asking an evaluation to end and ending it
-# what torchrun and wandb tell this process of itself; an evaluation is no worker, and may use all cores
+END_S = 30.0  # from SIGTERM to SIGKILL
+# set by torchrun and wandb for this worker; an evaluation is not one, and may use all cores
 OF_A_WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "WANDB_SERVICE")
 
 
 class InLoop:
-    """The evaluations of a job; made on every rank, as it makes a process group.
+    """The evaluations of a job; constructed on every rank, since it creates a process group.
 
-    Raises ValueError for settings with which nothing would ever be evaluated.
+    Raises ValueError for settings that would never evaluate anything.
     """
 
     def __init__(self, job_config: Any):
         section, interval = job_config.evals, job_config.checkpoint.interval
         if section.every_steps < 1 or section.every_steps % interval or not section.commands:
             raise ValueError(
-                f"evals.in_loop needs evals.commands, and evals.every_steps = {section.every_steps} to be a multiple "
-                f"of checkpoint.interval = {interval}, since what is saved is evaluated"
+                f"evals.in_loop evaluates saved checkpoints: it needs evals.commands, and evals.every_steps = "
+                f"{section.every_steps} must be a multiple of checkpoint.interval = {interval}"
             )
         self.run, self.every_steps = Path(job_config.job.dump_folder), section.every_steps
         self.last_step = job_config.training.steps
         hang_timeout_s = job_config.resilience.hang_timeout_s
-        self.limit_s = 0.9 * hang_timeout_s  # the supervisor would take more for a hang
+        self.limit_s = 0.9 * hang_timeout_s  # after more the supervisor assumes a hang
         self.group = torch.distributed.new_group(timeout=timedelta(seconds=hang_timeout_s + END_S), backend="gloo")
 
     def wanted(self, step: int) -> bool:
         return step % self.every_steps == 0 or step == self.last_step
 
     def evaluate(self, step: int) -> float:
-        """Evaluate what has no record yet, the checkpoint of `step` included; every rank calls it. Returns seconds."""
+        """Evaluate all checkpoints without a record, that of `step` included; called on every rank. Returns seconds."""
         started = time.perf_counter()
         if torch.distributed.get_rank() == 0:
             problem = self._watch_once()
@@ -81,7 +81,7 @@ class InLoop:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to end, with what it has started, and see that it does."""
+    """Terminate the watcher and what it started; kill it after END_S."""
     process.terminate()
     try:
         process.wait(END_S)

@@ -1,7 +1,8 @@
 """metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
 
-Console, TensorBoard, wandb and trackio get what TorchTitan logs and, beside it, what the line holds: loss by source,
-z-scores, tokens by source, checkpoint time, validation loss. One row a logged step; a validation adds to its row.
+Console, TensorBoard and wandb get TorchTitan's own metrics and the contents of the line: loss by source,
+z-scores, tokens by source, checkpoint time, validation loss. One row per logged step; a validation extends its row.
+Every sequence comes from one source, so the loss by source needs the sums of whole sequences only.
 """
 
 from __future__ import annotations
@@ -13,58 +14,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from records.files import append_line, read_lines, replace_last_line
+from records.run import name_wandb_run
 
-from .checkpoint_times import CheckpointTimes
+from .checkpoint import CheckpointTimes
 from .data import MixtureLoader
-from .source_losses import SourceLosses
-from .statistics import RunningZ
-from .trackers import name_wandb_run, open_trackio
+from .guard import RunningZ
 
 Z_WINDOW = 128  # logged steps
 
 
-class TrackioLogger(BaseLogger):
-    """The same values in trackio."""
+def sequence_losses(losses: torch.Tensor) -> torch.Tensor:
+    """Losses (B, S) in nats, 0 where the label is ignored -> the sum of each sequence, float64 (B,), no gradient."""
+    return losses.detach().double().sum(1)
 
-    def __init__(self, run: Path):
-        self.run = open_trackio(run)
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.run.log(metrics, step=step)
+def loss_sums_by_source(losses: torch.Tensor, labels: torch.Tensor, source: torch.Tensor, sources: int) -> torch.Tensor:
+    """Losses and labels (B, S), source int64 (B,) -> sums of loss and of tokens, float64 (2, sources)."""
+    sums = torch.zeros(2, sources, dtype=torch.float64, device=losses.device)
+    sums[0].index_add_(0, source, sequence_losses(losses))
+    sums[1].index_add_(0, source, (labels != IGNORE_INDEX).sum(1).double())
+    return sums
 
-    def close(self) -> None:
-        self.run.finish()
+
+def mean_by_source(sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh | None) -> dict[str, float]:
+    """Mean loss of each source over all ranks of the mesh; without the sources that have no token in the step."""
+    if mesh is not None:
+        torch.distributed.all_reduce(sums, group=mesh.get_group())
+    losses, tokens = sums.tolist()
+    return {name: loss / n for name, loss, n in zip(names, losses, tokens, strict=True) if n}
 
 
 class RunMetrics(MetricsProcessor):
-    """Console, TensorBoard and wandb as TorchTitan does them; beside them trackio and the run's own record (rank 0)."""
+    """TorchTitan's console, TensorBoard and wandb loggers, and the run's own metrics.jsonl (rank 0)."""
 
-    def __init__(self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None):
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None):
+        """TorchTitan's arguments. A restarted run continues its own wandb run, offline or online."""
+        name_wandb_run(Path(job_config.job.dump_folder))
         super().__init__(job_config, parallel_dims, tag)
-        if job_config.metrics.enable_trackio and torch.distributed.get_rank() == 0:
-            loggers = LoggerContainer()
-            loggers.add_logger(self.logger)
-            loggers.add_logger(TrackioLogger(Path(job_config.job.dump_folder)))
-            self.logger: BaseLogger = loggers
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
-        self.attempt = 0  # set by the trainer once the attempt is on record
-        self.tokens_before = 0  # of earlier phases
         self.last_logged_step = 0
         self.row: dict[str, Any] = {}  # the last one written
         self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
 
-    def sees(self, loader: MixtureLoader, source_losses: SourceLosses, checkpoint_times: CheckpointTimes) -> None:
-        """Take the parts of the job that are logged; TorchTitan builds the metrics before them."""
-        self.loader, self.source_losses, self.checkpoint_times = loader, source_losses, checkpoint_times
+    def begin_attempt(self, attempt: int, step: int, tokens_before: int) -> None:
+        """Start logging after `step`; the z-scores continue from the rows that led there.
 
-    def continue_after(self, step: int) -> None:
-        """Begin an attempt behind `step`: the z-scores go on from the rows that led there."""
+        tokens_before: what earlier phases were trained on.
+        """
+        self.attempt, self.tokens_before = attempt, tokens_before
         self.last_logged_step = step
         if torch.distributed.get_rank() != 0:
             return
@@ -77,51 +82,54 @@ class RunMetrics(MetricsProcessor):
         """Also the last step, whose checkpoint is the one that is used."""
         return super().should_log(step) or step == self.job_config.training.steps
 
-    def log(
+    def log_step(
         self,
         step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
+        loss: float,
+        max_loss: float,
         grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
+        lr: float,
+        loss_sums: torch.Tensor,
+        loader: MixtureLoader,
+        checkpoint_times: CheckpointTimes,
     ) -> None:
-        """One logged step; called on every rank, since the loss by source is summed over them."""
+        """Log one step; called on every rank, since `loss_sums` (of `loss_sums_by_source`) is summed over them."""
         throughput, memory = self._throughput(step), self.device_memory_monitor.get_peak_stats()
-        losses = self.source_losses.reduce(self.parallel_dims.get_optional_mesh("loss"))
-        checkpoint_s, checkpoint_total_s = self.checkpoint_times.take()
-        training, names = self.job_config.training, self.loader.mixture.source_names
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        checkpoint_s, checkpoint_total_s = checkpoint_times.take()
+        training = self.job_config.training
         tokens = step * training.global_batch_size * training.seq_len
         row = {
             "step": step,
             "phase": self.job_config.phase.name,
             "attempt": self.attempt,
-            "loss": global_avg_loss,
-            "max_loss": global_max_loss,
-            "loss_z": self.loss_z.score(global_avg_loss),
-            "loss_by_source": {n: loss for n, loss in zip(names, losses, strict=True) if loss is not None},
-            "lr": (extra_metrics or {}).get("lr"),
+            "loss": loss,
+            "max_loss": max_loss,
+            "loss_z": self.loss_z.score(loss),
+            "loss_by_source": mean_by_source(loss_sums, loader.mixture.source_names, mesh),
+            "lr": lr,
             "grad_norm": grad_norm,
             "grad_norm_z": self.grad_norm_z.score(grad_norm),
             "tokens": tokens,
             "tokens_total": self.tokens_before + tokens,
-            "tokens_by_source": self.loader.tokens_per_source(),
+            "tokens_by_source": loader.tokens_per_source(),
             **throughput,
-            "checkpoint_s": round(checkpoint_s, 3),  # asking whether there is something to wait for is no wait
+            "checkpoint_s": round(checkpoint_s, 3),  # polling for a pending save rounds to 0
             "checkpoint_total_s": checkpoint_total_s,
             "memory_gib": memory.max_reserved_gib,
             "memory_active_gib": memory.max_active_gib,
             "time": time.time(),
         }
-        self.loss_z.add(global_avg_loss)
+        self.loss_z.add(loss)
         self.grad_norm_z.add(grad_norm)
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **_scalars(row)})
+        self.log(step, loss, max_loss, grad_norm, {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)})
         self.last_logged_step = step
         if torch.distributed.get_rank() == 0:
             self.row = row
             append_line(self.path, _json_line(row))
 
     def _throughput(self, step: int) -> dict[str, float | None]:
-        """Speed of the whole job since the last row, and for how long rank 0 waited for data."""
+        """Speed of the whole job since the last row, and the seconds that rank 0 waited for data."""
         seconds = time.perf_counter() - self.time_last_log
         training, devices = self.job_config.training, torch.distributed.get_world_size()
         tokens_per_s = (step - self.last_logged_step) * training.global_batch_size * training.seq_len / seconds
@@ -137,7 +145,7 @@ class RunMetrics(MetricsProcessor):
         }
 
     def log_held_out(self, step: int, loss: float, by_source: dict[str, float], seconds: float) -> None:
-        """Add a validation to the row of its step; the time it took counts in no throughput."""
+        """Add a validation to the row of its step; its time is excluded from the throughput."""
         self.time_last_log += seconds
         row = {**self.row, "valid_loss": loss, "valid_loss_by_source": by_source, "valid_s": seconds}
         scalars = {"valid_loss": loss, **{f"valid_loss_by_source/{name}": value for name, value in by_source.items()}}
@@ -150,7 +158,7 @@ class RunMetrics(MetricsProcessor):
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """What TensorBoard and wandb get beyond TorchTitan's own: figures by source as group/name."""
+    """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by source are named group/source."""
     scalars = {}
     for key in ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s"):
         if row[key] is not None:
@@ -169,11 +177,3 @@ def _json_line(row: dict[str, Any]) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(finite(row))
-
-
-def build_run_metrics(
-    job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
-) -> RunMetrics:
-    """TorchTitan's metrics builder; a restarted run continues its own wandb run, offline or online."""
-    name_wandb_run(Path(job_config.job.dump_folder))
-    return RunMetrics(job_config, parallel_dims, tag)

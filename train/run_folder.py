@@ -1,12 +1,12 @@
-"""The run folder: everything that is needed to understand, continue, export and draw a run, as plain files.
+"""The run folder: plain files with everything needed to understand, continue, export and plot a run.
 
-config.toml      the resolved job config            attempts.jsonl   one line a start: what ran, from which checkpoint
-model.json       the architecture                   metrics.jsonl    one line a logged step
+config.toml      the resolved job config            attempts.jsonl   one line per attempt: code, start checkpoint
+model.json       the architecture                   metrics.jsonl    one line per logged step
 tokenizer.model  the tokenizer of the mixture       checkpoint/      TorchTitan's DCP checkpoints, step-N
-events.jsonl     what happened, one line an event   outcome.json     how the last attempt ended
-logs/            what every start printed           heartbeats/      signs of life, one file a rank
-unclean/         refused batches, by sequence       checkpoint-aside/  damaged or abandoned checkpoints
-stop             made by anyone: save, then end     skip_sequences.json  data that is left out, and why
+events.jsonl     one line per event                 outcome.json     how the last attempt ended
+logs/            output of every attempt            heartbeats/      one file per rank
+bad-steps/       batches of refused steps           checkpoint-aside/  damaged or abandoned checkpoints
+stop             create it to save and stop         skip_sequences.json  data that is left out, and why
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from typing import Any
 import torch
 
 from laneformer.config import LaneformerConfig
+from records.events import next_attempt
 from records.files import append_line, code_version, write_atomically
 
-from .job_file import resolved_toml
-
-
-def count_attempts(run: Path) -> int:
-    path = run / "attempts.jsonl"
-    return len(path.read_bytes().splitlines()) if path.is_file() else 0
+from .job_config import resolved_toml
 
 
 def open_run_folder(run: Path, job_config: Any, model: LaneformerConfig, tokenizer: Path | None) -> None:
@@ -37,7 +33,7 @@ def open_run_folder(run: Path, job_config: Any, model: LaneformerConfig, tokeniz
     resolved = resolved_toml(job_config)
     config = run / "config.toml"
     if config.is_file() and config.read_text(encoding="utf-8") != resolved:
-        shutil.copy(config, run / f"config.attempt-{count_attempts(run)}.toml")
+        shutil.copy(config, run / f"config.attempt-{next_attempt(run) - 1}.toml")
     write_atomically(config, resolved)
     write_atomically(run / "model.json", json.dumps(model.to_dict(), indent=2) + "\n")
     if tokenizer is not None and tokenizer.is_file():
@@ -45,9 +41,9 @@ def open_run_folder(run: Path, job_config: Any, model: LaneformerConfig, tokeniz
 
 
 def record_attempt(run: Path, **facts: Any) -> None:
-    """Append one start of the job to attempts.jsonl."""
+    """Append this attempt to attempts.jsonl."""
     record = {
-        "attempt": count_attempts(run) + 1,
+        "attempt": next_attempt(run),
         "time": time.time(),
         "code_version": code_version(Path(__file__).parent),
         "argv": sys.argv,

@@ -8,15 +8,14 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from laneformer.titan import (
     LaneformerStateDictAdapter,
     TitanLaneformer,
-    build_token_loss,
     model_args_by_flavor,
     parallelize_laneformer,
 )
 
 from .data import build_mixture_loader
-from .metrics import build_run_metrics
+from .metrics import RunMetrics
 from .optimizer import build_laneformer_optimizers
-from .validate import build_held_out_validator
+from .validate import HeldOutValidator
 
 register_train_spec(
     "laneformer",
@@ -29,9 +28,9 @@ register_train_spec(
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_mixture_loader,
         build_tokenizer_fn=None,
-        build_loss_fn=build_token_loss,
-        build_validator_fn=build_held_out_validator,
-        build_metrics_processor_fn=build_run_metrics,
+        build_loss_fn=lambda *_, **__: None,  # the model computes its losses itself, see titan/loss.py
+        build_validator_fn=HeldOutValidator,
+        build_metrics_processor_fn=RunMetrics,
         state_dict_adapter=LaneformerStateDictAdapter,
     ),
 )

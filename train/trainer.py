@@ -1,12 +1,12 @@
-"""TorchTitan's trainer with a run folder, a checked start, and an end that is always on record.
+"""TorchTitan's trainer with our own step, a run folder, a validated start and a recorded end.
 
-The step is our own: before the optimizer moves, one exchange tells all ranks each other's loss and whether anybody was
-asked to stop. So the guard refuses a step on every rank or on none, and all ranks stop at the same step boundary.
+Before the optimizer moves, one all-gather tells every rank the losses of all ranks and whether any of them was asked to
+stop. So the guard refuses a step on every rank or on none, and all ranks stop at the same step boundary.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -20,32 +20,28 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from laneformer.titan import TitanLaneformer
-from records.events import DONE, STOPPED, UNCLEAN, crash_on_record, record_event, write_outcome
+from records.events import BAD_STEP, DONE, STOPPED, crash_on_record, next_attempt, record_event, write_outcome
 from records.files import write_atomically
 
 from .checkpoint import PhaseCheckpointManager
-from .guard import Guard, UncleanStep
+from .data import Batch
+from .guard import BadStep, Guard
 from .in_loop import InLoop
-from .run_folder import count_attempts, open_run_folder, record_attempt
-from .source_losses import SourceLosses
+from .metrics import loss_sums_by_source
+from .run_folder import open_run_folder, record_attempt
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
 
-# the one component that a TrainSpec cannot name
-torchtitan.train.CheckpointManager = PhaseCheckpointManager
-
 
 class LaneformerTrainer(torchtitan.train.Trainer):
-    """One phase of one run; `train()` goes from wherever the run stands to `training.steps`."""
+    """One phase of one run; `train()` continues from wherever the run stands to `training.steps`."""
 
-    checkpointer: PhaseCheckpointManager
     step: int = 0
-    loss_fn: Any
+    checkpointer: PhaseCheckpointManager
 
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
-        self.attempt = count_attempts(self.run) + 1
+        self.attempt = next_attempt(self.run)
         with crash_on_record(self.run, self.attempt, lambda: self.step):
             self._build(job_config)
 
@@ -57,31 +53,23 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         section, rank = job_config.resilience, int(os.environ.get("RANK", "0"))
         self.heartbeat = Heartbeat(self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s)
         signals.WORKER.deadline_s = section.stop_deadline_s
-        super().__init__(job_config)
-        self.returns_losses = isinstance(self.model_parts[0], TitanLaneformer)  # a rival of bench_train does not
-        if self.returns_losses:
-            # one device included: parallelize wraps that in FSDP, too, and autocast on top would widen the streams
-            self.maybe_enable_amp = contextlib.nullcontext()
-        self.checkpointer.configure(job_config)
-        self.guard = Guard(section)
         self.stopping = False
         self.first_step_of_process = True
+        # the one component that a TrainSpec cannot name
+        torchtitan.train.CheckpointManager = functools.partial(
+            PhaseCheckpointManager, job_config, stopping=lambda: self.stopping, after_save=self._evaluate
+        )
+        super().__init__(job_config)
+        self.guard = Guard(section)
+        self.in_loop = InLoop(job_config) if job_config.evals.in_loop else None
         self._check_vocabulary()
-        sources = self.dataloader.mixture.source_names
-        self.source_losses = SourceLosses(len(sources), self.device)
-        self.loss_fn = self.source_losses.watch(self.loss_fn)
-        self.metrics_processor.sees(self.dataloader, self.source_losses, self.checkpointer.times)
-        if job_config.evals.in_loop:
-            self.in_loop = InLoop(job_config)
-            self.checkpointer.evaluate = self._evaluate
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate the checkpoint that was just saved, once it is on disk; the time this takes counts in no speed."""
-        if not self.in_loop.wanted(step):
-            return
-        self.checkpointer.finish()
-        self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
-        self.heartbeat.beat(step)
+        """With evals.in_loop: evaluate the checkpoint just saved, once it is on disk; no throughput counts the time."""
+        if self.in_loop is not None and self.in_loop.wanted(step):
+            self.checkpointer.finish()
+            self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
+            self.heartbeat.beat(step)
 
     def _check_vocabulary(self) -> None:
         tokenizer, vocab_size = self.dataloader.tokenizer, self.model_args.config.vocab_size
@@ -92,26 +80,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             if pieces > vocab_size:
                 raise ValueError(f"{tokenizer} has {pieces} pieces, but the model's vocab_size is {vocab_size}")
 
-    def post_dataloading_process(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        """Hand the labels to the model, which returns a loss per token (B, S) in place of logits."""
-        inputs, labels, extra_inputs, extra_kwargs = super().post_dataloading_process(input_dict, labels)
-        if self.returns_losses:
-            extra_inputs["labels"] = labels
-        return inputs, labels, extra_inputs, extra_kwargs
-
-    def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """TorchTitan asks for the batches once, right after the checkpoint is loaded: the attempt begins here."""
+    def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
+        """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
         self._begin_attempt()
         return super().batch_generator(data_iterable)
 
     def _begin_attempt(self) -> None:
         metrics, loader, training = self.metrics_processor, self.dataloader, self.job_config.training
         loader.check_epochs(training.steps * training.global_batch_size)
-        metrics.attempt = self.attempt
-        metrics.tokens_before = loader.tokens_before()
-        metrics.continue_after(self.step)
+        metrics.begin_attempt(self.attempt, self.step, loader.tokens_before())
         if torch.distributed.get_rank() != 0:
             return
         open_run_folder(self.run, self.job_config, self.model_args.config, loader.tokenizer)
@@ -131,8 +108,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         with crash_on_record(self.run, self.attempt, lambda: self.step):
             try:
                 super().train()
-            except UncleanStep as problem:
-                self._end(UNCLEAN, str(problem))
+            except BadStep as problem:
+                self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
                 self._end(STOPPED, signals.WORKER.asked or "another rank, or the file `stop`, asked")
             self.heartbeat.close()
@@ -156,33 +133,45 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def should_continue_training(self) -> bool:
         return not self.stopping and super().should_continue_training()
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Read, forward and backward, exchange, judge; only then move the weights and log."""
+        (model,) = self.model_parts
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
-        tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
-        mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
-        all_tokens = dist_utils.dist_sum(tokens, mesh)
-        parts = []
+        batches, tokens, all_tokens = self._read_step(data_iterator)
+        logged = self.metrics_processor.should_log(self.step)
+        parts, by_source = [], []
         for inputs, labels in batches:
-            inputs = {name: value.to(self.device) for name, value in inputs.items()}
-            part = self.forward_backward_step(
-                input_dict=inputs, labels=labels.to(self.device), global_valid_tokens=all_tokens
-            )
+            labels = labels.to(self.device)
+            with self.train_context():
+                losses = model(inputs["input"].to(self.device), labels)  # (B, S)
+                part = losses.sum() / all_tokens
+                part.backward()
             parts.append(part.detach())
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self.model_parts[0].parameters()), self.job_config.training.max_norm, foreach=True
-        )
+            if logged:
+                source = inputs["source"].to(self.device)
+                by_source.append(loss_sums_by_source(losses, labels, source, len(self.dataloader.mixture.source_names)))
+            del losses
+        max_norm = self.job_config.training.max_norm
+        grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
         loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens, grad_norm)
         self._judge(loss, norm)
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
-        if self.metrics_processor.should_log(self.step):
-            seen = self.ntokens_seen * torch.distributed.get_world_size()
-            self.metrics_processor.log(self.step, loss, max_loss, norm, extra_metrics={"n_tokens_seen": seen, "lr": lr})
+        if logged:
+            self.metrics_processor.log_step(
+                self.step, loss, max_loss, norm, lr, torch.stack(by_source).sum(0), self.dataloader,
+                self.checkpointer.times,
+            )  # fmt: skip
         self._after_step()
+
+    def _read_step(self, data_iterator: Iterator[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
+        """This rank's micro-batches of one step, their tokens that count in the loss, and those of all ranks."""
+        batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+        tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
+        mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
+        return batches, tokens, dist_utils.dist_sum(tokens, mesh)
 
     def _exchange(self, loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float, float]:
         """One exchange of four numbers a rank: (mean loss, highest loss of a rank, gradient norm) of the whole step.
@@ -197,44 +186,37 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         torch.distributed.all_gather_into_tensor(gathered, mine)
         everyone = gathered.view(-1, len(mine))
         total, _, highest, norm, stops = torch.cat([everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]).tolist()
-        self.stopping = self.checkpointer.save_now = stops > 0
+        self.stopping = stops > 0
         return total, highest, norm
 
     def _judge(self, loss: float, grad_norm: float) -> None:
         try:
             self.guard.check(loss, grad_norm)
-        except UncleanStep as problem:
+        except BadStep as problem:
             if torch.distributed.get_rank() == 0:
-                self._record_unclean_step(loss, grad_norm, str(problem))
+                self._record_bad_step(loss, grad_norm, str(problem))
             raise
 
-    def _record_unclean_step(self, loss: float, grad_norm: float, reason: str) -> None:
+    def _record_bad_step(self, loss: float, grad_norm: float, reason: str) -> None:
         """The refused batch, every sequence by source and offset, in a file of its own beside the event."""
         size = self.job_config.training.global_batch_size
         batch = self.dataloader.locate(self.dataloader.sequences - size, size)
-        path = self.run / "unclean" / f"step-{self.step}.attempt-{self.attempt}.json"
+        path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.json"
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
         facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": reason, "batch": str(path)}
-        record_event(self.run, "unclean_step", attempt=self.attempt, step=self.step, **facts)
+        record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
 
     def _after_step(self) -> None:
         self.heartbeat.beat(self.step)
         if self.first_step_of_process and self.step != 1:
-            # TorchTitan shortens the timeout after step 1 only, so a resumed job would keep the long one for ever
+            # TorchTitan shortens the timeout after step 1 only, so a resumed job would keep the long one
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.first_step_of_process = False
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "guard": self.guard.state_dict()}
-
-    def forward_backward_step(self, *, input_dict: dict[str, torch.Tensor], **rest: Any) -> torch.Tensor:
-        """TorchTitan hands every key but "input" to the model; the sources are for the log, at logged steps."""
-        source = input_dict.pop("source")
-        watched = self.returns_losses and self.metrics_processor.should_log(self.step)
-        self.source_losses.source = source if watched else None
-        return super().forward_backward_step(input_dict=input_dict, **rest)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the step; the token counter is this rank's share of what all ranks have seen."""

@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
 from data_mixtures.mixture import read_lock, valid_windows
 
-from .metrics import RunMetrics
-from .source_losses import sequence_losses
+from .metrics import RunMetrics, sequence_losses
 
 
 def held_out(lock_path: Path, windows_per_source: int) -> dict[str, np.ndarray]:
@@ -58,12 +56,14 @@ class HeldOutValidator(BaseValidator):
     def __init__(
         self,
         job_config: Any,
-        rank: int,
-        ranks: int,
-        mesh: DeviceMesh | None,
-        train_context: Callable[[], AbstractContextManager[None]],
-        metrics: RunMetrics,
+        dp_world_size: int,
+        dp_rank: int,
+        parallel_dims: ParallelDims,
+        validation_context: Callable[[], AbstractContextManager[None]],
+        metrics_processor: RunMetrics,
+        **unused: Any,
     ):
+        """TorchTitan's arguments. Raises ValueError for a frequency or a mixture that cannot be validated."""
         super().__init__(job_config)
         section, log_freq = job_config.validation, job_config.metrics.log_freq
         if section.freq % log_freq:
@@ -74,14 +74,15 @@ class HeldOutValidator(BaseValidator):
         lock = Path(job_config.mixture.lock)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
         windows = held_out(lock, section.windows_per_source)
-        self.names, self.mesh, self.metrics = list(windows), mesh, metrics
+        self.names, self.metrics = list(windows), metrics_processor
+        self.mesh = parallel_dims.get_optional_mesh("loss")
         self.weights = [weights[name] for name in self.names]
         self.tokens_per_source = [w[:, 1:].size for w in windows.values()]
         source = np.repeat(np.arange(len(windows)), [len(w) for w in windows.values()])
         everything = np.concatenate(list(windows.values()))
-        tokens, sources = deal_out(everything, source, ranks, section.local_batch_size, len(windows))
-        self.tokens, self.sources = torch.from_numpy(tokens[:, rank]), torch.from_numpy(sources[:, rank])
-        self.train_context = train_context
+        tokens, sources = deal_out(everything, source, dp_world_size, section.local_batch_size, len(windows))
+        self.tokens, self.sources = torch.from_numpy(tokens[:, dp_rank]), torch.from_numpy(sources[:, dp_rank])
+        self.context = validation_context
 
     def should_validate(self, step: int) -> bool:
         return step % self.job_config.validation.freq == 0 or step == self.job_config.training.steps
@@ -95,7 +96,7 @@ class HeldOutValidator(BaseValidator):
         sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=utils.device_type)
         for tokens, source in zip(self.tokens, self.sources, strict=True):  # signals wait: it is a few batches
             batch = tokens.to(utils.device_type, torch.int64)
-            with self.train_context():
+            with self.context():
                 losses = sequence_losses(model(batch[:, :-1], labels=batch[:, 1:]))
             sums.index_add_(0, source.to(utils.device_type), losses)
         model.train()
@@ -105,17 +106,3 @@ class HeldOutValidator(BaseValidator):
         total = sum(w * mean for w, mean in zip(self.weights, means, strict=True)) / sum(self.weights)
         by_source = dict(zip(self.names, means, strict=True))
         self.metrics.log_held_out(step, total, by_source, time.perf_counter() - started)
-
-
-def build_held_out_validator(
-    job_config: Any,
-    dp_world_size: int,
-    dp_rank: int,
-    parallel_dims: ParallelDims,
-    validation_context: Callable[[], AbstractContextManager[None]],
-    metrics_processor: RunMetrics,
-    **unused: Any,
-) -> HeldOutValidator:
-    """TorchTitan's validator builder. Raises ValueError for a frequency or a mixture that cannot be validated."""
-    mesh = parallel_dims.get_optional_mesh("loss")
-    return HeldOutValidator(job_config, dp_rank, dp_world_size, mesh, validation_context, metrics_processor)

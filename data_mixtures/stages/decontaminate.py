@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import glob
-import gzip
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,11 +23,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from data_mixtures.readers import jsonl
 from data_mixtures.stages import stage, word_hashes
 from records.files import file_sha256, write_atomically
 
 INDEX = "benchmarks.npz"
-CODE = ("stages/decontaminate.py", "stages/word_hashes.py")  # decides what is found
+CODE = ("stages/decontaminate.py", "stages/word_hashes.py", "readers/jsonl.py")  # decides what is found
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
 _TELLING_WORDS = 3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
@@ -252,13 +252,8 @@ def _items(path: Path) -> Iterator[list[str]]:
         for batch in pq.ParquetFile(path).iter_batches(1024):
             yield from (list(_strings(row)) for row in batch.to_pylist())
         return
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield list(_strings(json.loads(line)))
-                except ValueError as error:
-                    raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
+    for _, item in jsonl.objects(path):
+        yield list(_strings(item))
 
 
 def _strings(value: Any, inside_list: bool = False) -> Iterator[str]:

@@ -1,14 +1,12 @@
 """fetch: DIR/plan.json -> DIR/fetch/<source>/unit-NNNNN/raw.parquet, checked against what was planned.
 
 Files of a hub dataset keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its text must
-be in the planned column. Local files go through the readers of `texts` into one column of text; what these leave out is
-counted. Both are whole or not there.
+be in the planned column. Local files go through `readers` into one column of text; what these leave out is counted.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import random
 import shutil
 import time
@@ -16,26 +14,23 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 from huggingface_hub import errors as hub_errors
 
-from data_mixtures.readers import collect, origins
-from data_mixtures.recipe import GENERATED, HubSource, Input, LocalSource, Recipe
-from data_mixtures.stages import plan
-from data_mixtures.stages.stage import Unit, is_done, key_of, read_receipt
+from data_mixtures.readers import files, hub
+from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
+from data_mixtures.stages import plan, stage
+from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of, read_receipt
+from records.files import file_sha256
 
-RAW = "raw.parquet"
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
-FIRST_WAIT_S = 2.0  # doubled with every attempt, and shortened by chance, so that not all workers come back at once
-_READERS = (
-    "stages/fetch.py",
-    *(f"readers/{name}" for name in ("collect.py", "texts.py", "manpages.py", "generated.py", "phrases.toml")),
-)
+FIRST_WAIT_S = 2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
+_READERS = ("stages/fetch.py", "readers/files.py", "readers/text.py", "readers/jsonl.py")
 
 
 class Damaged(ValueError):
@@ -43,36 +38,30 @@ class Damaged(ValueError):
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """One unit: one Parquet file of the hub or of its mirror, or a run of local files."""
+class Fetch(Stage):
+    """One unit: one Parquet file of the hub or of its mirror, or a group of local files."""
 
-    recipe: Recipe
-    out: Path
-    sources: tuple[str, ...]
+    name = "fetch"
     mirror: str | None = None
-    name: ClassVar[str] = "fetch"
-
-    def units(self) -> list[Unit]:
-        return [unit for name in self.sources for unit in plan.units(self.out, name)]
 
     def key(self, unit: Unit) -> str:
-        entry = plan.unit(self.out, unit)
+        entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
             return key_of(_READERS, entry, self.recipe.max_document_chars)
-        described = plan.source(self.out, unit.source)
+        described = stage.planned(self.out, unit.source)
         return key_of((), described["repo"], described["revision"], entry)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        entry = plan.unit(self.out, unit)
+        entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
             return _read_local(entry, folder / RAW, self.recipe.max_document_chars)
         return self._download(unit, entry, folder / RAW)
 
-    def _download(self, unit: Unit, entry: plan.Entry, target: Path) -> dict[str, Any]:
-        described = plan.source(self.out, unit.source)
+    def _download(self, unit: Unit, entry: Entry, target: Path) -> dict[str, Any]:
+        described = stage.planned(self.out, unit.source)
         wanted = next(each for each in self.recipe.sources if each.name == unit.source)
         assert isinstance(wanted, HubSource), f"{unit} is planned as a Parquet file, its source is not of the hub"
-        origin = origins.origin(self.mirror)
+        origin = hub.origin(self.mirror)
         attempts = ATTEMPTS if origin.remote else 1
         for attempt in range(attempts):
             try:
@@ -81,7 +70,7 @@ class Fetch:
                 return {"documents": rows, "bytes": entry["bytes"]}
             except Exception as error:
                 target.unlink(missing_ok=True)
-                if attempt + 1 == attempts or not _may_pass(error):
+                if attempt + 1 == attempts or not _is_transient(error):
                     raise _for_users(error, described, entry) from error
                 time.sleep(FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1))
         raise AssertionError("the last attempt returns or raises")
@@ -96,14 +85,14 @@ class Fetch:
                 assert receipt is not None, f"{unit} is done"
                 held += 0 if receipt.get("freed") else sum(entry["bytes"] for entry in receipt["files"].values())
             else:
-                todo[unit.source] += plan.unit(self.out, unit).get("bytes", 0)
+                todo[unit.source] += stage.planned_unit(self.out, unit).get("bytes", 0)
         need, listed = sum(todo.values()), ", ".join(f"{name} {size:,}" for name, size in todo.items())
         if budget_bytes is not None and held + need > budget_bytes:
             raise ValueError(
                 f"{held:,} bytes are fetched and {need:,} are to come ({listed}), more than --budget-bytes "
-                f"{budget_bytes:,}; fetch fewer --sources at a time, and free what the next stage is through with"
+                f"{budget_bytes:,}; fetch fewer --sources at a time, and `free` what the next stage has read"
             )
-        linked = self.mirror is not None and not origins.origin(self.mirror).remote
+        linked = self.mirror is not None and not hub.origin(self.mirror).remote
         free = shutil.disk_usage(self.out).free
         if not linked and need > free:
             raise ValueError(
@@ -111,28 +100,27 @@ class Fetch:
             )
 
 
-def check(path: Path, entry: plan.Entry, wanted: HubSource, where: str) -> int:
+def check(path: Path, entry: Entry, wanted: HubSource, where: str) -> int:
     """A fetched file against its plan; returns its rows. Damaged says what differs."""
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise Damaged(f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file")
     if entry["sha256"] is not None:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_sha256(path)
         if found != entry["sha256"]:
             raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
     try:
         with pyarrow.parquet.ParquetFile(path) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
     except pyarrow.ArrowInvalid as error:
-        raise Damaged(f"{where} is not whole as Parquet ({error}): truncated, or another file") from error
+        raise Damaged(f"{where} is not a complete Parquet file ({error}): truncated, or another file") from error
     if (column := plan.text_column(schema, wanted, where)) != entry["text_column"]:
         raise Damaged(f"{where} has its text in the column {column!r}, the plan says {entry['text_column']!r}")
     return rows
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether another attempt may do: the network and damaged transfers, but no refusal and no full disk."""
+def _is_transient(error: Exception) -> bool:
+    """Whether another attempt may succeed: after network errors and damaged transfers, not a refusal or a full disk."""
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
     if isinstance(error, FileNotFoundError | PermissionError | hub_errors.EntryNotFoundError):
@@ -140,32 +128,32 @@ def _may_pass(error: Exception) -> bool:
     return getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _for_users(error: Exception, described: plan.Entry, entry: plan.Entry) -> Exception:
+def _for_users(error: Exception, described: Entry, entry: Entry) -> Exception:
     where = f"{described['repo']}/{entry['path']} @ {described['revision']}"
     if isinstance(error, FileNotFoundError | hub_errors.EntryNotFoundError):
         return ValueError(
-            f"{where} is planned and no longer there; has the mirror changed? Remove plan.json and plan again"
+            f"{where} is planned and no longer there; has the mirror changed? Delete plan.json and plan again"
         )
     if isinstance(error, Damaged) or getattr(error, "errno", None) is not None:
         return error
     return ValueError(f"{where}: {type(error).__name__}: {error}")
 
 
-def _read_local(entry: plan.Entry, target: Path, max_document_chars: int) -> dict[str, Any]:
+def _read_local(entry: Entry, target: Path, max_document_chars: int) -> dict[str, Any]:
     given = entry["input"]
-    source_input = Input(given["kind"], given["max_bytes"], tuple(given["paths"]), tuple(given["exclude"]))
+    source_input = Input(**{**given, "paths": tuple(given["paths"]), "exclude": tuple(given["exclude"])})
     dropped: Counter[str] = Counter()
     documents, size = 0, 0
     paths = [Path(path) for path, _, _ in entry["files"]]
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         try:
-            for batch in _batches(collect.documents(source_input, paths, max_document_chars, dropped)):
+            for batch in _batches(files.documents(source_input, paths, max_document_chars, dropped)):
                 writer.write_batch(pyarrow.record_batch([batch], schema=TEXT_SCHEMA))
                 documents += len(batch)
                 size += sum(len(text.encode()) for text in batch)
         except FileNotFoundError as error:
             raise ValueError(
-                f"{error.filename} is planned and no longer there; start again, which plans anew"
+                f"{error.filename} is planned and no longer there; start again, which lists the files again"
             ) from error
     return {"documents": documents, "bytes": size, "dropped": dict(sorted(dropped.items()))}
 
@@ -187,17 +175,17 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     for each in recipe.sources:
         if each.name not in sources:
             continue
-        receipts = [read_receipt(out, "fetch", unit) for unit in plan.units(out, each.name)]
+        receipts = [read_receipt(out, "fetch", unit) for unit in stage.planned_units(out, each.name)]
         counts = [receipt["counts"] for receipt in receipts if receipt is not None]
         if isinstance(each, LocalSource):
-            _check_local(each, sum(count["bytes"] for count in counts))
+            _check_local(each, out, sum(count["bytes"] for count in counts))
         elif not sum(count["documents"] for count in counts):
             raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them")
 
 
-def _check_local(each: LocalSource, total: int) -> None:
+def _check_local(each: LocalSource, out: Path, total: int) -> None:
     if total < each.min_bytes:
-        kinds = [f"{i.kind}: {len(collect.files(i))} files" for i in each.inputs if i.kind not in GENERATED]
+        kinds = [f"{i.kind}: {len(files.find(i, files.roots(out)))} files" for i in each.inputs]
         raise ValueError(
             f"source {each.name!r} found {total} bytes of text on this machine ({', '.join(kinds)}), it needs at "
             f"least min_bytes = {each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"

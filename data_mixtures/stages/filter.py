@@ -1,9 +1,9 @@
 """filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts worth training on with their ids.
 
-Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A document that is dropped counts
-for the first reason that holds: not_utf8, empty, too_short, too_long, contaminated (`decontaminate`). Order is kept.
-The bytes written depend on the input and pyarrow's version alone: no dictionaries, no statistics, row groups cut by
-size. Memory is bounded by a row group, whatever the size of the file.
+Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A dropped document is
+counted under the first reason that holds: not_utf8, empty, too_short, too_long, contaminated (`decontaminate`). The
+order is kept. The bytes written depend on the input and pyarrow's version alone: no dictionaries, no statistics, row
+groups cut by size. Memory is bounded by a row group, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
 from data_mixtures import shards
-from data_mixtures.recipe import Recipe
-from data_mixtures.stages import decontaminate, plan, stage
+from data_mixtures.stages import decontaminate, stage
+from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
 
-RAW = "raw.parquet"
-DOCUMENTS = "documents.parquet"
 CONTAMINATION = "contamination.json"
 REASONS = ("not_utf8", "empty", "too_short", "too_long", "contaminated")
 SCHEMA = pa.schema([pa.field("doc_id", pa.binary(16)), pa.field("text", pa.string())])
@@ -33,37 +31,30 @@ _MODULES = ("stages/filter.py", *decontaminate.CODE)
 
 
 @dataclass(frozen=True)
-class Filter:
-    """One unit: the documents of one raw Parquet file. The index of the benchmarks must be there (`make_index`)."""
+class Filter(Stage):
+    """One unit: the documents of one raw Parquet file. The benchmark index must have been built (`make_index`)."""
 
-    recipe: Recipe
-    out: Path
-    sources: tuple[str, ...]
-    name: ClassVar[str] = "filter"
+    name = "filter"
 
-    def units(self) -> list[stage.Unit]:
-        return [unit for source in self.sources for unit in plan.units(self.out, source)]
-
-    def key(self, unit: stage.Unit) -> str:
-        before, column = plan.raw_text(self.out, unit)
-        receipt = stage.read_receipt(self.out, before, unit)
+    def key(self, unit: Unit) -> str:
+        before, column = stage.raw_text(self.out, unit)
+        files = stage.made_files(self.out, before, unit)
         limits = [self.recipe.filter.min_chars, self.recipe.filter.max_chars]
-        files = receipt["files"] if receipt is not None else None
         index = decontaminate.identity(self.out, self.recipe.filter.benchmarks)
         return stage.key_of(_MODULES, pa.__version__, limits, column, index, files)
 
-    def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
-        before, column = plan.raw_text(self.out, unit)
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        before, column = stage.raw_text(self.out, unit)
         raw, _ = stage.result(self.out, before, unit)
         limits = self.recipe.filter
-        sieve = Sieve(limits.min_chars, limits.max_chars, decontaminate.load(self.out, limits.benchmarks))
-        write(folder / DOCUMENTS, (sieve.kept(batch) for batch in raw_texts(raw / RAW, column)))
-        shards.write_json(folder / CONTAMINATION, {name: hit["items"] for name, hit in sieve.contamination().items()})
-        return sieve.counts()
+        chosen = DocumentFilter(limits.min_chars, limits.max_chars, decontaminate.load(self.out, limits.benchmarks))
+        write(folder / DOCUMENTS, (chosen.kept(batch) for batch in raw_texts(raw / RAW, column)))
+        shards.write_json(folder / CONTAMINATION, {name: hit["items"] for name, hit in chosen.contamination().items()})
+        return chosen.counts()
 
 
-class Sieve:
-    """What stays of texts, and counts of the rest. `index` is None where no benchmarks are to be kept out."""
+class DocumentFilter:
+    """Keeps texts, and counts those that it drops. index: None to keep texts that hold items of benchmarks."""
 
     def __init__(self, min_chars: int, max_chars: int, index: decontaminate.Index | None) -> None:
         self.min_chars, self.max_chars, self.index = min_chars, max_chars, index
@@ -73,7 +64,7 @@ class Sieve:
         self._items: dict[str, Counter[int]] = {}
 
     def kept(self, raw: list[bytes | None]) -> list[bytes]:
-        """The texts that stay, as UTF-8, in their order."""
+        """The texts to keep, as UTF-8, in their order."""
         self._read += len(raw)
         texts = [text for each in raw if (text := self._readable(each)) is not None]
         if self.index is not None:
@@ -179,10 +170,7 @@ def _found(out: Path, benchmark: decontaminate.Benchmark, sources: Iterable[str]
     for source in sources:
         items: set[str] = set()
         documents = 0
-        for unit in plan.units(out, source):
-            receipt = stage.read_receipt(out, Filter.name, unit)
-            if receipt is None:
-                raise ValueError(f"{out}: {unit} has not been through {Filter.name!r} yet; run that stage first")
+        for receipt in stage.receipts(out, Filter.name, source):
             hit = receipt["counts"]["contamination"].get(benchmark.name, {"documents": 0, "items": {}})
             documents += hit["documents"]
             items.update(hit["items"])

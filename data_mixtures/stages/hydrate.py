@@ -1,8 +1,8 @@
 """hydrate: metadata of code (repository, commit, path) -> DIR/hydrate/<source>/unit-NNNNN/raw.parquet with the text.
 
-The datasets of code list files without their content. A resolver finds it: "local:FOLDER" looks into
-FOLDER/<repo>/<commit>/<path>; "module:attribute" names a callable of your own that takes a list of rows and returns,
-for each, its bytes or why there are none. What is missing is counted by reason, and too much of it stops the run.
+The code datasets list files without their content. A resolver supplies it: "local:FOLDER" reads
+FOLDER/<repo>/<commit>/<path>; "module:attribute" names your own callable, which takes a list of rows and returns, for
+each row, its bytes or the reason why there are none. Missing content is counted by reason; too much is an error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
-from data_mixtures.recipe import HubSource, Recipe
-from data_mixtures.stages import fetch, plan, stage
-from data_mixtures.stages.stage import Unit, key_of
+from data_mixtures.recipe import HubSource
+from data_mixtures.stages import fetch, stage
+from data_mixtures.stages.stage import RAW, Stage, Unit, key_of
 
 BLOB_COLUMN = "blob_id"  # sha1 of the git object, where the metadata has it
 ROWS = 1024  # asked of a resolver at once
@@ -47,17 +47,14 @@ Resolver = Callable[[list[Row]], Iterable[bytes | Missing]]
 
 
 @dataclass(frozen=True)
-class Hydrate:
+class Hydrate(Stage):
     """One unit: the rows of one fetched Parquet file, in their order, those without content left out."""
 
-    recipe: Recipe
-    out: Path
-    sources: tuple[str, ...]
-    name: ClassVar[str] = "hydrate"
+    name = "hydrate"
 
     def units(self) -> list[Unit]:
         self.check()
-        return [unit for name in self._to_hydrate() for unit in plan.units(self.out, name)]
+        return [unit for name in self._to_hydrate() for unit in stage.planned_units(self.out, name)]
 
     def _to_hydrate(self) -> list[str]:
         hub = [each for each in self.recipe.sources if isinstance(each, HubSource) and each.name in self.sources]
@@ -70,16 +67,15 @@ class Hydrate:
         if self.recipe.hydrate is None:
             raise ValueError(
                 f"{', '.join(names)} list files without their text: add [hydrate] with a resolver to the recipe, or "
-                "leave them out (without = [...]), as the recipes named no-hydration do"
+                "leave them out (without = [...]), as nemotron-no-hydration.toml does"
             )
         resolver(self.recipe.hydrate.resolver)
 
     def key(self, unit: Unit) -> str:
         settings = self.recipe.hydrate
         assert settings is not None, "units() has refused a recipe without a resolver"
-        receipt = stage.read_receipt(self.out, "fetch", unit)
-        files = receipt["files"] if receipt is not None else None
-        # a resolver is known by its name: when what it finds has changed, remove DIR/hydrate
+        files = stage.made_files(self.out, "fetch", unit)
+        # a resolver is known by its name alone: when it returns other content, delete DIR/hydrate
         return key_of(("stages/hydrate.py",), settings.resolver, settings.max_missing_share, files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
@@ -89,8 +85,8 @@ class Hydrate:
         counts = {"rows": 0, "documents": 0, "bytes": 0}
         missing: Counter[str] = Counter()
         resolve = resolver(settings.resolver)
-        with pyarrow.parquet.ParquetWriter(folder / fetch.RAW, fetch.TEXT_SCHEMA, compression="zstd") as writer:
-            for rows in _rows(raw / fetch.RAW):
+        with pyarrow.parquet.ParquetWriter(folder / RAW, fetch.TEXT_SCHEMA, compression="zstd") as writer:
+            for rows in _rows(raw / RAW):
                 texts = _texts(rows, resolve, settings.resolver, missing)
                 counts["rows"] += len(rows)
                 counts["documents"] += len(texts)

@@ -1,6 +1,6 @@
 """The manifest of a source: its finished shards under DIR/<source>/, with source.json that says what they are.
 
-Files are hard links of what `shuffle` wrote (copies where the file system cannot link), and the folder appears by one
+Files are hard links to those of `shuffle` (copies where the file system cannot link), and the folder appears by one
 rename. Every document that was read is in source.json: read == kept + sum(dropped). It is a pure function of the texts,
 the plan, the tokenizer, the recipe's numbers and the code: no time, no host.
 """
@@ -21,29 +21,31 @@ from rich.console import Console
 from data_mixtures import mixture, shards, tokenizer
 from data_mixtures.recipe import Recipe
 from data_mixtures.stages import shuffle, stage
-from data_mixtures.stages.plan import source as planned
-from data_mixtures.stages.stage import Unit
-from data_mixtures.stages.tokenize_units import TOKENIZER
+from data_mixtures.stages.stage import TOKENIZER, Unit, receipts
 from records.files import file_sha256
 
+PACKAGE = Path(__file__).parents[1]
 _BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
 # modules that decide no byte of a shard: they run, read, check or report
-_RUN = ("__init__", "__main__", "command", "execute", "executors", "prepare", "stage", "table")
-_READ = ("manifest", "mixture", "order", "quarantine", "stats", "stats_page", "verify", "window_files")
+NOT_IN_VERSION = (
+    "__init__.py", "__main__.py", "prepare.py", "mixture.py", "order.py", "window_files.py", "readers/__init__.py",
+    *(f"stages/{name}.py" for name in ("__init__", "stage", "table", "run", "executors", "slurm")),
+    *(f"stages/{name}.py" for name in ("manifest", "stats", "stats_page", "verify")),
+)  # fmt: skip
 
 
-def write(plan: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
+def write(recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
     """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
 
     ValueError when a stage before is not finished, or counts do not add up.
     """
     made = {}
     for source in sources:
-        made[source] = _publish(plan, out, source)
+        made[source] = _publish(recipe, out, source)
         console.print(f"{out / source}: {made[source]}", highlight=False, soft_wrap=True)
-    for phase, weights in plan.phases.items():
+    for phase, weights in recipe.phases.items():
         if all((out / name / shards.MANIFEST).is_file() for name in weights):
-            console.print(f"{mixture.write_lock(out, phase, plan)}", highlight=False, soft_wrap=True)
+            console.print(f"{mixture.write_lock(out, phase, recipe)}", highlight=False, soft_wrap=True)
         else:
             missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
             console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
@@ -52,22 +54,20 @@ def write(plan: Recipe, out: Path, sources: tuple[str, ...], console: Console) -
 
 def code_version() -> str:
     """A hash of the modules that decide the bytes of a source."""
-    package = Path(__file__).parents[1]
-    paths = sorted(path for path in package.rglob("*.py") if path.stem not in (*_RUN, *_READ))
+    paths = sorted(path for path in PACKAGE.rglob("*.py") if str(path.relative_to(PACKAGE)) not in NOT_IN_VERSION)
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
-def _publish(plan: Recipe, out: Path, source: str) -> str:
-    work = shuffle.Shuffle(plan, out, (source,))
-    receipts = shuffle.receipts(out, shuffle.SHUFFLE, source, work.shards(source) + 1)
-    entries = [receipt["counts"] for receipt in receipts]
-    description = _description(plan, out, source, entries)
-    files = _files(out, source, receipts)
+def _publish(recipe: Recipe, out: Path, source: str) -> str:
+    work = shuffle.WriteShards(recipe, out, (source,))
+    written = receipts(out, shuffle.SHUFFLE, source, work.shards(source) + 1)
+    description = _description(recipe, out, source, work.layout, [receipt["counts"] for receipt in written])
+    files = _files(out, source, written)
     final = out / source
     if _is_published(final, description, files):
         return "reused"
     partial = out / f".{source}.partial"
-    for left in (partial, out / f".{source}.old"):  # by a run that was killed
+    for left in (partial, out / f".{source}.old"):  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     try:
@@ -80,14 +80,14 @@ def _publish(plan: Recipe, out: Path, source: str) -> str:
     return "built"
 
 
-def _files(out: Path, source: str, receipts: tuple[dict[str, Any], ...]) -> dict[str, Path]:
-    folders = [stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) for number in range(len(receipts))]
-    pairs = zip(folders, receipts, strict=True)
+def _files(out: Path, source: str, written: tuple[dict[str, Any], ...]) -> dict[str, Path]:
+    folders = [stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) for number in range(len(written))]
+    pairs = zip(folders, written, strict=True)
     return {name: folder / name for folder, receipt in pairs for name in receipt["files"]}
 
 
 def _is_published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> bool:
-    """Whether the folder holds this description and these files; a freed file of `shuffle` must only be there."""
+    """Whether the folder holds this description and these files; files freed in `shuffle` are not compared."""
     try:
         if shards.read_manifest(final) != json.loads(json.dumps(description)):
             return False
@@ -100,7 +100,7 @@ def _is_published(final: Path, description: dict[str, Any], files: dict[str, Pat
 
 
 def _same(path: Path, published: Path) -> bool:
-    """The same file, or a copy that nobody touched since."""
+    """The same file, or a copy that was not changed since."""
     one, other = path.stat(), published.stat()
     return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
 
@@ -114,15 +114,16 @@ def _link(path: Path, link: Path) -> None:
         shutil.copy2(path, link)
 
 
-def _description(plan: Recipe, out: Path, source: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _description(
+    recipe: Recipe, out: Path, source: str, layout: shards.Layout, entries: list[dict[str, Any]]
+) -> dict[str, Any]:
     *train, valid = entries
     model = tokenizer.load(out / TOKENIZER)
-    layout = shuffle.Shuffle(plan, out, (source,)).layout
     return {
         "format": shards.FORMAT,
         "source": source,
-        "category": next(each.category for each in plan.sources if each.name == source),
-        "plan_hash": planned(out, source)["plan_hash"],
+        "category": next(each.category for each in recipe.sources if each.name == source),
+        "plan_hash": stage.planned(out, source)["plan_hash"],
         "code_version": code_version(),
         **asdict(layout),
         "tokenizer_sha256": file_sha256(out / TOKENIZER),
@@ -138,7 +139,7 @@ def _description(plan: Recipe, out: Path, source: str, entries: list[dict[str, A
 def _counts(out: Path, source: str) -> dict[str, Any]:
     """Documents, tokens and bytes that are kept, and all that was read, with the reasons why the rest is not there."""
     filtered, tokenized = (_all_counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
-    ordered = _all_counts(out, shuffle.ORDER, source)
+    ordered = _all_counts(out, shuffle.ORDER, source, shuffle.key_ranges(out, source))
     parts = [counts[part] for counts in ordered for part in ("train", "valid")]
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter({"duplicate": sum(counts["duplicate"] for counts in ordered)})
@@ -161,8 +162,8 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
     return {**kept, "read": read, "kept": kept["documents"], "dropped": dict(sorted(dropped.items()))}
 
 
-def _all_counts(out: Path, name: str, source: str) -> list[dict[str, Any]]:
-    return [receipt["counts"] for receipt in shuffle.receipts(out, name, source)]
+def _all_counts(out: Path, name: str, source: str, units: int | None = None) -> list[dict[str, Any]]:
+    return [receipt["counts"] for receipt in receipts(out, name, source, units)]
 
 
 def _contamination(out: Path, source: str) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 """plan: a recipe -> DIR/plan.json, every file that will be read, before any is.
 
-First all repositories are asked whether they may be read, and all that refuse are named at once. Then every source gets
-its units in a stable order: one unit a Parquet file, with its size and hash, or a run of local files. The columns are
-read from the footer of each folder's first file, never assumed. What is planned for a source of the hub stays planned,
-as a revision does not change; local files are looked up anew at every start.
+First the access to all repositories is checked, and all that refuse are named at once. Then every source gets its units
+in a stable order: one Parquet file each, with its size and hash, or a group of local files. The columns are read from
+the footer of each folder's first file, never assumed. The plan of a hub source is kept, as a revision does not change;
+local files are listed again at every start, after the recipe's `corpus` program has written its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,80 +23,42 @@ import pyarrow
 import pyarrow.parquet
 
 from data_mixtures import shards
-from data_mixtures.readers import collect, origins
+from data_mixtures.readers import files, hub
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, check_known
-from data_mixtures.stages.stage import Unit
+from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, read_plan
 
-PLAN = "plan.json"
-FORMAT = 1
-UNIT_BYTES = 64 << 20  # local files of about so many bytes are one unit
+UNIT_BYTES = 64 << 20  # of local files in one unit
 METADATA_COLUMNS = ("repo", "commit_id", "rel_path")
-Entry = dict[str, Any]
-
-
-def read(out: Path) -> dict[str, Any]:
-    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError when there is none."""
-    path = out / PLAN
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first")
-    status = path.stat()
-    return _read(path, status.st_mtime_ns, status.st_size)
-
-
-@functools.lru_cache(maxsize=4)
-def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    plan = json.loads(path.read_text(encoding="utf-8"))
-    if plan.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} has format {plan.get('format')!r}, this code reads {FORMAT}; remove it and plan again"
-        )
-    return plan
-
-
-def source(out: Path, name: str) -> Entry:
-    """What is planned for a source. ValueError when the plan lacks it."""
-    planned = read(out)["sources"]
-    if name not in planned:
-        raise ValueError(f"{out / PLAN} lacks source {name!r}; plan it first (python -m data_mixtures plan)")
-    return planned[name]
-
-
-def units(out: Path, name: str) -> list[Unit]:
-    """The units of a source, in their order; the same from fetch to tokenize."""
-    return [Unit(name, entry["number"]) for entry in source(out, name)["units"]]
-
-
-def unit(out: Path, wanted: Unit) -> Entry:
-    return source(out, wanted.source)["units"][wanted.number]
-
-
-def raw_text(out: Path, wanted: Unit) -> tuple[str, str]:
-    """(stage, column): raw.parquet of which stage holds the unit's text, and the name of its column."""
-    entry = unit(out, wanted)
-    if entry["kind"] == "parquet" and entry["text_column"] is not None:
-        return "fetch", entry["text_column"]
-    return ("fetch" if entry["kind"] == "local" else "hydrate"), "text"
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> dict[str, Any]:
     """Plan the named sources (others in plan.json stay) and write plan.json. ValueError names all that is refused."""
-    before = read(out)["sources"] if (out / PLAN).is_file() else {}
+    before = read_plan(out)["sources"] if (out / PLAN).is_file() else {}
     chosen = [each for each in recipe.sources if each.name in set(names)]
     check_known("source", names, [each.name for each in recipe.sources])
-    planned = {each.name: _local(each) for each in chosen if isinstance(each, LocalSource)}
-    hub = [each for each in chosen if isinstance(each, HubSource)]
-    same = [each for each in hub if before.get(each.name, {}).get("spec") == _spec(each)]
+    local = [each for each in chosen if isinstance(each, LocalSource)]
+    if recipe.corpus is not None and local:
+        _write_corpus(recipe.corpus, Path(files.roots(out)["corpus"]))
+    planned = {each.name: _local(each, out) for each in local}
+    remote = [each for each in chosen if isinstance(each, HubSource)]
+    same = [each for each in remote if before.get(each.name, {}).get("spec") == _spec(each)]
     planned |= {each.name: before[each.name] for each in same}
-    new = [each for each in hub if each not in same]
+    new = [each for each in remote if each not in same]
     if new:
-        planned |= _ask(origins.origin(mirror), new)
+        planned |= _ask(hub.origin(mirror), new)
     order = [each.name for each in recipe.sources]
     known = {**before, **planned}
-    plan = {"format": FORMAT, "sources": {name: known[name] for name in order if name in known}}
-    if not (out / PLAN).is_file() or plan != read(out):
+    plan = {"format": PLAN_FORMAT, "sources": {name: known[name] for name in order if name in known}}
+    if not (out / PLAN).is_file() or plan != read_plan(out):
         out.mkdir(parents=True, exist_ok=True)
         shards.write_json(out / PLAN, plan)
     return plan
+
+
+def _write_corpus(module: str, folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--out", str(folder)], stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"corpus = {module!r} ended with exit status {done.returncode}:\n{done.stderr.strip()}")
 
 
 def _spec(each: HubSource) -> Entry:
@@ -109,19 +72,22 @@ def _hashed(entry: Entry, decides: Any) -> Entry:
     return {**entry, "plan_hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _local(each: LocalSource) -> Entry:
+def _local(each: LocalSource, out: Path) -> Entry:
     """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
+    roots = files.roots(out)
     parts: list[tuple[Input, list[list[Any]]]] = []
     for source_input in each.inputs:
-        found = [[_name(path), *_size_and_time(path)] for path in collect.files(source_input)]
-        runs = [found] if source_input.max_bytes is not None else _runs(found)
-        parts += [(source_input, run) for run in runs if run or not source_input.paths]
+        found = [[_name(path), *_size_and_time(path)] for path in files.find(source_input, roots)]
+        groups = [found] if source_input.max_bytes is not None else _groups(found)
+        parts += [(source_input, group) for group in groups if group]
     entries = [
-        {"source": each.name, "number": number, "kind": "local", "input": asdict(part), "files": files}
-        for number, (part, files) in enumerate(parts)
+        {"source": each.name, "number": number, "kind": "local", "input": asdict(part), "files": group}
+        for number, (part, group) in enumerate(parts)
     ]
-    # files get other times and folders without other content: they are then read again, but the data is the same
-    decides = [[asdict(part), [[collect.portable(path), size] for path, size, _ in files]] for part, files in parts]
+    # a file may get another time or folder without other content: it is then read again, but the data is the same
+    decides = [
+        [asdict(part), [[files.portable(path, roots), size] for path, size, _ in group]] for part, group in parts
+    ]
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
 
 
@@ -139,19 +105,19 @@ def _size_and_time(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _runs(found: list[list[Any]]) -> list[list[list[Any]]]:
-    runs: list[list[list[Any]]] = []
+def _groups(found: list[list[Any]]) -> list[list[list[Any]]]:
+    groups: list[list[list[Any]]] = []
     size = UNIT_BYTES
     for entry in found:
         if size >= UNIT_BYTES:
-            runs.append([])
+            groups.append([])
             size = 0
-        runs[-1].append(entry)
+        groups[-1].append(entry)
         size += entry[1]
-    return runs
+    return groups
 
 
-def _ask(origin: origins.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
+def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
     """Access first, for all; then files and columns, for all. One error names every source that fails, and why."""
     revisions: dict[tuple[str, str], str] = {}
     refused: dict[str, list[str]] = {}
@@ -178,7 +144,7 @@ def _stop_at(refused: dict[str, list[str]], what: str) -> None:
         raise ValueError("\n".join([f"{what}; nothing was read:", *lines]))
 
 
-def _hub(origin: origins.Origin, each: HubSource, revision: str) -> Entry:
+def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
     entries: list[Entry] = []
     for config in each.configs:
         found = origin.files(each.repo, revision, config)
@@ -198,7 +164,7 @@ def _hub(origin: origins.Origin, each: HubSource, revision: str) -> Entry:
     return _hashed({**facts, **terms, "units": entries}, [each.repo, revision, entries])
 
 
-def _text_column(origin: origins.Origin, each: HubSource, revision: str, path: str) -> str | None:
+def _text_column(origin: hub.Origin, each: HubSource, revision: str, path: str) -> str | None:
     """The column of text by the file's footer; None for metadata, whose columns are checked instead."""
     try:
         with origin.open(each.repo, revision, path) as file:

@@ -2,8 +2,8 @@
 
 Each unit of `tokenize` is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low) are the halves of the
 128-bit hash of the text. So a range of keys is a contiguous slice of every unit, and the source's order is the merge of
-such slices. Step `order` merges the indexes of one range of keys (32 bytes a document, no tokens), drops exact
-duplicates and sets held-out documents apart. Step `shuffle` makes one shard: it reads the slices that hold its tokens,
+such slices. Stage `order` merges the indexes of one range of keys (32 bytes a document, no tokens), drops exact
+duplicates and sets held-out documents apart. Stage `shuffle` makes one shard: it reads the slices that hold its tokens,
 in large pieces, and puts the documents in their order. Tokens are read once and written once. Memory does not grow with
 the source or the number of its units; the bytes depend on neither units nor workers.
 """
@@ -22,13 +22,11 @@ import numpy as np
 import pyarrow
 
 from data_mixtures import shards
-from data_mixtures.recipe import Recipe
 from data_mixtures.stages import stage
-from data_mixtures.stages.plan import units as planned_units
-from data_mixtures.stages.stage import Unit
-from data_mixtures.stages.tokenize_units import DOCUMENT, DOCUMENTS, TOKENS, Tokenize
+from data_mixtures.stages.stage import Stage, Unit, receipts
+from data_mixtures.stages.tokenize import DOCUMENT, INDEX, TOKENS
 
-ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", Tokenize.name
+ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
 DOCUMENTS_PER_RANGE = 1 << 21  # about 300 MB while merging
 READ_TOKENS = 1 << 27  # put in order at a time: the more, the longer are the slices that are read of each unit
 COPY_TOKENS = 1 << 19  # written at a time: few enough to be hashed while they are in the cache
@@ -42,66 +40,38 @@ _COLUMNS = ["low", "start", "length", "unit"]
 
 
 @dataclass(frozen=True)
-class Order:
-    """Step `order`: one unit is a range of keys of a source; writes train.npy, valid.npy and slices.npy.
+class OrderDocuments(Stage):
+    """Stage `order`: one unit is a range of keys of a source; writes train.npy, valid.npy and slices.npy.
 
     train.npy and valid.npy: _PLACED, in the final order. slices.npy: int64 (units,), the tokens of each tokenized unit
     in this range, dropped documents included; sums over ranges tell where a slice begins.
     """
 
-    plan: Recipe
-    out: Path
-    sources: tuple[str, ...]
-    name: str = ORDER
+    name = ORDER
 
     def units(self) -> list[Unit]:
         return [Unit(source, n) for source in self.sources for n in range(key_ranges(self.out, source))]
 
     def key(self, unit: Unit) -> str:
-        indexes = [receipt["files"][DOCUMENTS] for receipt in receipts(self.out, UPSTREAM, unit.source)]
-        return stage.key_of(("stages/shuffle.py",), unit.number, self.plan.valid_per_10000, indexes)
+        indexes = [receipt["files"][INDEX] for receipt in receipts(self.out, UPSTREAM, unit.source)]
+        return stage.key_of(("stages/shuffle.py",), unit.number, self.recipe.valid_per_10000, indexes)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         low, high = range_bounds(unit.number, key_ranges(self.out, unit.source))
         parts, slices = read_slices(self.out, unit.source, low, high)
         documents = merge(parts)
-        held_out = documents["low"] < np.uint64(held_out_below(self.plan.valid_per_10000))
+        held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.valid_per_10000))
         read = int(slices["documents"].sum())
         counts: dict[str, Any] = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
-            np.save(folder / f"{name}.npy", part[_COLUMNS].astype(_PLACED))
+            shards.save_array(folder / f"{name}.npy", part[_COLUMNS].astype(_PLACED))
             counts[name] = {
                 "documents": len(part),
                 "tokens": int(part["length"].sum(dtype=np.int64)),
                 "bytes": int(part["bytes"].sum(dtype=np.int64)),
             }
-        np.save(folder / "slices.npy", slices["tokens"])
+        shards.save_array(folder / "slices.npy", slices["tokens"].copy())
         return counts
-
-
-def held_out_below(valid_per_10000: int) -> int:
-    """Documents whose id is smaller are held out."""
-    return valid_per_10000 * 2**64 // 10_000
-
-
-def receipts(out: Path, name: str, source: str, count: int | None = None) -> tuple[dict[str, Any], ...]:
-    """Receipts of the first `count` units of a stage, by default of all. ValueError when one is missing."""
-    folder = out / name / source
-    if count is None:
-        count = key_ranges(out, source) if name == ORDER else len(planned_units(out, source))
-    # a unit appears by a rename in this folder, so its time tells when receipts must be read again
-    return _receipts(out, name, source, count, folder.stat().st_mtime_ns if folder.is_dir() else 0)
-
-
-@functools.lru_cache(maxsize=256)
-def _receipts(out: Path, name: str, source: str, count: int, changed_ns: int) -> tuple[dict[str, Any], ...]:
-    found = []
-    for number in range(count):
-        receipt = stage.read_receipt(out, name, Unit(source, number))
-        if receipt is None:
-            raise ValueError(f"{out}: {Unit(source, number)} has not been through {name!r} yet; run that stage first")
-        found.append(receipt)
-    return tuple(found)
 
 
 def key_ranges(out: Path, source: str) -> int:
@@ -125,7 +95,7 @@ def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.nd
     units = len(receipts(out, UPSTREAM, source))
     parts, slices = [], np.zeros(units, dtype=_SLICE)
     for number in range(units):
-        documents = np.load(_tokenized(out, source, number) / DOCUMENTS, mmap_mode="r")
+        documents = np.load(_tokenized(out, source, number) / INDEX, mmap_mode="r")
         assert documents.dtype == DOCUMENT, f"{source} unit {number}: documents.npy has dtype {documents.dtype}"
         first, last = (bisect_left(documents, key, key=lambda row: int(row["key"])) for key in (low, high))
         part = np.empty(last - first, dtype=_MERGED)
@@ -168,21 +138,18 @@ def first_of_equals(documents: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Shuffle:
-    """Step `shuffle`: unit n of a source is its shard n, the one after its last shard is its held-out part.
+class WriteShards(Stage):
+    """Stage `shuffle`: unit n of a source is its shard n, the one after its last shard is its held-out part.
 
     The counts in a receipt are the file's entry in source.json.
     """
 
-    plan: Recipe
-    out: Path
-    sources: tuple[str, ...]
-    name: str = SHUFFLE
+    name = SHUFFLE
 
     @property
     def layout(self) -> shards.Layout:
-        plan = self.plan
-        return shards.Layout(plan.seed, plan.seq_len, plan.windows_per_shard, plan.valid_per_10000)
+        recipe = self.recipe
+        return shards.Layout(recipe.seed, recipe.seq_len, recipe.windows_per_shard, recipe.valid_per_10000)
 
     def units(self) -> list[Unit]:
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
@@ -192,17 +159,17 @@ class Shuffle:
         for part, name in (("train", "training"), ("valid", "held-out")):
             if not self._windows(source, part):
                 raise ValueError(
-                    f"source {source!r} has too little text for one {name} window of {self.plan.seq_len} tokens: "
+                    f"source {source!r} has too little text for one {name} window of {self.recipe.seq_len} tokens: "
                     "add text, or change seq_len or valid_per_10000"
                 )
-        return -(-self._windows(source, "train") // self.plan.windows_per_shard)
+        return -(-self._windows(source, "train") // self.recipe.windows_per_shard)
 
     def _windows(self, source: str, part: str) -> int:
         tokens = sum(receipt["counts"][part]["tokens"] for receipt in self._orders(source))
-        return shards.windows_in(tokens, self.plan.seq_len)
+        return shards.windows_in(tokens, self.recipe.seq_len)
 
     def _orders(self, source: str) -> tuple[dict[str, Any], ...]:
-        return receipts(self.out, ORDER, source)
+        return receipts(self.out, ORDER, source, key_ranges(self.out, source))
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
@@ -211,13 +178,13 @@ class Shuffle:
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         part = "train" if unit.number < self.shards(unit.source) else "valid"
-        windows, seq_len = self._windows(unit.source, part), self.plan.seq_len
+        windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         if part == "valid":
             documents = sum(receipt["counts"]["valid"]["documents"] for receipt in self._orders(unit.source))
             pieces = self._tokens(unit.source, part, 0, windows * seq_len + 1, [])
             return {**shards.write_pieces(folder / shards.VALID, pieces, seq_len), "documents": documents}
-        before = unit.number * self.plan.windows_per_shard
-        windows = min(windows - before, self.plan.windows_per_shard)
+        before = unit.number * self.recipe.windows_per_shard
+        windows = min(windows - before, self.recipe.windows_per_shard)
         first, last = before * seq_len, (before + windows) * seq_len  # the last token is the next shard's first as well
         begins: list[np.ndarray] = []
         pieces = self._tokens(unit.source, part, first, last + 1, begins)
@@ -280,7 +247,7 @@ def _buffer(tokens: int) -> np.ndarray:
 
 
 def _pieces(lengths: np.ndarray, tokens: int) -> Iterator[slice]:
-    """Consecutive documents with at most so many tokens together, at least one of them."""
+    """Slices of consecutive documents with at most `tokens` tokens together, at least one document each."""
     ends, begin, before = np.cumsum(lengths), 0, 0
     while begin < len(lengths):
         end = max(int(np.searchsorted(ends, before + tokens, side="right")), begin + 1)

@@ -1,12 +1,13 @@
-"""Stages: the way from text to shards in units of work, each with a receipt, each restartable after any kill.
+"""What all stages share: units of work, each with a receipt, each restartable after any kill; and the plan they follow.
 
 A unit's result is a folder, DIR/<stage>/<source>/unit-NNNNN/, that appears by one rename with its receipt.json inside:
-either it is whole or it is not there. The receipt holds the key (a hash of everything that the result depends on, the
-receipts of the stage before included), the size and hash of every file, and the counts. A unit whose receipt has the
-right key and whose files have their sizes is not done again; so a change cascades, and a restart costs what was lost.
-Results do not depend on how many workers there are: a unit sees its own inputs only. `execute` runs what is not done.
+either it is complete or it does not exist. The receipt holds the key (a hash of everything that the result depends on,
+including the receipts of the previous stage), the size and hash of every file, and the counts. A unit whose receipt has
+the right key and whose files have their sizes is not done again; so a change cascades, and a restart repeats only what
+was lost. Results do not depend on the number of workers: a unit reads its own inputs only. `run` does the units that
+are missing.
 
-The files of a unit can be freed when the stage after it is through: the receipt stays and says so.
+The files of a unit can be deleted (`free`) once the next stage is finished; the receipt stays and records that.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import xxhash
 
 from data_mixtures import shards
+from data_mixtures.recipe import Recipe
 
-RECEIPT = "receipt.json"
+PLAN, RECEIPT = "plan.json", "receipt.json"
+PLAN_FORMAT = 1
+RAW = "raw.parquet"  # of fetch and hydrate
+DOCUMENTS = "documents.parquet"  # of filter
+TOKENIZER = "tokenizer.model"
+Entry = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
@@ -42,25 +49,70 @@ class Unit:
         return f"{self.source}/unit-{self.number:05d}"
 
 
-class Stage(Protocol):
-    """One stage over all its units. An object is sent to worker processes, so it holds plain data only."""
+@dataclass(frozen=True)
+class Stage:
+    """One stage over the units of some sources. It is sent to worker processes, so it holds plain data only."""
 
-    @property
-    def name(self) -> str:
-        """The folder of its results below `out`."""
-
-    @property
-    def out(self) -> Path:
-        """The data folder."""
+    name: ClassVar[str]  # of the folder of its results in `out`
+    recipe: Recipe
+    out: Path
+    sources: tuple[str, ...]
 
     def units(self) -> list[Unit]:
-        """All units, in a fixed order."""
+        """All units, in a fixed order; by default those of the plan."""
+        return [unit for source in self.sources for unit in planned_units(self.out, source)]
 
     def key(self, unit: Unit) -> str:
-        """A hash of everything that the result depends on: `key_of(modules, parameters, upstream receipts)`."""
+        """A hash of everything that the result depends on: `key_of(modules, parameters, files of the stage before)`."""
+        raise NotImplementedError
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        """Write the unit's files into `folder` (fresh, will be renamed); returns the counts for its receipt."""
+        """Write the unit's files into `folder` (empty, renamed afterwards); returns the counts for its receipt."""
+        raise NotImplementedError
+
+
+def read_plan(out: Path) -> dict[str, Any]:
+    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError when there is none."""
+    path = out / PLAN
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first")
+    status = path.stat()
+    return _read_plan(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_plan(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    plan = shards.read_json(path, "delete it and plan again")
+    if plan.get("format") != PLAN_FORMAT:
+        raise ValueError(
+            f"{path} has format {plan.get('format')!r}, this code reads {PLAN_FORMAT}; delete it and plan again"
+        )
+    return plan
+
+
+def planned(out: Path, source: str) -> Entry:
+    """What is planned for a source. ValueError when the plan lacks it."""
+    sources = read_plan(out)["sources"]
+    if source not in sources:
+        raise ValueError(f"{out / PLAN} lacks source {source!r}; plan it first (python -m data_mixtures plan)")
+    return sources[source]
+
+
+def planned_units(out: Path, source: str) -> list[Unit]:
+    """The units of a source, in their order; the same from fetch to tokenize."""
+    return [Unit(source, entry["number"]) for entry in planned(out, source)["units"]]
+
+
+def planned_unit(out: Path, unit: Unit) -> Entry:
+    return planned(out, unit.source)["units"][unit.number]
+
+
+def raw_text(out: Path, unit: Unit) -> tuple[str, str]:
+    """(stage, column): raw.parquet of which stage holds the unit's text, and the name of its column."""
+    entry = planned_unit(out, unit)
+    if entry["kind"] == "parquet" and entry["text_column"] is not None:
+        return "fetch", entry["text_column"]
+    return ("fetch" if entry["kind"] == "local" else "hydrate"), "text"
 
 
 def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
@@ -68,7 +120,7 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 
 def key_of(modules: Iterable[str], *parts: Any) -> str:
-    """sha256 (hex) over the source text of modules of this package and JSON-able parts."""
+    """sha256 (hex) over the source of modules (paths in this package, which must exist) and parts, as JSON."""
     code = [_code_hash(name) for name in modules]
     return hashlib.sha256(json.dumps([code, *parts], sort_keys=True, default=str).encode()).hexdigest()
 
@@ -86,11 +138,36 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
         return None
 
 
-def result(out: Path, stage: str, unit: Unit) -> tuple[Path, dict[str, Any]]:
-    """The folder and the receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
-    receipt, folder = read_receipt(out, stage, unit), unit_folder(out, stage, unit)
+def made_files(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
+    """The files of a finished unit as its receipt lists them, for the key of the stage that reads them."""
+    receipt = read_receipt(out, stage, unit)
+    return receipt["files"] if receipt is not None else None
+
+
+def receipt_of(out: Path, stage: str, unit: Unit) -> dict[str, Any]:
+    """The receipt of a finished unit. ValueError when that stage has not done it."""
+    receipt = read_receipt(out, stage, unit)
     if receipt is None:
         raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
+    return receipt
+
+
+def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[dict[str, Any], ...]:
+    """Receipts of a source's first `count` units, by default of all in the plan. ValueError when one is missing."""
+    folder = out / stage / source
+    # a unit appears by a rename in this folder, so its time tells when receipts must be read again
+    changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
+    return _receipts(out, stage, source, len(planned_units(out, source)) if count is None else count, changed_ns)
+
+
+@functools.lru_cache(maxsize=256)
+def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -> tuple[dict[str, Any], ...]:
+    return tuple(receipt_of(out, stage, Unit(source, number)) for number in range(count))
+
+
+def result(out: Path, stage: str, unit: Unit) -> tuple[Path, dict[str, Any]]:
+    """The folder and the receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
+    receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     if receipt.get("freed"):
         raise ValueError(f"{folder} was freed, and is needed again; remove {folder.parent} and run {stage!r} again")
     return folder, receipt
@@ -112,7 +189,7 @@ def free(out: Path, stage: str, unit: Unit) -> int:
     """Delete the files of a finished unit, not its receipt and small JSON; returns the bytes that became free."""
     receipt, folder = read_receipt(out, stage, unit), unit_folder(out, stage, unit)
     assert receipt is not None, f"{unit} of {stage} is not finished, so there is nothing to free"
-    # the receipt first: whatever kill comes between, no file is missed that is said to be there
+    # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
     there = [folder / name for name in receipt["files"] if (folder / name).is_file() and not name.endswith(".json")]
     freed = sum(path.stat().st_size for path in there)

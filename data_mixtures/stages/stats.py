@@ -1,9 +1,9 @@
-"""Statistics of prepared data: DIR/stats.json, and DIR/stats.html to look at.
+"""stats: statistics of prepared data: DIR/stats.json, and the page DIR/stats.html.
 
 Tokens by source and category against the mixtures, how often a run of given length reads each source, lengths of
 documents, what was dropped and why, which sources share documents, and some documents as the model will see them.
 Shared documents are counted exactly: all tokenized units are sorted by the same key, so one merge over ranges of keys
-meets equal ids, whatever source they come from.
+brings equal ids together, whatever source they come from.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
 from data_mixtures.stages import shuffle, stage, stats_page
-from data_mixtures.stages.plan import units as planned_units
-from data_mixtures.stages.tokenize_units import TOKENIZER
+from data_mixtures.stages.stage import TOKENIZER
 
 JSON, PAGE = "stats.json", "stats.html"
 LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
@@ -112,11 +111,11 @@ def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dic
     {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units are not there any more.
     """
     for source in sources:
-        for unit in planned_units(out, source):
+        for unit in stage.planned_units(out, source):
             receipt = stage.read_receipt(out, shuffle.UPSTREAM, unit)
             if receipt is None or receipt.get("freed"):
                 return {"unknown": f"{stage.unit_folder(out, shuffle.UPSTREAM, unit)} is not there any more"}
-    documents = sum(r["counts"]["documents"] for s in sources for r in shuffle.receipts(out, shuffle.UPSTREAM, s))
+    documents = sum(r["counts"]["documents"] for s in sources for r in stage.receipts(out, shuffle.UPSTREAM, s))
     ranges = -(-documents // shuffle.DOCUMENTS_PER_RANGE)
     bounds = [shuffle.range_bounds(number, ranges) for number in range(ranges)]
     shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
@@ -145,7 +144,7 @@ def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -
 
 
 def look(out: Path, source: str, manifest: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Some documents of a source, drawn with the seed of the data, decoded from the tokens of its shards."""
+    """Random documents of a source, drawn with the seed of the data, decoded from the tokens of its shards."""
     listed = np.cumsum([entry["docs"]["documents"] for entry in manifest["shards"]])
     draw = np.random.Generator(np.random.PCG64([manifest["seed"], *source.encode()]))
     numbers = np.sort(draw.choice(listed[-1], size=min(count, int(listed[-1])), replace=False))

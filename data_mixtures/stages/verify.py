@@ -1,9 +1,13 @@
-"""Verification: every byte of every source compared with its manifest, damage named by file and block.
+"""verify: every byte of every source compared with its manifest, damage named by file and block.
 
-One pass over a file gives its sha256, the hash of each 16 MiB block (which says where it is damaged) and the places of
-<s>, which must be where the document index says that documents begin. Locks are checked against manifests. Threads are
-enough: hashing and searching release the interpreter.
-What to do about damage: `quarantine`.
+One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the positions of <s>,
+which must be where the document index says that documents begin. Locks are checked against manifests. Threads suffice:
+hashing and searching release the interpreter lock.
+
+`quarantine` removes damaged shards from their manifest, with the reason, and every lock that pins it gets a new
+fingerprint. No shard file is deleted. The shuffle receipt of such a shard is deleted, so that the next preparation
+writes it again from the tokenized units, with the same bytes: then manifest, locks and fingerprints are what they were
+before the damage.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,7 +29,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from data_mixtures import mixture, shards, tokenizer
-from data_mixtures.stages.tokenize_units import TOKENIZER
+from data_mixtures.stages import shuffle, stage
+from data_mixtures.stages.stage import TOKENIZER, Unit
 from records.files import file_sha256
 
 
@@ -47,7 +52,7 @@ class Damage:
 
 @dataclass
 class Report:
-    """What was looked at, and what is wrong with it."""
+    """What was checked, and what is wrong with it."""
 
     files: int = 0
     bytes: int = 0
@@ -62,14 +67,9 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     total = sum(entry["bytes"] for manifest in manifests.values() for entry in _entries(manifest))
     report = Report()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress, _threads(workers) as pool:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    with bar as progress, ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         task = progress.add_task("verifying", total=total)
         for source, manifest in manifests.items():
             folder, entries = out / source, _entries(manifest)
@@ -87,10 +87,6 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
         console.print(f"damaged: {each}", style="red", highlight=False, soft_wrap=True, markup=False)
     console.print(f"{report.files} files, {report.bytes:,} bytes: {len(report.damage)} damaged", highlight=False)
     return report
-
-
-def _threads(workers: int | None) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers or os.cpu_count() or 1)
 
 
 def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -111,17 +107,21 @@ def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -
     if begins is None or documents is None:
         return damage + wrong, None
     ids, lengths = documents
-    if (ids < np.uint64(manifest["valid_per_10000"] * 2**64 // 10_000)).any():
+    if (ids < np.uint64(shards.held_out_below(manifest["valid_per_10000"]))).any():
         wrong.append(Damage(path, "lists documents that are held out"))
     begins = begins[begins < entry["windows"] * manifest["seq_len"]]  # the last token is the next shard's first as well
     first = int(begins[0]) if len(begins) else 0
     ends = first + np.cumsum(lengths, dtype=np.int64)
     if not np.array_equal(begins, ends - lengths):
         wrong.append(Damage(path, f"its documents do not begin where <s> stands in {entry['name']}"))
-    number = int(re.findall(r"\d+", entry["name"])[0])
+    number = _number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
     span = (number, at + first, at + int(ends[-1])) if len(ends) and not wrong else None
     return damage + wrong, span
+
+
+def _number(shard: str) -> int:
+    return int(re.findall(r"\d+", shard)[0])
 
 
 def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.ndarray | None]:
@@ -214,3 +214,87 @@ def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage
             if entry["name"] in manifests and shards.manifest_sha256(manifest_path.parent) != entry["manifest_sha256"]:
                 damage.append(Damage(path, f"pins another manifest than {manifest_path}"))
     return damage
+
+
+def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
+    """Remove damaged shards (as `verify` reports them) from their manifests, and pin the changed manifests.
+
+    ValueError, and nothing is changed, when other files than shards are damaged, or a source would be left without any.
+    """
+    manifests = {path.parent.name: shards.read_manifest(path.parent) for path in out.glob(f"*/{shards.MANIFEST}")}
+    reasons: dict[Path, list[str]] = {}
+    for each in damage:
+        reasons.setdefault(each.path, []).append(f"{each.path.name}: {each.what}")
+    changed = {}
+    for source, manifest in manifests.items():
+        named = {
+            entry["name"]: [out / source / name for name in shards.files_of(entry)] for entry in manifest["shards"]
+        }
+        bad = {name: "; ".join(r for path in paths for r in reasons.pop(path, [])) for name, paths in named.items()}
+        if any(bad.values()):
+            changed[source] = _without(out / source, manifest, {name: why for name, why in bad.items() if why})
+    manifests |= changed
+    _refuse_others(out, list(reasons), manifests)
+    locks = {path: mixture.read_lock(path) for path in sorted(out.glob("*.lock.json"))}
+    for source, manifest in changed.items():
+        for entry in manifest["quarantined"]:
+            _delete_receipt(out, source, entry["name"])
+            console.print(
+                f"quarantined: {out / source / entry['name']}: {entry['reason']}", markup=False, soft_wrap=True
+            )
+        shards.write_json(out / source / shards.MANIFEST, manifest)
+    pinned = [path for path, lock in locks.items() if _pin(out, path, lock, manifests, console)]
+    if pinned:
+        console.print(
+            "a job of the old fingerprint stops where it meets the damage; the new lock does not fit its checkpoints. "
+            "Either prepare the data again, which writes the shard again and restores the old fingerprint, and resume; "
+            "or start a new run from its weights with the new lock",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _without(folder: Path, manifest: dict[str, Any], bad: dict[str, str]) -> dict[str, Any]:
+    kept = [entry for entry in manifest["shards"] if entry["name"] not in bad]
+    gone = [{**entry, "reason": bad[entry["name"]]} for entry in manifest["shards"] if entry["name"] in bad]
+    if not kept:
+        raise ValueError(f"all shards of {folder} are damaged: nothing would be left of it. Prepare the data again")
+    windows = sum(entry["windows"] for entry in kept)
+    return {**manifest, "windows": windows, "shards": kept, "quarantined": [*manifest.get("quarantined", []), *gone]}
+
+
+def _refuse_others(out: Path, damaged: list[Path], manifests: dict[str, dict[str, Any]]) -> None:
+    """ValueError for damage that leaving out shards does not repair; an extra file does no harm."""
+    for path in damaged:
+        manifest = manifests.get(path.parent.name)
+        if manifest and path.name not in (shards.MANIFEST, shards.VALID):
+            continue
+        if path.name.endswith(".lock.json") and any("quarantined" in each for each in manifests.values()):
+            continue  # a quarantine was interrupted after its manifest; a lock that is broken itself is refused later
+        fix = f"prepare the data again (python -m data_mixtures.prepare RECIPE --out {out})"
+        if path.name == shards.VALID:
+            fix = f"remove the last unit of {out / shuffle.SHUFFLE / path.parent.name}, then {fix}: it is written again"
+        raise ValueError(
+            f"{path} is damaged and is no shard, so it cannot be left out; nothing was changed. To repair it, {fix}"
+        )
+
+
+def _delete_receipt(out: Path, source: str, shard: str) -> None:
+    folder = stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, _number(shard)))
+    if folder.is_dir():
+        (folder / stage.RECEIPT).unlink(missing_ok=True)
+        os.utime(folder.parent)  # its time tells readers that receipts changed
+
+
+def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console) -> bool:
+    """Rewrite the lock when one of its sources has quarantined shards; returns whether its fingerprint changed."""
+    for entry in lock["sources"]:
+        manifest = manifests.get(entry["name"], {})
+        if "quarantined" in manifest:
+            entry["windows"] = manifest["windows"]
+            entry["manifest_sha256"] = shards.manifest_sha256(out / entry["name"])
+    old, new = lock["fingerprint"], mixture.fingerprint(lock)
+    if new != old:
+        shards.write_json(path, {**lock, "fingerprint": new})
+        console.print(f"{path}: fingerprint {old} is now {new}", highlight=False, soft_wrap=True)
+    return new != old

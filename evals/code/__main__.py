@@ -33,7 +33,7 @@ from evals.code.answers import (
 )
 from evals.code.sandbox import find_sandbox
 from evals.code.score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, open_dataset, pass_at_k, set_up
-from records.evals import NOWHERE, AboutFlags
+from records.evals import NOWHERE, AboutFlags, EvalCommand
 from records.files import file_sha256
 
 KS = (1, 10, 100)
@@ -181,8 +181,8 @@ def main(
     print(json.dumps(record))
 
 
+COMMAND = EvalCommand("code", main, needs=("--dataset", "--results"), excludes=("--setup", "--base-url"))
+
+
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except ValueError as error:
-        raise SystemExit(f"code: {error}") from None
+    COMMAND.run()

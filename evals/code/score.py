@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.code.sandbox import run_sandboxed
-from records.files import write_atomically
+from records.files import json_lines, write_atomically
 
 EVALPLUS = "0.3.1"
 REQUIREMENTS = (
@@ -68,7 +68,7 @@ def open_dataset(path: Path) -> Dataset:
         raise ValueError(f"no data set at {path}; {DOWNLOADS}: fetch it and give its path as --dataset")
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        problems = [json.loads(line) for line in content.splitlines() if line.strip()]
+        problems = [problem for _, problem in json_lines(content.splitlines(), path)]
         lacking = sorted({field for problem in problems for field in FIELDS if field not in problem})
         names = {name for prefix, name in PREFIXES.items() for p in problems if p["task_id"].startswith(prefix)}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

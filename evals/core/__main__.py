@@ -27,7 +27,7 @@ from evals.core.plan import plan, show_plan
 from evals.core.prompts import FEWSHOT_SEED, Item, Prompt, Protocol, Unscorable, items
 from evals.core.tasks import Bundle, Task
 from evals.scorer import Kind, Scorer, open_encoder, open_scorer, read_config
-from records.evals import NOWHERE, About, AboutFlags
+from records.evals import NOWHERE, About, AboutFlags, EvalCommand
 from records.files import code_version, file_sha256, model_sha256, write_atomically
 
 console = Console(stderr=True)
@@ -208,8 +208,8 @@ def main(
         print(json.dumps(measure(model, rows, protocol, max_per_task, tasks, about, device, kind)))
 
 
+COMMAND = EvalCommand("core", main, excludes=("--plan", "--tokens-per-s"))
+
+
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except ValueError as error:
-        raise SystemExit(f"core: {error}") from None
+    COMMAND.run()

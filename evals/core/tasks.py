@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from records.files import json_lines
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 Row = dict[str, Any]
@@ -133,7 +134,7 @@ class Bundle:
         """The rows of a task in file order; ValueError names the line that is not a row of its type."""
         path = self.file(task)
         with open(path, encoding="utf-8") as file:
-            rows = [checked_row(line, task.type, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip()]
+            rows = [checked_row(row, task.type, f"{path}:{number}") for number, row in json_lines(file, path)]
         if not rows:
             raise ValueError(f"{path} is empty; copy it again, from {WHERE_FROM}")
         return rows
@@ -189,12 +190,8 @@ def check_baselines(path: Path) -> None:
             )
 
 
-def checked_row(line: str, type_: TaskType, where: str) -> Row:
-    """The row that a line holds; ValueError says what it lacks."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
+def checked_row(row: Any, type_: TaskType, where: str) -> Row:
+    """The row itself; ValueError says what it lacks."""
     for name, kind in FIELDS[type_].items():
         if not isinstance(row, dict) or type(row.get(name)) is not kind:
             raise ValueError(f"{where}: a {type_} row needs {name!r} of type {kind.__name__}")

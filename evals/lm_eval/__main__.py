@@ -29,7 +29,7 @@ import tyro
 from evals.lm_eval.figures import documents_sha256, figures_of, show
 from evals.lm_eval.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
 from evals.lm_eval.ruler_room import check_room
-from records.evals import NOWHERE, AboutFlags
+from records.evals import NOWHERE, AboutFlags, EvalCommand
 from records.files import file_sha256
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ def main(
     print(json.dumps(record))
 
 
+COMMAND = EvalCommand("lm_eval", main, excludes=("--base-url",))
+
+
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except ValueError as error:
-        raise SystemExit(f"lm_eval: {error}") from None
+    COMMAND.run()

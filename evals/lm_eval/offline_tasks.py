@@ -12,12 +12,13 @@ NLTK's, so RULER's haystacks differ a little: such scores are marked "offline".
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from records.files import json_lines
 
 ESSAYS = "baber/paul_graham_essays"
 RULER_TASKS = (
@@ -87,8 +88,8 @@ def make_sentence_tables(essays: Path, folder: Path) -> None:
     from nltk.tabdata import TabEncoder
     from nltk.tokenize.punkt import PunktTrainer
 
-    lines = essays.read_text(encoding="utf-8").splitlines()
-    found = PunktTrainer("\n".join(json.loads(line)["text"] for line in lines)).get_params()
+    with open(essays, encoding="utf-8") as file:
+        found = PunktTrainer("\n".join(essay["text"] for _, essay in json_lines(file, essays))).get_params()
     tables = {
         "collocations.tab": TabEncoder().tups2tab(sorted(found.collocations)),
         "sent_starters.txt": "\n".join(sorted(found.sent_starters)),

@@ -1,5 +1,6 @@
 """Tiny data folders: one prepared from text in the test, one made of counting tokens whose every window is known."""
 
+import json
 import random
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from data_mixtures import mixture, prepare, recipe, shards
-from data_mixtures.stages import execute
+from data_mixtures.stages import executors
 
 RECIPE = """
 seed = 11
@@ -27,7 +28,7 @@ inputs = [{{ kind = "text", max_bytes = 200_000, paths = ["{folder}/notes/*.txt"
 [sources.sums]
 category = "math"
 min_bytes = 1000
-inputs = [{{ kind = "arithmetic", max_bytes = 60_000 }}]
+inputs = [{{ kind = "jsonl", max_bytes = 60_000, paths = ["{folder}/sums.jsonl"] }}]
 
 [phase1]
 notes = 7
@@ -52,9 +53,25 @@ def write_notes(folder: Path) -> None:
     (folder / "latin.txt").write_bytes("grüße ".encode("latin-1") * 50)
 
 
+def write_sums(path: Path, count: int) -> None:
+    """Documents of about 300 characters, one a line."""
+    draw = random.Random(4)
+    names, things = (
+        ("Ada", "Ben", "Chloe", "Diego", "Emma", "Farid"),
+        ("apples", "bricks", "coins", "marbles", "tickets"),
+    )
+    texts = []
+    for _ in range(count):
+        name, thing, numbers = draw.choice(names), draw.choice(things), [draw.randint(1, 99) for _ in range(8)]
+        steps = [f"Then {name} buys {n} more {thing}, which makes {sum(numbers[:i])}." for i, n in enumerate(numbers)]
+        texts.append("\n".join([f"How many {thing} does {name} have?", *steps]))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
 @pytest.fixture
 def recipe_path(tmp_path: Path) -> Path:
     write_notes(tmp_path / "notes")
+    write_sums(tmp_path / "sums.jsonl", 200)
     path = tmp_path / "tiny.toml"
     path.write_text(RECIPE.format(folder=tmp_path), encoding="utf-8")
     return path
@@ -66,7 +83,7 @@ def run_prepare():
 
     def run(path: Path, out: Path, workers: int = 1) -> str:
         console = Console(record=True, width=200, quiet=False)
-        prepare.prepare(path, out, execute.Options(workers), console)
+        prepare.prepare(path, out, executors.Options(workers), console)
         return console.export_text()
 
     return run

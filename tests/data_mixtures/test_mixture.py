@@ -132,7 +132,7 @@ def truncate_shard(data: Path) -> None:
         (lambda data: (data / "s2/valid.bin").unlink(), r"s2/valid\.bin is missing"),
         (lambda data: (data / "s0/source.json").unlink(), r"s0/source\.json is missing"),
         (lambda data: (data / "phase1.lock.json").write_text("{"), r"phase1\.lock\.json is not valid JSON"),
-        (lambda data: (data / "phase1.lock.json").unlink(), r"phase1\.lock\.json does not exist"),
+        (lambda data: (data / "phase1.lock.json").unlink(), r"phase1\.lock\.json is missing"),
     ],
 )
 def test_wrong_data_is_a_clear_error(counting_data, damage, message):

@@ -142,7 +142,7 @@ def test_a_failure_leaves_the_old_data_and_no_debris(recipe_path, run_prepare, t
 def test_units_of_an_older_plan_are_removed(recipe_path, run_prepare, tmp_path):
     run_prepare(recipe_path, tmp_path / "out")
     units = len(list((tmp_path / "out/shuffle/sums").glob("unit-*")))
-    recipe_path.write_text(recipe_path.read_text().replace("60_000 }]", "30_000 }]"))
+    recipe_path.write_text(recipe_path.read_text().replace("max_bytes = 60_000", "max_bytes = 30_000"))
     run_prepare(recipe_path, tmp_path / "out")
     run_prepare(recipe_path, tmp_path / "fresh")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
@@ -201,7 +201,7 @@ def test_what_the_last_stages_need_is_missed_before_the_first(recipe_path, run_p
     assert not (tmp_path / "out/plan.json").exists()
 
 
-@pytest.mark.parametrize("name", ["phase1.toml", "phase2.toml", "phase1-no-hydration.toml", "phase2-no-hydration.toml"])
+@pytest.mark.parametrize("name", ["nemotron.toml", "nemotron-no-hydration.toml"])
 def test_the_recipes_of_the_2b_run_are_planned_and_all_refusals_named(name, tmp_path):
     read = recipe.load(Path(prepare.__file__).parent / name)
     (tmp_path / "mirror").mkdir()

@@ -1,12 +1,10 @@
-"""Evaluations in the real wandb (offline), TensorBoard and trackio, read back: the same names, steps and values."""
+"""Evaluations in the real wandb (offline) and TensorBoard, read back: the same names, steps and values."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from evals.trackers import Trackers, scalars
-from records.job import Job, Metrics, SupervisedJob
+from records.job import Job, JobSections, Metrics
 from tests.tools.dashboard import made_up_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,14 +30,12 @@ commands = ["decode_speed"]
 [metrics]
 enable_wandb = true
 enable_tensorboard = true
-enable_trackio = true
 """
 
 
 def forward(run: Path) -> None:
     """`evals.watch` on a run without checkpoints: it has nothing to do but this."""
     env = {**os.environ, "WANDB_MODE": "offline"}
-    env = {name: value for name, value in env.items() if name != "TRACKIO_DIR"}
     command = [sys.executable, "-m", "evals.watch", "--run", str(run), "--once"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -85,13 +81,6 @@ def in_tensorboard(run: Path) -> Logged:
     return sorted((name, e.step, e.value) for name in board.Tags()["scalars"] for e in board.Scalars(name))
 
 
-def in_trackio(run: Path) -> Logged:
-    with contextlib.closing(sqlite3.connect(run / "trackio/laneformer.db")) as database:
-        rows = list(database.execute("SELECT run_name, step, metrics FROM metrics"))
-    assert {name for name, _, _ in rows} == {run.name}
-    return sorted((name, step, value) for _, step, text in rows for name, value in json.loads(text).items())
-
-
 def test_the_same_values_everywhere_once(tmp_path: Path) -> None:
     """Two starts, a checkpoint evaluated late in between: each tracker has every figure once, at its step."""
     run = tmp_path / "tracked"
@@ -106,7 +95,6 @@ def test_the_same_values_everywhere_once(tmp_path: Path) -> None:
     expected = sorted((name, r["step"], value) for r in records for name, value in scalars(r).items())
     assert len({name for name, _, _ in expected}) > 100
     assert in_wandb(run) == expected
-    assert in_trackio(run) == expected
     assert in_tensorboard(run) == [(name, step, float(np.float32(value))) for name, step, value in expected]
 
 
@@ -130,7 +118,7 @@ def test_names_tell_what_cannot_be_compared() -> None:
 
 
 def test_a_tracker_that_fails_is_told_and_gets_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = SupervisedJob(Job(str(tmp_path)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
+    job = JobSections(Job(str(tmp_path)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
     records, said = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}], []
     trackers = Trackers(job, said.append)
     trackers.senders["wandb"] = lambda *_: 1 / 0  # type: ignore[assignment,return-value]

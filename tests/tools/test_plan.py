@@ -32,7 +32,7 @@ COMMANDS = {
 # all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
 RUN = """
 import contextlib, io, json, sys
-from tools.plan import main
+from tools.plan.__main__ import main
 seen = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -135,7 +135,7 @@ def test_checkpoints_and_failures() -> None:
     [
         ("other mesh", "24 x 8 = 192 GPUs, --gpus is 64"),
         ("odd batch", "is not a multiple of 192 GPUs x local_batch_size = 7"),
-        ("no file", "no such job file"),
+        ("no file", "does not exist"),
     ],
 )
 def test_what_does_not_fit_is_refused(runs: dict[str, tuple[int, str, str]], name: str, said: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torchtitan.distributed import utils as dist_utils
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from records.checkpoints import step_folders
@@ -27,7 +28,8 @@ PLAN = Path(os.environ["LANEFORMER_FAULTS"])
 RANK = int(os.environ["RANK"])
 FULL_DISK_STEPS = 3
 limited_until: int | None = None  # step
-forward_backward_step, finish = LaneformerTrainer.forward_backward_step, FileSystemWriter.finish
+train_step, finish = LaneformerTrainer.train_step, FileSystemWriter.finish
+clip_grad_norm_ = dist_utils.clip_grad_norm_
 
 
 def due(step: int, *kinds: str) -> str | None:
@@ -53,13 +55,23 @@ def run_folder() -> Path:
     return PLAN.parent / "run"
 
 
-def broken_step(self: LaneformerTrainer, **arguments: Any) -> torch.Tensor:
+def broken_step(self: LaneformerTrainer, data_iterator: Any) -> None:
+    """The step, with this step's fault between the backward pass and the clipping of the gradients."""
+
+    def clip(*arguments: Any, **options: Any) -> torch.Tensor:
+        commit(self)
+        return clip_grad_norm_(*arguments, **options)
+
+    dist_utils.clip_grad_norm_ = clip
+    train_step(self, data_iterator)
+
+
+def commit(self: LaneformerTrainer) -> None:
     global limited_until
     if limited_until == self.step:
         if self.checkpointer.save_future is not None:
             wait([self.checkpointer.save_future])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    loss = forward_backward_step(self, **arguments)
     kind = due(self.step, "kill", "stop", "usr1", "nan", "truncate", "full_disk", "sigterm_supervisor")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,7 +101,6 @@ def broken_step(self: LaneformerTrainer, **arguments: Any) -> torch.Tensor:
         os.kill(int((run_folder().parent / "supervisor.pid").read_text()), signal.SIGTERM)
         while not (run_folder() / "stop").exists():  # steps are faster than the supervisor's eyes
             time.sleep(0.05)
-    return loss
 
 
 def broken_finish(self: FileSystemWriter, metadata: Any, results: Any) -> None:
@@ -102,5 +113,5 @@ def broken_finish(self: FileSystemWriter, metadata: Any, results: Any) -> None:
         kill_all()
 
 
-LaneformerTrainer.forward_backward_step = broken_step  # type: ignore[method-assign]
+LaneformerTrainer.train_step = broken_step  # type: ignore[method-assign]
 FileSystemWriter.finish = broken_finish  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed: tuple[Path, str
 
 
 def test_a_refused_batch_is_named(disturbed: tuple[Path, str]) -> None:
-    (event,) = events(disturbed[0], "unclean_step")
+    (event,) = events(disturbed[0], "bad_step")
     assert (event["step"], event["grad_norm"]) == (13, "nan")
     batch = [json.loads(line) for line in Path(event["batch"]).read_text().splitlines()]
     assert [place["sequence"] for place in batch] == list(range(12 * GLOBAL_BATCH, 13 * GLOBAL_BATCH))

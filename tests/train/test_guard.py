@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from train.guard import Guard, UncleanStep
-from train.job_config import Resilience
+from records.job import Resilience
+from train.guard import BadStep, Guard
 
 
 def seasoned(**settings: float) -> Guard:
@@ -20,9 +20,9 @@ def seasoned(**settings: float) -> Guard:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_is_always_refused(value: float) -> None:
     guard = Guard(Resilience())
-    with pytest.raises(UncleanStep, match="the loss is"):
+    with pytest.raises(BadStep, match="the loss is"):
         guard.check(value, 1.0)
-    with pytest.raises(UncleanStep, match="the gradient norm is"):
+    with pytest.raises(BadStep, match="the gradient norm is"):
         guard.check(3.0, value)
 
 
@@ -31,9 +31,9 @@ def test_spikes_above_the_limit_only() -> None:
     guard.check(2.0, 1.0)  # a loss that falls is no spike
     guard.check(3.05, 1.2)
     before = guard.state_dict()
-    with pytest.raises(UncleanStep, match="the loss is 4,"):
+    with pytest.raises(BadStep, match="the loss is 4,"):
         guard.check(4.0, 1.0)
-    with pytest.raises(UncleanStep, match="the gradient norm is 9,"):
+    with pytest.raises(BadStep, match="the gradient norm is 9,"):
         guard.check(3.0, 9.0)
     assert guard.state_dict() == before, "a refused step is no example"
     seasoned().check(4.0, 9.0)  # limits of 0 let spikes through
@@ -42,6 +42,6 @@ def test_spikes_above_the_limit_only() -> None:
 def test_its_memory_survives_a_restart() -> None:
     restarted = Guard(Resilience(spike_window=32, max_loss_z=10.0))
     restarted.load_state_dict(seasoned().state_dict())
-    with pytest.raises(UncleanStep):
+    with pytest.raises(BadStep):
         restarted.check(4.0, 1.0)
     Guard(Resilience(spike_window=32, max_loss_z=10.0)).check(4.0, 1.0)  # without memory it is blind

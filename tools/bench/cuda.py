@@ -45,8 +45,8 @@ class Step:
 
 STEPS = (
     Step("machine", 10, 60), Step("first_persistent", 15, 60, "persistent"), Step("first_graph", 15, 40, "graph"),
-    Step("probe", 10, 60), Step("correctness", 40, 220), Step("decode", 10, 70), Step("baselines", 20, 80),
-    Step("prefill", 5, 30), Step("fp16", 20, 60), Step("lane_alone", 15, 50), Step("sanitizer", 20, 60),
+    Step("probe", 10, 60), Step("correctness", 40, 220), Step("decode", 10, 90), Step("baselines", 20, 80),
+    Step("fp16", 20, 60), Step("lane_alone", 15, 50), Step("sanitizer", 20, 60),
     Step("compiled", 45, 120),
 )  # fmt: skip
 

@@ -97,7 +97,7 @@ def correctness_section(result: Report, steps: Report) -> str:
         f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
         f"(a tie below {p['tie']:.2e})."
         for version in ("persistent", "graph")
-        for p in result.get(version, {}).get("greedy", {}).get("parted", ())
+        for p in result.get(version, {}).get("greedy", {}).get("diverged", ())
     ]
     faults = [(name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()]
     parts.append(table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults))
@@ -108,7 +108,8 @@ def correctness_section(result: Report, steps: Report) -> str:
 DECODE_COLUMNS = {
     "depth": "depth", "tokens_per_s": "tokens/s", "first_tokens_per_s": "first 32", "last_tokens_per_s": "last 32",
     "bytes_per_token": "MB/token", "percent_of_probe": "% of probe", "percent_of_datasheet": "% of datasheet",
-    "exposed_us_per_layer": "c, us/layer", "version": "version",
+    "exposed_us_per_layer": "c, us/layer", "prefill_tokens_per_s": "prompt tokens/s", "ttft_s": "s to first token",
+    "version": "version",
 }  # fmt: skip
 
 
@@ -136,21 +137,9 @@ def baselines_section(result: Report, steps: Report) -> str:
     return mode + table(columns, rows) + failed
 
 
-def prefill_section(result: Report, steps: Report) -> str:
-    row = (result["prompt"], 1000 * result["ttft_s"], result["tokens_per_s"])
-    return table(["prompt", "ms to the first token", "prompt tokens/s"], [row])
-
-
-def fp16_section(result: Report, steps: Report) -> str:
-    row = (result["tokens_per_s"], result["relative_error"], result["kl"], result["holds"])
-    return table(["tokens/s", "relative error", "KL, nats", "within bf16's"], [row])
-
-
 def projection(result: Report, probe: float | None, hop_us: float = HOP_US) -> Report:
-    """One lane a GPU: the lane's own time, and a trip between GPUs wherever all lanes must wait for each other.
-
-    {"tokens_per_s", "exposed_us_per_layer"}; delayed outputs are taken to be there in time.
-    """
+    """{"tokens_per_s", "exposed_us_per_layer"} of one lane per GPU: the lane's own time, and a round trip between GPUs
+    wherever all lanes wait for each other; delayed outputs are assumed to arrive in time."""
     alone_s = 1 / max(row["tokens_per_s"] for row in result["rows"])
     whole_s = alone_s + result["blocking_exchanges"] * hop_us * 1e-6
     exposed = None if probe is None else 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
@@ -169,7 +158,8 @@ def alone_section(result: Report, steps: Report) -> str:
 
 
 def facts_section(result: Report, steps: Report) -> str:
-    return table(["", ""], ((key, one_line(value)) for key, value in result.items()))
+    simple = (bool, int, float)
+    return table(["", ""], ((k, v if isinstance(v, simple) else one_line(v)) for k, v in result.items()))
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Report, Report], str]]] = {
@@ -180,8 +170,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Report, Report], str]]] = {
     "decode": ("Decode", decode_section),
     "baselines": ("Baselines, alternating", baselines_section),
     "compiled": ("Transformers, compiled", baselines_section),
-    "prefill": ("Prompt", prefill_section),
-    "fp16": ("fp16", fp16_section),
+    "fp16": ("fp16", facts_section),
     "lane_alone": ("One lane on all multiprocessors", alone_section),
     "sanitizer": ("compute-sanitizer", facts_section),
 }

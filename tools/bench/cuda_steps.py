@@ -7,6 +7,7 @@ Percentages and tables are made by the report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import platform
@@ -100,15 +101,19 @@ def say(text: str) -> None:
 
 
 def machine(session: Session) -> Report:
-    """Name, sizes, clocks under load and versions."""
+    """Name, sizes, clocks under load and versions; no clocks where nvidia-smi is missing."""
     properties = torch.cuda.get_device_properties(DEVICE)
     load_gpu()
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader"]
+    said = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     return {
         "gpu": properties.name, "multiprocessors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size, "memory_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda,
-        "python": platform.python_version(), "kernel": platform.release(), **nvidia_smi(),
-        **{name: harness.version(name) for name in PACKAGES},
+        "python": platform.python_version(), "kernel": platform.release(),
+        **dict(zip(QUERIES, said.split(", "), strict=False)), **{name: harness.version(name) for name in PACKAGES},
     }  # fmt: skip
 
 
@@ -117,17 +122,6 @@ def load_gpu() -> None:
     matrix = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     for _ in range(200):
         matrix = matrix @ matrix * 1e-4
-
-
-def nvidia_smi() -> dict[str, str]:
-    """What torch does not report; empty where nvidia-smi is missing."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    values = [value.strip() for value in done.stdout.strip().split(",")]
-    return dict(zip(QUERIES, values, strict=True)) if len(values) == len(QUERIES) else {}
 
 
 def probe(session: Session) -> Report:
@@ -216,17 +210,12 @@ def smoke(session: Session) -> None:
 
 
 def decode(session: Session) -> Report:
-    """Speed at several depths of the context."""
+    """Speed of decoding and of reading the prompt, at several depths of the context."""
     context, measured = session.config.max_position_embeddings, {}
     bandwidth = max(session.bandwidth.values())
     for depth in sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS}):
         measured[str(depth)] = bench.benchmark(session.decoder(), depth, say, bandwidth)
     return {"depths": measured}
-
-
-def prefill(session: Session) -> Report:
-    ttft_s, tokens_per_s = bench.measure_prefill(session.decoder(), 0)
-    return {"prompt": bench.prefill_length(session.decoder()), "ttft_s": ttft_s, "tokens_per_s": tokens_per_s}
 
 
 def trials_of(decoder: SequenceDecoder) -> Trial:
@@ -347,7 +336,7 @@ def first_lane(name: str, tensor: Tensor) -> Tensor:
 STEPS: dict[str, Callable[[Session], Report]] = {
     "machine": machine, "first_persistent": functools.partial(first, version="persistent"),
     "first_graph": functools.partial(first, version="graph"), "probe": probe, "correctness": correctness,
-    "decode": decode, "baselines": baselines, "prefill": prefill, "fp16": fp16, "lane_alone": lane_alone,
+    "decode": decode, "baselines": baselines, "fp16": fp16, "lane_alone": lane_alone,
     "sanitizer": sanitizer, "compiled": compiled,
 }  # fmt: skip
 

@@ -97,7 +97,7 @@ def compare(options: Options, console: Any) -> Result:
         present = {name: candidates[name] for name in names if name not in missing}
         rounds = decode_rounds(options, present, facts, console)
         prefill = prefill_rounds(options, present, console)
-        bench = present[OURS].ask("bench", flavor=options.flavor, threads=options.threads)
+        bench = present[OURS].ask("bench", flavor=options.flavor)
     finally:
         for each in candidates.values():
             each.close()
@@ -115,7 +115,7 @@ def decode_rounds(options: Options, candidates: dict[str, Any], facts: Result, c
     rng = np.random.default_rng(0)
 
     def probe() -> float:
-        return candidates[OURS].ask("bench", flavor="tiny", threads=options.threads)["probe_bytes_per_s"]
+        return candidates[OURS].ask("bench", flavor="tiny")["probe_bytes_per_s"]
 
     rounds: list[Result] = []
     for each in candidates.values():

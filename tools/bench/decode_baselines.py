@@ -6,25 +6,21 @@ baseline with two ways to run takes the one that is faster on this machine and r
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import importlib.metadata
-import io
 import itertools
-import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import tyro
 
 from laneformer import LaneformerConfig
-from tools.bench.harness import serve
+from tools.bench.harness import Result, serve, version
 
 Name = Literal["laneformer", "llamacpp", "transformers"]
 Dtype = Literal["bf16", "fp16"]
@@ -36,26 +32,17 @@ INSTALL = {
     f"--target {LLAMACPP_FOLDER} llama-cpp-python gguf",
     "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.14" "transformers>=4.57,<6"',
 }
-TRIAL_TOKENS = 12  # decides between two ways of one baseline
-
-
-class DecodeEngine(Protocol):
-    """`facts`: version, settings, weight_bytes_per_token. Speeds are tokens/s; the first token is not counted."""
-
-    facts: dict[str, Any]
-
-    def decode(self, prompt: list[int], new_tokens: int) -> float: ...
-
-    def prefill(self, prompt: list[int]) -> float: ...
+CHOICE_TOKENS = 12  # per trial of the choice between two ways
 
 
 def main(name: Name, flavor: str, dtype: Dtype = "bf16", threads: int = 2) -> None:
-    """Answer commands until stdin ends. Started by tools.bench.decode."""
+    """Answer commands until stdin ends: facts (version, settings, weight_bytes_per_token), decode, prefill, bench.
+
+    Speeds are tokens/s; the first token is not counted. Started by tools.bench.decode.
+    """
     made = functools.cache(lambda: CANDIDATES[name](LaneformerConfig.from_flavor(flavor), dtype, threads))
 
     def answer(do: str, **arguments: Any) -> Any:
-        if do == "bench":
-            return laneformer_bench(**arguments)
         if do != "facts":
             return getattr(made(), do)(**arguments)
         try:
@@ -66,34 +53,16 @@ def main(name: Name, flavor: str, dtype: Dtype = "bf16", threads: int = 2) -> No
     serve(answer)
 
 
-def laneformer_bench(flavor: str, threads: int) -> dict[str, Any]:
-    """The JSON of `laneformer bench`, run inside this process: the probe reads with the engine's own threads."""
-    from laneformer.cli import main as laneformer
-
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        laneformer(["bench", "--random-weights", flavor, "--device", "cpu", "--threads", str(threads), "--json"])
-    return json.loads(out.getvalue().splitlines()[-1])
-
-
-def fastest(ways: dict[str, Callable[[], float]]) -> str:
-    """The name of the way with the highest speed; three interleaved tries each, the best counts."""
-    speeds = dict.fromkeys(ways, 0.0)
-    for _ in range(3):
-        for way, run in ways.items():
-            speeds[way] = max(speeds[way], run())
-    return max(speeds, key=speeds.__getitem__)
-
-
 class OurEngine:
     """Our engine through its public interface: the stream a user would read."""
 
     def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
         from laneformer import Engine
 
-        self.engine = Engine.random(config, dtype, device="cpu", threads=threads)
+        self.random = functools.partial(Engine.random, device="cpu", threads=threads)
+        self.engine = self.random(config, dtype)
         self.facts = {
-            "version": f"laneformer {importlib.metadata.version('laneformer')}",
+            "version": f"laneformer {version('laneformer')}",
             "settings": f"isa {self.engine.isa}, math {self.engine.math}",
             "weight_bytes_per_token": self.engine.weight_bytes,
         }
@@ -109,9 +78,54 @@ class OurEngine:
         self.engine.generate(prompt, max_new_tokens=1, ignore_eos=True)
         return len(prompt) / (time.perf_counter() - start)
 
+    def bench(self, flavor: str) -> Result:
+        """The figures of `laneformer bench`, whose probe reads with the engine's own threads."""
+        from laneformer.engine.bench import benchmark
 
-class LlamaCpp:
-    """llama.cpp on a random GGUF: its C interface, one llama_decode a token, the largest logit taken by numpy."""
+        with self.random(flavor) as engine:
+            return benchmark(engine, progress=lambda text: None)
+
+
+class Baseline(ABC):
+    """Another engine; `way` is the one of its ways to run that is in use."""
+
+    facts: Result
+    way: Any
+
+    @abstractmethod
+    def reset(self, length: int) -> None:
+        """Start an empty sequence of at most `length` ids."""
+
+    @abstractmethod
+    def evaluate(self, ids: list[int]) -> int:
+        """Append ids; the likeliest next id."""
+
+    def decode(self, prompt: list[int], new_tokens: int) -> float:
+        self.reset(len(prompt) + new_tokens)
+        token, start = self.evaluate(prompt), time.perf_counter()
+        for _ in range(new_tokens):
+            token = self.evaluate([token])
+        return new_tokens / (time.perf_counter() - start)
+
+    def prefill(self, prompt: list[int]) -> float:
+        self.reset(len(prompt))
+        start = time.perf_counter()
+        self.evaluate(prompt)
+        return len(prompt) / (time.perf_counter() - start)
+
+    def choose(self, ways: dict[str, Any]) -> str:
+        """Keep the fastest way and return its name; three alternating trials each, the best counts."""
+        speeds = dict.fromkeys(ways, 0.0)
+        for name in [*ways] * 3:
+            self.way = ways[name]
+            speeds[name] = max(speeds[name], self.decode([5], CHOICE_TOKENS))
+        best = max(speeds, key=speeds.__getitem__)
+        self.way = ways[best]
+        return best
+
+
+class LlamaCpp(Baseline):
+    """llama.cpp on a random GGUF: its C interface, one llama_decode per token, the largest logit found by NumPy."""
 
     def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
         sys.path.append(str(LLAMACPP_FOLDER))
@@ -125,19 +139,15 @@ class LlamaCpp:
         # a mapped file has small pages; memory of its own may get huge ones
         modes = {"mmap": llama_cpp.LLAMA_LOAD_MODE_MMAP, "none": llama_cpp.LLAMA_LOAD_MODE_NONE}
         opened = {name: self.open(path, mode) for name, mode in modes.items()}
-        best = fastest({name: functools.partial(self.trial, *pair) for name, pair in opened.items()})
-        self.model, self.context = opened.pop(best)
-        for model, context in opened.values():
+        best = self.choose(opened)
+        for model, context in (pair for pair in opened.values() if pair is not self.way):
             llama_cpp.llama_free(context)
             llama_cpp.llama_model_free(model)
+        read = [shape for name, shape in gguf_shapes(config).items() if name != "token_embd.weight"]
         self.facts = {
-            "version": f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}",
+            "version": f"llama-cpp-python {version('llama-cpp-python')}",
             "settings": f"load mode {best}; {llama_cpp.llama_print_system_info().decode().strip()}",
-            "weight_bytes_per_token": sum(
-                int(np.prod(shape)) * (2 if len(shape) == 2 else 4)
-                for name, shape in gguf_shapes(config).items()
-                if name != "token_embd.weight"
-            ),
+            "weight_bytes_per_token": sum(int(np.prod(shape)) * (2 if len(shape) == 2 else 4) for shape in read),
         }
 
     def open(self, path: Path, load_mode: int) -> tuple[Any, Any]:
@@ -151,34 +161,20 @@ class LlamaCpp:
         options.n_threads = options.n_threads_batch = self.threads
         return model, self.api.llama_init_from_model(model, options)
 
-    def trial(self, model: Any, context: Any) -> float:
-        self.model, self.context = model, context
-        return self.decode([5], TRIAL_TOKENS)
-
-    def decode(self, prompt: list[int], new_tokens: int) -> float:
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
-        token = self.evaluate(prompt)
-        start = time.perf_counter()
-        for _ in range(new_tokens):
-            token = self.evaluate([token])
-        return new_tokens / (time.perf_counter() - start)
-
-    def prefill(self, prompt: list[int]) -> float:
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
-        start = time.perf_counter()
-        self.evaluate(prompt)
-        return len(prompt) / (time.perf_counter() - start)
+    def reset(self, length: int) -> None:
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.way[1]), True)
 
     def evaluate(self, ids: list[int]) -> int:
-        """Append ids in batches as large as llama.cpp takes them; the likeliest next id."""
-        step = self.api.llama_n_batch(self.context)
+        """In batches as large as llama.cpp takes them."""
+        context = self.way[1]
+        step = self.api.llama_n_batch(context)
         for first in range(0, len(ids), step):
             part = ids[first : first + step]
             tokens = (ctypes.c_int32 * len(part))(*part)  # the batch holds only its address
-            status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(tokens, len(part)))
+            status = self.api.llama_decode(context, self.api.llama_batch_get_one(tokens, len(part)))
             if status:
                 raise RuntimeError(f"llama_decode failed with status {status}")
-        logits = self.api.llama_get_logits_ith(self.context, -1)
+        logits = self.api.llama_get_logits_ith(context, -1)
         return int(np.ctypeslib.as_array(logits, (self.config.vocab_size,)).argmax())
 
 
@@ -197,7 +193,7 @@ def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOLDER) -> Path:
-    """Write the GGUF once and keep it: random matrices in 16 bits, norms of one, a vocabulary of dummy pieces."""
+    """A GGUF file, written once and kept: random matrices in 16 bits, norms of one, a vocabulary of dummy pieces."""
     import gguf
 
     c = config
@@ -227,7 +223,7 @@ def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOL
         values = rng.standard_normal(size, np.float32) * np.float32(c.initializer_range)
         if dtype == "fp16":
             writer.add_tensor(name, values.astype(np.float16))
-        else:  # the upper half of a float32; cutting instead of rounding matters to nobody here
+        else:  # the upper half of a float32; truncation instead of rounding does not matter here
             upper = np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
             writer.add_tensor(name, upper.view(np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
@@ -252,7 +248,7 @@ def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
     writer.add_token_types([kind for _, kind in tokens])
 
 
-class TransformersLlama:
+class TransformersLlama(Baseline):
     """LlamaForCausalLM with random weights and SDPA attention: a plain loop over forward, static or growing cache."""
 
     def __init__(self, config: LaneformerConfig, dtype: Dtype, threads: int):
@@ -262,18 +258,15 @@ class TransformersLlama:
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
         torch.set_default_dtype(torch.bfloat16 if dtype == "bf16" else torch.float16)
-        shape = transformers.LlamaConfig(
-            hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers, num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads, vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings, tie_word_embeddings=False,
-        )  # fmt: skip
-        self.torch, self.transformers = torch, transformers
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "vocab_size", "max_position_embeddings")  # fmt: skip
+        shape = transformers.LlamaConfig(**{n: getattr(config, n) for n in names}, tie_word_embeddings=False)
+        self.torch = torch
         self.model: Any = transformers.LlamaForCausalLM(shape).eval()
-        caches = {"growing": self.growing_cache, "static": self.static_cache}
-        self.new_cache: Callable[[int], Any] = self.growing_cache
-        best = fastest({name: functools.partial(self.trial, make) for name, make in caches.items()})
-        self.new_cache = caches[best]
+        best = self.choose({
+            "growing": lambda length: transformers.DynamicCache(config=shape),
+            "static": lambda length: transformers.StaticCache(config=shape, max_cache_len=length),
+        })  # fmt: skip
         parameters = sum(p.numel() for p in self.model.parameters()) - self.model.get_input_embeddings().weight.numel()
         self.facts = {
             "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
@@ -281,42 +274,16 @@ class TransformersLlama:
             "weight_bytes_per_token": parameters * 2,
         }
 
-    def growing_cache(self, length: int) -> Any:
-        return self.transformers.DynamicCache(config=self.model.config)
+    def reset(self, length: int) -> None:
+        self.cache = self.way(length)
 
-    def static_cache(self, length: int) -> Any:
-        return self.transformers.StaticCache(config=self.model.config, max_cache_len=length)
-
-    def trial(self, new_cache: Callable[[int], Any]) -> float:
-        self.new_cache = new_cache
-        return self.decode([5], TRIAL_TOKENS)
-
-    def decode(self, prompt: list[int], new_tokens: int) -> float:
-        cache = self.new_cache(len(prompt) + new_tokens)
-        token = self.evaluate(self.torch.tensor([prompt]), cache)
-        start = time.perf_counter()
-        for _ in range(new_tokens):
-            token = self.evaluate(token, cache)
-        return new_tokens / (time.perf_counter() - start)
-
-    def prefill(self, prompt: list[int]) -> float:
-        start = time.perf_counter()
-        self.evaluate(self.torch.tensor([prompt]), self.new_cache(len(prompt)))
-        return len(prompt) / (time.perf_counter() - start)
-
-    def evaluate(self, ids: Any, cache: Any) -> Any:
-        """Ids (1, S) -> the likeliest next id (1, 1), read back as a sampler would."""
-        logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        token.item()
-        return token
+    def evaluate(self, ids: list[int]) -> int:
+        inputs = self.torch.tensor([ids])
+        logits = self.model(input_ids=inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        return int(logits[0, -1].argmax())
 
 
-CANDIDATES: dict[str, Callable[[LaneformerConfig, Dtype, int], DecodeEngine]] = {
-    "laneformer": OurEngine,
-    "llamacpp": LlamaCpp,
-    "transformers": TransformersLlama,
-}
+CANDIDATES: dict[str, Any] = {"laneformer": OurEngine, "llamacpp": LlamaCpp, "transformers": TransformersLlama}
 
 if __name__ == "__main__":
     tyro.cli(main)

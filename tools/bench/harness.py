@@ -139,8 +139,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def machine_facts() -> dict[str, str]:
     """What lscpu says of the CPU, and the memory; empty values where the system does not tell."""
-    lines = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
-    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines.splitlines())}
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # a system without lscpu
+        done = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+        lines = done.stdout.splitlines()
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = said.get("Flags", "").split()
     return {
         "cpu": said.get("Model name", platform.processor()),

@@ -1,29 +1,46 @@
-"""TorchTitan's own Llama as the rival of tools.bench.train: the Laneformer's shape and parameter count, our data.
+"""TorchTitan's own Llama, trained by TorchTitan's own trainer: the baseline of tools.bench.train.
 
-Loaded by `experimental.custom_import = "tools.bench.llama"`. Model, attention, activation checkpointing, compile, FSDP
-and loss are TorchTitan's, untouched. On one device it goes under FSDP as well, as the Laneformer does, for the same
-mixed precision. Optimizer and loader are ours, for both.
+    torchrun ... -m tools.bench.llama --job.config_file X.toml --model.name bench_llama3 [--section.key value ...]
+
+Trainer, model, attention, activation checkpointing, compile, FSDP and loss are TorchTitan's, untouched. Shape and
+parameter count are the Laneformer's; optimizer and data are the same for both. On one device the model is wrapped in
+FSDP, as the Laneformer is, for the same mixed precision.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+
+if not torch.accelerator.is_available():
+    from train.cpu import patch_torch_for_cpu
+
+    patch_torch_for_cpu()  # before torchtitan is imported
+
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.tools import utils
+from torchtitan.train import Trainer
+from torchtitan.train import main as titan_main
 
-from laneformer.config import LaneformerConfig
+from laneformer.config import LaneformerConfig, flops_per_token
 from laneformer.titan import LaneformerArgs, model_args_by_flavor
-from laneformer.titan.spec import flops_per_token
-from train.data import build_mixture_loader
-from train.metrics import build_run_metrics
+from records.files import append_line
+from train.data import Batch, build_mixture_loader
 from train.optimizer import build_laneformer_optimizers
 
 NAME = "bench_llama3"
@@ -47,10 +64,34 @@ class LlamaArgs(TransformerModelArgs):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """FLOPs by the Laneformer's convention: causal keys only, every layer full."""
-        import dataclasses
-
         dense = dataclasses.replace(self.config, swa_layers=())
         return sum(p.numel() for p in model.parameters()), flops_per_token(dense, seq_len)
+
+
+class StepMetrics(MetricsProcessor):
+    """TorchTitan's metrics; each step also goes to RUN/metrics.jsonl, under the names that our own trainer uses."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None):
+        super().__init__(job_config, parallel_dims)
+
+    def log(self, step: int, global_avg_loss: float, *arguments: Any, **options: Any) -> None:
+        seconds = time.perf_counter() - self.time_last_log
+        flops_per_s = self.num_flops_per_token * self.ntokens_since_last_log / seconds
+        mfu = None if utils.device_type == "cpu" else 100 * flops_per_s / self.gpu_peak_flops
+        super().log(step, global_avg_loss, *arguments, **options)
+        if torch.distributed.get_rank() == 0:
+            row = {"step": step, "seconds": seconds, "mfu": mfu, "loss": float(global_avg_loss)}
+            append_line(Path(self.job_config.job.dump_folder) / "metrics.jsonl", json.dumps(row))
+
+
+class TokenLoader:
+    """Our batches without their sources: TorchTitan's trainer passes every input to the model."""
+
+    def __init__(self, **arguments: Any):
+        self.loader = build_mixture_loader(**arguments)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (({"input": inputs["input"]}, labels) for inputs, labels in self.loader)
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
@@ -72,9 +113,12 @@ register_train_spec(
         pipelining_fn=None,
         build_optimizers_fn=build_laneformer_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=build_mixture_loader,
+        build_dataloader_fn=TokenLoader,
         build_tokenizer_fn=None,
         build_loss_fn=build_cross_entropy_loss,
-        build_metrics_processor_fn=build_run_metrics,
+        build_metrics_processor_fn=StepMetrics,
     ),
 )
+
+if __name__ == "__main__":
+    titan_main(Trainer)

@@ -50,6 +50,13 @@ class Loader:
         """The state from which `batches` continues there; LookupError where that is impossible."""
         return sequence
 
+    def parquet(self, name: str, **options: Any) -> Any:
+        import datasets
+
+        datasets.disable_progress_bars()
+        path, cache = str(self.data / f"{name}.parquet"), str(self.data / "cache")
+        return datasets.load_dataset("parquet", data_files=path, split="train", cache_dir=cache, **options)
+
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         raise NotImplementedError
 
@@ -83,17 +90,13 @@ class TorchTitan(Loader):
     """Its own data set and loader on rows of token ids, mixed beforehand, as it reads a single data set."""
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
-        from datasets import load_dataset
         from torchtitan.components.dataloader import ParallelAwareDataloader
         from torchtitan.hf_datasets import DatasetConfig
         from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
-        def rows(path: str) -> Any:
-            return load_dataset("parquet", data_files=path, split="train", cache_dir=str(self.data / "cache"))
-
-        DATASETS["rows"] = DatasetConfig(str(self.data / "mixed.parquet"), rows, lambda sample: sample["tokens"])
-        ready = types.SimpleNamespace(encode=lambda tokens, **_: tokens)  # no text: tokenizing would cost it more
-        dataset = HuggingFaceTextDataset("rows", None, ready, self.seq_len, infinite=True)
+        DATASETS["rows"] = DatasetConfig("mixed", self.parquet, lambda sample: sample["tokens"])
+        no_text = types.SimpleNamespace(encode=lambda tokens, **_: tokens)  # tokenizing would cost it more
+        dataset = HuggingFaceTextDataset("rows", None, no_text, self.seq_len, infinite=True)
         dataset.load_state_dict({"token_buffer": [], "sample_idx": state})
         for inputs, _ in ParallelAwareDataloader(dataset, 0, 1, batch_size=BATCH, num_workers=workers):
             yield inputs["input"], None
@@ -114,12 +117,7 @@ class Interleave(Loader):
     def _mixed(self) -> Any:
         import datasets
 
-        datasets.disable_progress_bars()
-        parts = [
-            datasets.load_dataset("parquet", data_files=str(self.data / f"{name}.parquet"), split="train",
-                                  cache_dir=str(self.data / "cache"), streaming=self.streaming)
-            for name in self.names
-        ]  # fmt: skip
+        parts = [self.parquet(name, streaming=self.streaming) for name in self.names]
         mixed = datasets.interleave_datasets(parts, self.shares, seed=1, stopping_strategy="all_exhausted")
         return mixed.with_format("numpy")
 
@@ -162,7 +160,7 @@ class InterleaveStreaming(Interleave):
 
 
 class Mosaic(Loader):
-    """mosaicml-streaming's StreamingDataset with a proportion a stream, shuffled as it comes."""
+    """mosaicml-streaming's StreamingDataset with a proportion per stream and its default shuffle."""
 
     def __init__(self, data: Path):
         super().__init__(data)

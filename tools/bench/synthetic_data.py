@@ -33,34 +33,35 @@ def synthetic_tokens(count: int, vocab_size: int, seed: int = SEED) -> np.ndarra
 
 def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: int) -> Path:
     """A source of `windows` windows with its manifest, and the lock of one phase that reads it; returns the lock."""
-    source = folder / SOURCE
-    source.mkdir(parents=True)
-    layout = shards.Layout(seed=SEED, seq_len=seq_len, windows_per_shard=windows, valid_per_10000=1)
-    tokens = synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)
-    train, held_out = tokens[: windows * seq_len + 1], tokens[windows * seq_len :]
-    one_document = np.array([len(train)], dtype=np.uint32)
-    written = shards.write_train(source, train, one_document, np.zeros(1, dtype=np.uint64), layout)
-    manifest = {
-        "format": shards.FORMAT,
-        "category": "web",
-        "seq_len": seq_len,
-        "tokenizer_sha256": "",
-        "vocab_size": vocab_size,
-        **written,
-        "valid": shards.write_windows(source / shards.VALID, held_out, seq_len),
-    }
-    shards.write_json(source / shards.MANIFEST, manifest)
-    entry = {"name": SOURCE, "category": "web", "weight": 1, "windows": windows, "epoch_cap": 1_000_000}
-    lock = {
-        "format": shards.FORMAT,
-        "phase": "phase1",
-        "seed": SEED,
-        "seq_len": seq_len,
-        "packing": mixture.PACKING,
-        "tokenizer_sha256": "",
-        "vocab_size": vocab_size,
-        "sources": [{**entry, "manifest_sha256": shards.manifest_sha256(source)}],
-    }
+    tokens = {SOURCE: synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)}
+    return write_lock(folder, tokens, {SOURCE: 1}, seq_len, vocab_size, windows_per_shard=windows)
+
+
+def write_lock(
+    folder: Path, tokens: dict[str, np.ndarray], weights: dict[str, int], seq_len: int, vocab_size: int,
+    windows_per_shard: int,
+) -> Path:  # fmt: skip
+    """Shards and manifest of every source, and the lock of one phase that reads them; returns the lock.
+
+    tokens[name]: uint16, whole windows and one token more; the last window is held out for validation.
+    """
+    of_tokens = {"tokenizer_sha256": "", "vocab_size": vocab_size}
+    layout = shards.Layout(seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=1)
+    sources = []
+    for name, weight in weights.items():
+        source, windows = folder / name, (len(tokens[name]) - 1) // seq_len - 1
+        source.mkdir(parents=True)
+        train, held_out = tokens[name][: windows * seq_len + 1], tokens[name][windows * seq_len :]
+        one_document = np.array([len(train)], dtype=np.uint32)
+        written = shards.write_train(source, train, one_document, np.zeros(1, dtype=np.uint64), layout)
+        valid = shards.write_windows(source / shards.VALID, held_out, seq_len)
+        manifest = {"format": shards.FORMAT, "category": "web", "seq_len": seq_len, **of_tokens, **written,
+                    "valid": valid}  # fmt: skip
+        shards.write_json(source / shards.MANIFEST, manifest)
+        entry = {"name": name, "category": "web", "weight": weight, "windows": windows, "epoch_cap": 1_000_000}
+        sources.append({**entry, "manifest_sha256": shards.manifest_sha256(source)})
+    lock = {"format": shards.FORMAT, "phase": "phase1", "seed": SEED, "seq_len": seq_len, "packing": mixture.PACKING,
+            **of_tokens, "sources": sources}  # fmt: skip
     path = folder / "phase1.lock.json"
     shards.write_json(path, {**lock, "fingerprint": mixture.fingerprint(lock)})
     return path

@@ -9,6 +9,7 @@ compared before anything is timed.
 
 from __future__ import annotations
 
+import functools
 import glob
 import gzip
 import json
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for every candidate; read when tokenizers is imported
 
@@ -34,7 +35,7 @@ import tokenizers
 
 from data_mixtures import recipe, tokenizer
 from data_mixtures.recipe import TokenizerTraining
-from data_mixtures.stages import decontaminate, filter, stage, tokenize_units
+from data_mixtures.stages import decontaminate, filter, stage, tokenize
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from tools.bench import harness
 from tools.bench.harness import Result, alternate, table, version
@@ -51,11 +52,7 @@ Figures are of CPU seconds of one process on one core; all candidates give the s
 writing, sorting and loading the model once."""
 
 
-class Candidate(NamedTuple):
-    """What is timed, and what is prepared before each trial without being timed."""
-
-    run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = lambda: None
+Candidate = Callable[[], Callable[[], Any]]  # prepares a trial without being timed; what it returns is timed
 
 
 @dataclass(kw_only=True)
@@ -146,34 +143,31 @@ def train(texts: Corpus, folder: Path) -> Path:
 def rates(candidates: dict[str, Candidate], amount: float, rounds: int) -> dict[str, float]:
     """Millions per CPU second, the median of alternating rounds."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
-    for order in alternate(candidates.items(), rounds):
-        for name, candidate in order:
-            prepared = candidate.prepare()
-            began = time.process_time()
-            candidate.run(prepared)
-            taken[name].append(time.process_time() - began)
+    for name in (name for order in alternate(candidates, rounds) for name in order):
+        run = candidates[name]()
+        began = time.process_time()
+        run()
+        taken[name].append(time.process_time() - began)
     return {name: amount / 1e6 / statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def filtering(texts: Corpus, passages: list[str], rounds: int, folder: Path) -> dict[str, float]:
     """MB per CPU second: the stage from Parquet to Parquet, with and without benchmarks, and the search alone."""
-    raw, result = folder / filter.RAW, folder / filter.DOCUMENTS
+    raw, result = folder / stage.RAW, folder / stage.DOCUMENTS
     pq.write_table(pa.table({"text": texts.timed}), raw, compression="zstd")
     benchmark = decontaminate.Benchmark("cut", len(passages), len(passages), {})
     index = decontaminate.Index((benchmark,), decontaminate.build([[text] for text in passages]))
     grams = {gram for text in passages for gram in plain_grams(text)}
 
     def stage_with(held: decontaminate.Index | None) -> None:
-        sieve = filter.Sieve(1, MAX_CHARS, held)
-        filter.write(result, (sieve.kept(batch) for batch in filter.raw_texts(raw, "text")))
+        kept = filter.DocumentFilter(1, MAX_CHARS, held)
+        filter.write(result, (kept.kept(batch) for batch in filter.raw_texts(raw, "text")))
 
-    candidates = {
-        "filter stage": Candidate(lambda _: stage_with(index)),
-        "filter stage without benchmarks": Candidate(lambda _: stage_with(None)),
-        "decontamination alone": Candidate(lambda _: index.find(texts.timed)),
-        "a set of 13-grams in plain Python": Candidate(
-            lambda _: [grams.isdisjoint(plain_grams(t)) for t in texts.timed]
-        ),
+    candidates: dict[str, Candidate] = {
+        "filter stage": lambda: functools.partial(stage_with, index),
+        "filter stage without benchmarks": lambda: functools.partial(stage_with, None),
+        "decontamination alone": lambda: functools.partial(index.find, texts.timed),
+        "a set of 13-grams in plain Python": lambda: lambda: [grams.isdisjoint(plain_grams(t)) for t in texts.timed],
     }
     return rates(candidates, texts.size, rounds)
 
@@ -198,29 +192,22 @@ def tokenizing(texts: Corpus, model: Path, rounds: int, folder: Path) -> dict[st
     for ids in batches:
         expected = (i for document in ids for i in (tokenizer.BOS, *document, tokenizer.EOS))
         assert np.array_equal(tokens, np.fromiter(expected, np.int64)), "all candidates must give the same ids"
-    candidates = {
-        "data_mixtures, after other text": Candidate(
-            lambda encoder: [encoder.encode(text) for text in texts.timed],
-            lambda: encoder_after(processor, texts.before),
-        ),
-        "data_mixtures, first text": Candidate(
-            lambda encoder: [encoder.encode(text) for text in texts.timed], lambda: encoder_after(processor, [])
-        ),
-        "sentencepiece": Candidate(lambda _: processor.encode(texts.timed, num_threads=1)),
-        "tokenizers": Candidate(lambda _: plain.encode_batch_fast(texts.timed)),
-        "tokenize stage, Parquet to files": Candidate(
-            lambda place: place.run(), lambda: OurStage(folder, texts, model)
-        ),
-        "datatrove, Parquet to files": Candidate(lambda place: place.run(), lambda: Datatrove(folder, plain)),
+    candidates: dict[str, Candidate] = {
+        "data_mixtures, after other text": lambda: our_encoder(processor, texts.before, texts.timed),
+        "data_mixtures, first text": lambda: our_encoder(processor, [], texts.timed),
+        "sentencepiece": lambda: functools.partial(processor.encode, texts.timed, num_threads=1),
+        "tokenizers": lambda: functools.partial(plain.encode_batch_fast, texts.timed),
+        "tokenize stage, Parquet to files": lambda: our_stage(folder, texts, model),
+        "datatrove, Parquet to files": lambda: datatrove(folder, plain),
     }
     return rates(candidates, len(tokens), rounds)
 
 
-def encoder_after(processor: sentencepiece.SentencePieceProcessor, before: list[str]) -> tokenizer.Encoder:
+def our_encoder(processor: Any, before: list[str], timed: list[str]) -> Callable[[], Any]:
     encoder = tokenizer.Encoder(processor)
     for text in before:
         encoder.encode(text)
-    return encoder
+    return lambda: [encoder.encode(text) for text in timed]
 
 
 def without_specials(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -229,42 +216,33 @@ def without_specials(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None}))
 
 
-class OurStage:
+def our_stage(folder: Path, texts: Corpus, model: Path) -> Callable[[], Any]:
     """The tokenize stage on a data folder of one unit."""
-
-    def __init__(self, folder: Path, texts: Corpus, model: Path) -> None:
-        self.out, self.unit = folder / "data", stage.Unit(SOURCE, 0)
-        filtered = stage.unit_folder(self.out, filter.Filter.name, self.unit)
-        filtered.mkdir(parents=True, exist_ok=True)
-        filter.write(filtered / filter.DOCUMENTS, [[text.encode() for text in texts.timed]])
-        (filtered / stage.RECEIPT).write_text("{}")
-        shutil.copy(model, self.out / tokenize_units.TOKENIZER)
-        self.folder = self.out / "result"
-        self.folder.mkdir(exist_ok=True)
-
-    def run(self) -> None:
-        source = recipe.LocalSource(SOURCE, "web", ())
-        wanted = recipe.Recipe(1, 4096, 1, 1, 1, 1, self.out / tokenize_units.TOKENIZER, (source,), {})
-        tokenize_units.Tokenize(wanted, self.out, (SOURCE,)).work(self.unit, self.folder)
+    out, unit = folder / "data", stage.Unit(SOURCE, 0)
+    filtered = stage.unit_folder(out, filter.Filter.name, unit)
+    filtered.mkdir(parents=True, exist_ok=True)
+    filter.write(filtered / stage.DOCUMENTS, [[text.encode() for text in texts.timed]])
+    (filtered / stage.RECEIPT).write_text("{}")
+    shutil.copy(model, out / tokenize.TOKENIZER)
+    (out / "result").mkdir(exist_ok=True)
+    source = recipe.LocalSource(SOURCE, "web", ())
+    wanted = recipe.Recipe(1, 4096, 1, 1, 1, 1, out / tokenize.TOKENIZER, (source,), {})
+    return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
 
 
-class Datatrove:
-    """datatrove's reader and tokenizer on the same Parquet file."""
+def datatrove(folder: Path, plain: tokenizers.Tokenizer) -> Callable[[], Any]:
+    """datatrove's reader and tokenizer on the Parquet file of our stage."""
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+    from datatrove.utils.logging import logger
 
-    def __init__(self, folder: Path, plain: tokenizers.Tokenizer) -> None:
-        from datatrove.pipeline.readers import ParquetReader
-        from datatrove.pipeline.tokens import DocumentTokenizer
-        from datatrove.utils.logging import logger
-
-        logger.remove()
-        path = folder / "plain.json"
-        path.write_text(plain.to_str())
-        documents = folder / "data" / filter.Filter.name / SOURCE / "unit-00000"
-        self.reader = ParquetReader(str(documents), glob_pattern=filter.DOCUMENTS, read_metadata=False)
-        self.writer = DocumentTokenizer(str(folder / "datatrove"), str(path), eos_token="</s>", seed=1)
-
-    def run(self) -> None:
-        self.writer.run(self.reader.run())
+    logger.remove()
+    path = folder / "plain.json"
+    path.write_text(plain.to_str())
+    documents = folder / "data" / filter.Filter.name / SOURCE / "unit-00000"
+    reader = ParquetReader(str(documents), glob_pattern=stage.DOCUMENTS, read_metadata=False)
+    writer = DocumentTokenizer(str(folder / "datatrove"), str(path), eos_token="</s>", seed=1)
+    return lambda: writer.run(reader.run())
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:

@@ -1,18 +1,16 @@
-"""Training speed of the real trainer, beside TorchTitan's own Llama of the same parameter count, in alternating runs.
+"""Training speed of the real trainer and of TorchTitan's own Llama of the same parameter count, in alternating runs.
 
-    python -m tools.bench.train --flavor 2b --out docs/benchmarks/DATE-train-h200.md          one GPU
-    python -m tools.bench.train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
+    python -m tools.bench train --flavor 2b --out docs/benchmarks/DATE-train-h200.md          one GPU
+    python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
 
-Every turn is a job of its own (`torchrun -m train`) on synthetic tokens from a temporary folder: loader, FSDP, compile,
-optimizer and metrics are those of a real run, checkpoints are off. A turn's first steps, which compile, do not count.
-Speeds are medians over the steps of all turns; the ratio is taken within a round, whose order alternates.
-The last line of stdout is JSON.
+Each trial is a job of its own (`torchrun -m train`, or `-m tools.bench.llama` on TorchTitan's trainer) on synthetic
+tokens: loader, FSDP, compile, optimizer and metrics are those of a real run, checkpoints are off. The first steps of a
+trial, which compile, are not counted. Speeds are medians over the steps of all trials; the ratio is taken within a
+round, whose order alternates.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import re
 import subprocess
@@ -24,9 +22,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 if not torch.accelerator.is_available():
     from train.cpu import patch_torch_for_cpu
@@ -34,51 +29,44 @@ if not torch.accelerator.is_available():
     patch_torch_for_cpu()  # before torchtitan is imported
 
 from laneformer import LaneformerConfig
-from records.files import code_version, read_lines, write_atomically
+from records.files import read_lines
+from tools.bench import harness
+from tools.bench.harness import Result
 from tools.bench.synthetic_data import write_synthetic_lock
 from tools.plan import sums as plan_sums
 
-ROOT = Path(__file__).resolve().parents[2]
-MODELS = {
-    "laneformer": [],
-    "llama": ["--model.name", "bench_llama3", "--experimental.custom_import", "tools.bench.llama"],
-}
+PROGRAMS = {"laneformer": ["train"], "llama": ["tools.bench.llama", "--model.name", "bench_llama3"]}
 TIMEOUT_S = 3600
-FILE_START = """# Training speed of the real trainer, beside TorchTitan's Llama
+FILE_START = """# Training speed of the real trainer and of TorchTitan's Llama
 
 Each section is one run of its command: random weights, synthetic tokens, the job as `python -m train` runs it, with
-TorchTitan's own Llama of the same parameter count in alternating turns. Steps that compile are left out."""
-Result = dict[str, Any]
+TorchTitan's own Llama of the same parameter count in alternating trials. Steps that compile are not counted."""
 
 
-@dataclass
-class Options:
+@dataclass(kw_only=True)
+class Options(harness.Options):
     """Measure tokens/s/GPU, MFU, peak memory and step times, and the ratio to a dense Llama."""
 
     flavor: Literal["2b", "300m", "tiny"] = "2b"
-    """The shape."""
+    """Model shape."""
     gpus: int = 1
     """Ranks of the job, on this machine."""
     seq_len: int = 4096
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     local_batch: int = 0
-    """Sequences a GPU and step; 0: the largest power of two that tools.plan sees fit."""
+    """Sequences per GPU and step; 0: the largest power of two that fits by the estimate of tools.plan."""
     steps: int = 20
-    """Timed steps of a turn."""
+    """Timed steps per trial."""
     warmup: int = 5
-    """Steps before them."""
+    """Steps before the timed ones."""
     rounds: int = 2
-    """Turns of each model."""
+    """Trials of each model."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What FSDP casts the weights to."""
+    """Data type that FSDP casts the weights to."""
     checkpointing: Literal["none", "selective", "full"] = "selective"
-    """Activation checkpointing of both."""
+    """Activation checkpointing of both models."""
     compile: bool = True
-    """torch.compile of both."""
-    json: bool = False
-    """Print nothing but the JSON line."""
-    out: Path | None = None
-    """Markdown file to append a dated section to."""
+    """Whether both models are compiled with torch.compile."""
 
     def check(self) -> None:
         """ValueError for a value that cannot be measured."""
@@ -91,51 +79,35 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=arguments, description=__doc__)
-    console = Console(stderr=True, quiet=options.json)
-    try:
-        options.check()
-        result = measure(options, console)
-    except (ValueError, RuntimeError) as error:
-        print(f"bench_train: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    console.print(rich_table(result))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        before = options.out.read_text(encoding="utf-8") if options.out.exists() else FILE_START
-        write_atomically(options.out, f"{before.rstrip()}\n\n{markdown(result)}")
-    print(json.dumps(result))
+    harness.run("train", Options, measure, section, FILE_START, arguments)
 
 
-def measure(options: Options, console: Console) -> Result:
-    """All turns; every figure of the report."""
-    started = datetime.datetime.now(datetime.UTC)
+def measure(options: Options, console: Any) -> Result:
+    """All trials; every figure of the report."""
+    options.check()
     device = device_facts()
     batch = options.local_batch or choose_local_batch(options, device["gpu"])
     rounds: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory() as folder:
         config = LaneformerConfig.from_flavor(options.flavor)
         windows = (options.steps + options.warmup) * batch * options.gpus
-        # few tokens, read again and again: making them is slow, and their number does not change the speed
+        # few tokens, read repeatedly: generating them is slow, and their number does not change the speed
         lock = write_synthetic_lock(Path(folder) / "data", min(windows, 64), options.seq_len, config.vocab_size)
-        for index in range(options.rounds):
-            order = list(MODELS) if index % 2 == 0 else list(MODELS)[::-1]
-            turns = {}
+        for index, order in enumerate(harness.alternate(PROGRAMS, options.rounds)):
+            trials = {}
             for name in order:
                 with console.status(f"round {index + 1} of {options.rounds}: {name}"):
-                    turns[name] = turn(name, options, batch, lock, Path(folder) / f"{name}-{index}")
-                console.print(f"round {index + 1}: {name} {turns[name]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU")
-            rounds.append(turns)
+                    trials[name] = trial(name, options, batch, lock, Path(folder) / f"{name}-{index}")
+                console.print(f"round {index + 1}: {name} {trials[name]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU")
+            rounds.append(trials)
     ratios = [r["laneformer"]["tokens_per_s_per_gpu"] / r["llama"]["tokens_per_s_per_gpu"] for r in rounds]
     return {
-        "date": started.strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": code_version(ROOT),
         "device": device["name"],
         "torch": torch.__version__,
         **{name: getattr(options, name) for name in ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype",
                                                      "checkpointing", "compile")},
         "local_batch": batch,
-        "models": {name: summary([r[name] for r in rounds]) for name in MODELS},
+        "models": {name: summary([r[name] for r in rounds]) for name in PROGRAMS},
         "ratio": float(np.median(ratios)),
         "ratios": ratios,
     }  # fmt: skip
@@ -174,12 +146,12 @@ def choose_local_batch(options: Options, gpu: str | None) -> int:
     return batch
 
 
-def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Result:
+def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Result:
     """One job; RuntimeError with the end of its output if it fails."""
     steps = options.warmup + options.steps
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
-        "-m", "train", "--job.config_file", "configs/phase1.toml",
+        "-m", *PROGRAMS[name], "--job.config_file", "configs/phase1.toml",
         "--job.dump_folder", str(run), "--mixture.lock", str(lock),
         "--model.flavor", options.flavor, "--training.seq_len", str(options.seq_len),
         "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
@@ -188,10 +160,10 @@ def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Resu
         "--parallelism.data_parallel_shard_degree", "-1", "--activation_checkpoint.mode", options.checkpointing,
         "--compile.enable" if options.compile else "--compile.no-enable", "--checkpoint.no-enable",
         "--validation.no-enable",
-        "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *MODELS[name],
+        "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, cwd=harness.ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {(done.stdout + done.stderr)[-3000:]}")
     rows = read_lines(run / "metrics.jsonl")[options.warmup :]
@@ -210,55 +182,39 @@ def turn(name: str, options: Options, batch: int, lock: Path, run: Path) -> Resu
     }
 
 
-def summary(turns: list[Result]) -> Result:
-    step_s = [s for t in turns for s in t["step_s"]]
+def summary(trials: list[Result]) -> Result:
+    step_s = [s for t in trials for s in t["step_s"]]
     p50, p90 = np.percentile(step_s, (50, 90)).tolist()
-    peaks = [t["peak_memory_gib"] for t in turns if t["peak_memory_gib"] is not None]
+    peaks = [t["peak_memory_gib"] for t in trials if t["peak_memory_gib"] is not None]
     return {
-        "parameters": turns[0]["parameters"],
-        "tokens_per_s_per_gpu": float(np.median([t["tokens_per_s_per_gpu"] for t in turns])),
-        "mfu": None if turns[0]["mfu"] is None else float(np.median([t["mfu"] for t in turns])),
+        "parameters": trials[0]["parameters"],
+        "tokens_per_s_per_gpu": float(np.median([t["tokens_per_s_per_gpu"] for t in trials])),
+        "mfu": None if trials[0]["mfu"] is None else float(np.median([t["mfu"] for t in trials])),
         "step_s_p50": p50,
         "step_s_p90": p90,
         "peak_memory_gib": max(peaks, default=None),
-        "last_loss": turns[-1]["last_loss"],
+        "last_loss": trials[-1]["last_loss"],
     }
 
 
-COLUMNS = ["", "parameters", "tokens/s/GPU", "MFU", "step p50", "step p90", "peak memory"]
-
-
-def rows_of(result: Result) -> list[list[str]]:
-    return [
+def section(options: Options, result: Result) -> tuple[str, str]:
+    """Title and body of one section of a benchmark file."""
+    columns = ["", "parameters", "tokens/s/GPU", "MFU", "step p50", "step p90", "peak memory"]
+    rows = [
         [name, f"{m['parameters']:,}", f"{m['tokens_per_s_per_gpu']:,.0f}",
          "-" if m["mfu"] is None else f"{m['mfu']:.1f}%",
          f"{m['step_s_p50']:.3f} s", f"{m['step_s_p90']:.3f} s",
          "-" if m["peak_memory_gib"] is None else f"{m['peak_memory_gib']:.1f} GiB"]
         for name, m in result["models"].items()
     ]  # fmt: skip
-
-
-def rich_table(result: Result) -> Table:
-    made = Table(title=f"{result['flavor']}, laneformer over llama: {result['ratio']:.2f}", title_justify="left")
-    for i, column in enumerate(COLUMNS):
-        made.add_column(column, justify="right" if i else "left")
-    for row in rows_of(result):
-        made.add_row(*row)
-    return made
-
-
-def markdown(result: Result) -> str:
-    """One section of a benchmark file."""
-    lines = [COLUMNS, ["---", *["---:"] * (len(COLUMNS) - 1)], *rows_of(result)]
     shape = f"{result['gpus']} x {result['device']}, local batch {result['local_batch']} x {result['seq_len']}"
     how = f"{result['dtype']}, checkpointing {result['checkpointing']}, compile {'on' if result['compile'] else 'off'}"
-    return "\n\n".join([
-        f"## {result['date']}: `{result['flavor']}`, {shape}",
-        f"{how}; {result['steps']} timed steps a turn, {len(result['ratios'])} rounds. torch {result['torch']}, "
-        f"commit {result['commit']}.",
-        "\n".join("| " + " | ".join(line) + " |" for line in lines),
-        f"Laneformer over Llama, within a round: {', '.join(f'{r:.2f}' for r in result['ratios'])}.",
-    ]) + "\n"  # fmt: skip
+    body = (
+        f"{how}; {result['steps']} timed steps per trial, {len(result['ratios'])} rounds. torch {result['torch']}.\n\n"
+        f"{harness.table(columns, rows)}\n\n"
+        f"Laneformer / Llama, within a round: {', '.join(f'{r:.2f}' for r in result['ratios'])}."
+    )
+    return f"`{result['flavor']}`, {shape}", body
 
 
 if __name__ == "__main__":

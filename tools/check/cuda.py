@@ -108,7 +108,7 @@ def compare_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, cou
 
     The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which reads the longer prompts.
     """
-    parted, tokens = [], []
+    diverged, tokens = [], []
     for index, prompt in enumerate(prompts(decoder.config, count)):
         ours = greedy(decoder, prompt)
         theirs, leads = truth.greedy(prompt, len(ours))
@@ -116,9 +116,10 @@ def compare_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, cou
         first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         if first is not None:
             tie = 2 * (min(worst, truth.worst) if len(prompt) <= IN_KERNEL_TOKENS else truth.worst)
-            parted.append({"prompt": index, "token": first, "lead": leads[first], "tie": tie})
-    unexplained = sum(p["lead"] > p["tie"] for p in parted)
-    return {"prompts": count, "same": count - len(parted), "parted": parted, "unexplained": unexplained, "ids": tokens}
+            diverged.append({"prompt": index, "token": first, "lead": leads[first], "tie": tie})
+    unexplained = sum(p["lead"] > p["tie"] for p in diverged)
+    same = count - len(diverged)
+    return {"prompts": count, "same": same, "diverged": diverged, "unexplained": unexplained, "ids": tokens}
 
 
 def differing_runs(decoder: SequenceDecoder, ids: list[int], runs: int) -> int:

@@ -35,9 +35,7 @@ TRAINING: Chain = [
     ("torchtitan.train", "main", "train"),
     ("train/trainer.py", "LaneformerTrainer.train", "super().train"),
     ("torchtitan.train", "Trainer.train", "train_step"),
-    ("train/trainer.py", "LaneformerTrainer.train_step", "forward_backward_step"),
-    ("train/trainer.py", "LaneformerTrainer.forward_backward_step", "super().forward_backward_step"),
-    ("torchtitan.train", "Trainer.forward_backward_step", "model_parts[0]"),
+    ("train/trainer.py", "LaneformerTrainer.train_step", "model"),
     ("models/laneformer/titan/spec.py", "TitanLaneformer.forward", ""),
 ]
 DECODE: Chain = [

@@ -33,22 +33,22 @@ def page_body(runs: Sequence[Run], now: float) -> str:
     """The inner HTML of <main>: a comparison when there are several runs, a section for each run."""
     for run in runs:
         smooth_losses(run)
-    sections = [run_section(run, now) for run in runs]
-    if len(runs) > 1:
-        chips = "".join(line_chip(i, run.name) for i, run in enumerate(runs))
-        figure = chart(comparison_figure(runs), "comparison")
-        caption = "Smoothed, over tokens. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
-        losses = card("Loss of all runs", f'<p class="chips">{chips}</p>{figure}', caption)
-        sections.insert(0, losses + core_of_all(runs))
+    sections = [comparison(runs) if len(runs) > 1 else "", *(run_section(run, now) for run in runs)]
     return f"{''.join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer>"
 
 
+def comparison(runs: Sequence[Run]) -> str:
+    chips = "".join(line_chip(i, run.name) for i, run in enumerate(runs))
+    body = f'<p class="chips">{chips}</p>{chart(comparison_figure(runs), "comparison")}'
+    caption = "Smoothed. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
+    return card("Loss of all runs", body, caption) + core_of_all(runs)
+
+
 def run_section(run: Run, now: float) -> str:
-    parts = (header(run, now), tiles_of(run), training_cards(run), score_cards(run), measurements(run),
-             evaluations_card(run), provenance_card(run))  # fmt: skip
+    head, cards = header(run, now), (training_cards, score_cards, measurements, evaluations_card, provenance_card)
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in run.warnings)
     told = f'<ul class="warnings">{warnings}</ul>' if warnings else ""
-    return f"<article>{parts[0]}{told}{''.join(parts[1:])}</article>"
+    return f"<article>{head}{told}{tiles_of(run)}{''.join(write(run) for write in cards)}</article>"
 
 
 def page(runs: Sequence[Run], now: float, reload_s: float | None = None) -> str:
@@ -61,9 +61,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """All runs, with names that tell them apart: charts are named after their run."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
-    for run, folder in zip(runs, folders, strict=True):
+    for index, (run, folder) in enumerate(zip(runs, folders, strict=True)):
         if names.count(run.name) > 1:
             run.name = "/".join(folder.resolve().parts[-2:])
+        if run.name in (other.name for other in runs[:index]):
+            run.name += f" ({index + 1})"
     return runs
 
 

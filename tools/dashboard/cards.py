@@ -7,7 +7,7 @@ from typing import Any
 
 from laneformer import LaneformerConfig
 from records.page import (
-    PALETTE,
+    bar,
     card,
     chart,
     chip,
@@ -23,33 +23,10 @@ from records.page import (
     utc,
 )
 from records.run import Run, number
+from tools.dashboard import figures
 from tools.dashboard.core import points_of, where_evaluated
-from tools.dashboard.figures import (
-    BUCKETS,
-    LONG,
-    VALID,
-    attempts_of,
-    bits_figure,
-    half_life_rows,
-    machine_figure,
-    restarts,
-    sources_figure,
-    sources_of,
-    training_figure,
-)
 
 CHIPS = 24  # more attempts than this are counted, not listed
-# what of the job's config is worth a line
-SETTINGS = {
-    "model": "flavor",
-    "training": "steps global_batch_size local_batch_size seq_len max_norm mixed_precision_param",
-    "optimizer": "name lr beta1 beta2 eps weight_decay",
-    "lr_scheduler": "warmup_steps decay_ratio decay_type min_lr_factor",
-    "mixture": "lock",
-    "parallelism": "data_parallel_shard_degree data_parallel_replicate_degree",
-    "compile": "enable",
-    "checkpoint": "interval initial_load_path",
-}
 
 
 def planned_steps(run: Run) -> dict[str, int | None]:
@@ -83,8 +60,8 @@ def header(run: Run, now: float) -> str:
     for index, (phase, steps) in enumerate(planned_steps(run).items()):
         done = max((row["step"] for row in run.kept_rows if row["phase"] == phase), default=0)
         label = f"{escape(phase)} <b>{done:,}</b>" + (f" / {steps:,}" if steps else "")
-        fill = f'<i style="width:{100 * min(1.0, done / steps) if steps else 100:.2f}%;background:{colour(index)}"></i>'
-        bars += f'<div style="flex:{steps or done or 1}"><div class="bar">{fill}</div><small>{label}</small></div>'
+        filled = bar(done / steps if steps else 1, colour(index))
+        bars += f'<div style="flex:{steps or done or 1}">{filled}<small>{label}</small></div>'
     title = f'<h1>{escape(run.name)}</h1><span class="state {kind}">{escape(words)}</span>'
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     below = f'<p class="facts">{line}</p><div class="progress">{bars}</div>'
@@ -124,30 +101,30 @@ def tiles_of(run: Run) -> str:
 def training_cards(run: Run) -> str:
     if not run.kept_rows:
         return card("Training", none("not measured: metrics.jsonl has no rows yet"))
-    attempts = attempts_of(run)
+    attempts = figures.attempts_of(run)
     names = [f"{phase} · attempt {n}" if len(run.phases) > 1 else f"attempt {n}" for phase, n in attempts]
     chips = [chip(colour(i), name) for i, name in enumerate(names[:CHIPS])]
     chips += [f"and {len(names) - CHIPS} more attempts"] * (len(names) > CHIPS)
     if any(row["valid_loss"] is not None for row in run.kept_rows):
-        chips.append(chip(VALID, "validation loss"))
-    training = f'<p class="chips">{"".join(chips)}</p>{chart(training_figure(run), f"training-{run.name}")}'
-    machine = chart(machine_figure(run), f"machine-{run.name}")
+        chips.append(chip(figures.VALID, "validation loss"))
+    training = f'<p class="chips">{"".join(chips)}</p>{chart(figures.training_figure(run), f"training-{run.name}")}'
+    machine = chart(figures.machine_figure(run), f"machine-{run.name}")
     of_machine = "Checkpoint seconds stand in the first row after the save. Waiting and memory are rank 0's."
     cards = card("Training", training, training_caption(run)) + sources_card(run)
     return cards + card("Statistics and machine", machine, of_machine)
 
 
 def training_caption(run: Run) -> str:
-    logged = sum(len(s.rows) for s in run.stretches)
-    again, half_life = logged - len(run.kept_rows), half_life_rows(run)
+    logged = sum(len(s.rows) for s in run.segments)
+    again, half_life = logged - len(run.kept_rows), figures.half_life_rows(run)
     parts = {
         f"{logged:,} logged steps; bold is the exponential mean (half-life {half_life:.3g} logged steps), faint the "
         "logged value.": True,
-        "The loss axis leaves out the steepest start and the tips of spikes.": logged >= LONG,
+        "The loss axis leaves out the steepest start and the tips of spikes.": logged >= figures.LONG,
         f"Dotted: {again:,} logged steps that a restart or roll-back repeated; they no longer count.": again,
-        "↻ marks where an attempt took over.": restarts(run),
-        f"Drawn from {BUCKETS} groups of neighbouring steps with the extremes of each; every spike is kept.":
-            logged > 4 * BUCKETS,
+        "↻ marks where an attempt took over.": figures.restarts(run),
+        f"Drawn from {figures.BUCKETS} groups of neighbouring steps with the extremes of each; every spike is kept.":
+            logged > 4 * figures.BUCKETS,
         "▾ above the loss marks an event of the job; hover over it for details.": run.events,
         "Drag to zoom, double-click to reset.": True,
     }  # fmt: skip
@@ -165,13 +142,15 @@ def sources_card(run: Run) -> str:
     tokens = {name: number(count) for name, count in last["tokens_by_source"].items()}
     total = sum(count or 0.0 for count in tokens.values()) or 1.0
     rows = []
-    for place, name in enumerate(sources_of(run)):
+    for place, name in enumerate(figures.sources_of(run)):
         count = tokens.get(name)
         cells = [line_chip(place, name), short(count), percent(None if count is None else count / total)]
         rows.append([*cells, *(measured(last[key].get(name), ".4f") for key in list(last)[:2])])
     head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
     caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
-    return card("Loss by source", chart(sources_figure(run), f"sources-{run.name}") + table(head, rows), caption)
+    return card(
+        "Loss by source", chart(figures.sources_figure(run), f"sources-{run.name}") + table(head, rows), caption
+    )
 
 
 def measurements(run: Run) -> str:
@@ -183,57 +162,58 @@ def bits_card(run: Run) -> str:
     points = [p for p in points_of(run, "bits_per_byte") if isinstance(p.get("sources"), dict)]
     if not points:
         return card("Bits per byte", none())
-    sources = points[-1]["sources"]
-    bits = {name: number(sources[name].get("bits_per_byte")) for name in sources}
-    bits = dict(sorted(bits.items(), key=lambda item: item[1] or 0.0))
+
+    def bits_of(point: dict[str, Any], source: str) -> float | None:
+        return number(point["sources"].get(source, {}).get("bits_per_byte"))
+
+    last = points[-1]
+    bits = {name: bits_of(last, name) for name in last["sources"]}
+    names = sorted(bits, key=lambda name: bits[name] or 0.0)
     longest, bars = max((value or 0.0 for value in bits.values()), default=0) or 1.0, ""
-    for index, (name, value) in enumerate(bits.items()):
-        fill = f'<i style="width:{100 * (value or 0) / longest:.2f}%;background:{colour(index)}"></i>'
-        label = f"{escape(name)}<small>{escape(str(sources[name].get('category', '')))}</small>"
-        bars += (
-            f'<div class="row"><span>{label}</span><div class="bar">{fill}</div><b>{measured(value, ".3f")}</b></div>'
-        )
-    curves = chart(bits_figure(points, list(bits)), f"bits-{run.name}") if len(points) > 1 else ""
-    caption = f"Held-out text through the decode engine, {escape(where_evaluated(points[-1]))}. Lower is better."
-    return card("Bits per byte", f'<div class="bits"><div>{bars}</div>{curves}</div>', caption)
+    for index, name in enumerate(names):
+        label = f"{escape(name)}<small>{escape(str(last['sources'][name].get('category', '')))}</small>"
+        filled, text = bar((bits[name] or 0) / longest, colour(index)), measured(bits[name], ".3f")
+        bars += f'<div class="row"><span>{label}</span>{filled}<b>{text}</b></div>'
+    curves = figures.checkpoint_figure(points, names, bits_of) if len(points) > 1 else None
+    caption = f"Held-out text through the decode engine, {escape(where_evaluated(last))}. Lower is better."
+    body = f"<div>{bars}</div>{chart(curves, f'bits-{run.name}') if curves else ''}"
+    return card("Bits per byte", f'<div class="bits">{body}</div>', caption)
 
 
 def decode_card(run: Run) -> str:
-    """Decode speed as a part of what reading the weights at the measured bandwidth would allow."""
-    records = run.evals_of("decode_speed")[-2:]
+    """The last two decode speeds, beside what reading the weights at the measured bandwidth would allow."""
+    records = run.evals_of("decode_speed")[:-3:-1]
+    if not records:
+        return card("Decode speed", none())
     caption = "Batch 1. At full bandwidth every byte of a token is read once, as fast as a probe read in the same run."
     if any((number(record.get("percent_of_probe")) or 0) > 100 for record in records):
-        caption += " Above it, weights come from the processor's caches, into which the probe's buffer does not fit."
-    body = "".join(map(bullet, reversed(records)))
-    return card("Decode speed", body, caption) if records else card("Decode speed", none())
+        caption += " Above 100 %, weights come from the processor's caches, which the probe's buffer does not fit into."
+    columns = [decode_figures(record) for record in records]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return card("Decode speed", table(("", *map(decode_setting, records)), rows, "wrap"), caption)
 
 
-def bullet(record: dict[str, Any]) -> str:
-    """One measured decode speed: its bar on the scale of the bandwidth, and the figures behind it."""
+def decode_setting(record: dict[str, Any]) -> str:
+    names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record.get(key)]
+    names += [f"{record['threads']} threads"] if record.get("threads") else []
+    return " · ".join([*names, where_evaluated(record)])
+
+
+def decode_figures(record: dict[str, Any]) -> dict[str, str]:
     keys = ("tokens_per_s", "percent_of_probe", "ttft_s", "bytes_per_token", "probe_bytes_per_s")
     speed, share, ttft_s, per_token, bandwidth = (number(record.get(key)) for key in keys)
     slow, fast = (record.get(f"tokens_per_s_{end}") for end in ("p10", "p90"))
-    entries = {
-        "read bandwidth": short(bandwidth, "B/s"),
-        "read for each token": short(per_token, "B"),
-        "of the bandwidth": measured(share, ".1f", " %"),
+    return {
+        "of the read bandwidth": f"<b>{measured(share, '.1f', ' %')}</b>{bar((share or 0) / 100, colour(0))}",
+        "tokens per second": f"<b>{short(speed)}</b>",
         "10th to 90th percentile": none() if number(slow) is None else f"{short(slow)} – {short(fast)}",
+        "at full bandwidth": short(bandwidth / per_token if bandwidth and per_token else None),
+        "read bandwidth": short(bandwidth, "B/s"),
+        "bytes read per token": short(per_token, "B"),
         "one token": measured(1000 / speed if speed else None, ".3g", " ms"),
         "first token after": measured(ttft_s and 1000 * ttft_s, ".3g", " ms"),
         "prefill": short(record.get("prefill_tokens_per_s"), " tok/s"),
     }
-    names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record.get(key)]
-    names += [f"{record['threads']} threads"] if record.get("threads") else []
-    scale = max(100.0, share or 0) / 100
-    limit = f'<u style="left:{100 / scale:.2f}%"></u>' if scale > 1 else ""  # where the bandwidth ends
-    full = short(bandwidth / per_token if bandwidth and per_token else None)
-    behind = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries.items())
-    return (
-        f'<div class="bullet"><h3>{escape(" · ".join([*names, where_evaluated(record)]))}</h3>'
-        f'<div class="bar"><i style="width:{(share or 0) / scale:.2f}%;background:{PALETTE[0]}"></i>{limit}</div>'
-        f'<small class="scale"><span><b>{short(speed)}</b> tokens/s</span><span>full bandwidth: {full}</span></small>'
-        f"<dl>{behind}</dl></div>"
-    )
 
 
 def provenance_card(run: Run) -> str:
@@ -249,9 +229,14 @@ def provenance_card(run: Run) -> str:
     starts = [[*(code(a.get(key)) for key in keys_of_start), utc(a.get("time"))] for a in run.attempts]
     if starts:
         body += table(("phase", "attempt", "at step", "ranks", "from", "torch", "code", "time (UTC)"), starts)
-    settings = []
-    for section, key in ((section, key) for section, keys in SETTINGS.items() for key in keys.split()):
-        values = [config.get(section, {}).get(key) for config in run.configs.values()]
-        if any(value is not None for value in values):
-            settings.append([f"{section}.{key}", *map(code, values)])
-    return card("Provenance", body + (table(("setting", *run.configs), settings) if settings else ""))
+    if run.configs:
+        body += f"<details><summary>Settings of the job by phase</summary>{settings_table(run)}</details>"
+    return card("Provenance", body)
+
+
+def settings_table(run: Run) -> str:
+    """Every setting of the job's config; one that a phase does not have is "not recorded"."""
+    flat = [{f"{section}.{key}": value for section, values in config.items() if isinstance(values, dict)
+             for key, value in values.items()} for config in run.configs.values()]  # fmt: skip
+    names = sorted({name for settings in flat for name in settings})
+    return table(("setting", *run.configs), [[escape(n), *(code(each.get(n)) for each in flat)] for n in names])

@@ -30,7 +30,7 @@ from records.page import (
     table,
 )
 from records.run import Run, number
-from tools.dashboard.figures import BUTTONS, MARKS, curve, span, switch_x
+from tools.dashboard.figures import BUTTONS, MARKS, checkpoint_figure, curve, lines_figure, span
 from tools.dashboard.published import CORE_REFERENCES
 
 VERSIONS = ("v1", "v2")
@@ -48,10 +48,6 @@ class Curve(NamedTuple):
     @property
     def last(self) -> Point:
         return self.points[-1]
-
-    @property
-    def has_core(self) -> bool:
-        return any(number(p.get("core_v1")) is not None for p in self.points)
 
 
 def points_of(run: Run, kind: str) -> list[Point]:
@@ -120,25 +116,31 @@ def figure_of(point: Point, task: str, key: str) -> float | None:
     return number(found.get(key)) if isinstance(found, dict) else None
 
 
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)
+
+
 # figures
 
 
 def core_figure(curves: Sequence[Curve]) -> go.Figure:
     """CORE v1 (solid) and v2 (dashed) with one standard error, and the references that lie within reach."""
-    figure, values = go.Figure(layout=PLOT), list[float]()
+    traces, values = [], list[float]()
     for index, each in enumerate(curves):
         for version, dashes in zip(VERSIONS, DASHES, strict=False):
-            known = [p for p in each.points if number(p.get(f"core_{version}")) is not None]
-            y, errors = ([number(p.get(f"core_{version}{end}")) or 0.0 for p in known] for end in ("", "_se"))
+            known = [(p, y) for p in each.points if (y := number(p.get(f"core_{version}"))) is not None]
+            errors = [number(p.get(f"core_{version}_se")) or 0.0 for p, _ in known]
             bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
             if len(known) > MARKS:  # a dashed line would not be seen among as many marks
                 bars |= {"width": 0, "color": f"{colour(index)}55"}
-            trace = curve(known, y, colour(index), marks="circle", line_dash=dashes, name=f"{each.name}, {version}")
-            figure.add_trace(trace.update(error_y=bars, hovertemplate="%{y:.4f} ± %{error_y.array:.4f}"))
-            values += [v + sign * e for v, e in zip(y, errors, strict=True) for sign in (1, -1)]
-    switch_x(figure)
+            look: dict[str, Any] = {
+                "name": f"{each.name}, {version}",
+                "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}",
+            }
+            traces.append(curve(known, colour(index), marks="circle", line_dash=dashes, error_y=bars, **look))
+            values += [y + sign * e for (_, y), e in zip(known, errors, strict=True) for sign in (1, -1)]
+    figure = lines_figure(traces, hoverformat=".4f")
     draw_references(figure, values)
-    figure.update_layout(margin={"t": 36})
     return figure
 
 
@@ -161,19 +163,13 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
         side = {"x": 0.995, "xanchor": "right"} if reference.value < 0.85 * last else {"x": 0.005, "xanchor": "left"}
         place = {"xref": "paper", "y": reference.value, "yanchor": "bottom" if reference.version == "v1" else "top"}
         figure.add_annotation(text=text, showarrow=False, font={"size": 11}, **place, **side)
-    figure.update_yaxes(fixedrange=True, nticks=7, hoverformat=".4f", range=ends, zeroline=False)
+    figure.update_yaxes(range=ends)
 
 
 def heat_figure(points: Sequence[Point]) -> go.Figure:
     """Centered accuracy of each task (rows) at each checkpoint (columns); a gap where a checkpoint lacks the task."""
     tasks, labels = tasks_of(points), [checkpoint_text(p) for p in points]
-    z: dict[str, list[list[float | None]]] = {
-        v: [
-            [None if (c := figure_of(p, task, f"centered_{v}")) is None else round(c, 5) for p in points]
-            for task in tasks
-        ]
-        for v in VERSIONS
-    }
+    z = {v: [[rounded(figure_of(p, task, f"centered_{v}")) for p in points] for task in tasks] for v in VERSIONS}
     reach = max([0.1, *(abs(c) for row in z["v2"] for c in row if c is not None)])
     scale = [[0, BAD], [0.5, "rgba(138,148,166,0.12)"], [1, BETTER]]
     bar = {"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}}
@@ -189,20 +185,7 @@ def heat_figure(points: Sequence[Point]) -> go.Figure:
     figure.update_yaxes(autorange="reversed", tickvals=tasks, tickfont={"size": 11}, automargin=True, **still)
     buttons = [{"label": f"baselines {v}", "method": "restyle", "args": [{"z": [z[v]]}]} for v in reversed(VERSIONS)]
     left = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": 4}}  # a phone does not show the right
-    figure.update_layout(hovermode="closest", margin={"t": 36}, updatemenus=[{**BUTTONS, **left, "buttons": buttons}])
-    return figure
-
-
-def categories_figure(points: Sequence[Point]) -> go.Figure:
-    """Mean centered accuracy (v2) by category, where all tasks of it were scored."""
-    figure = go.Figure(layout={**PLOT, "height": 260})
-    for index, name in enumerate(dict.fromkeys(name for p in points for name in (p.get("categories") or {}))):
-        found = [(p, number((p.get("categories") or {}).get(name, {}).get("centered_v2"))) for p in points]
-        known = [(p, round(value, 5)) for p, value in found if value is not None]
-        figure.add_trace(curve([p for p, _ in known], [v for _, v in known], colour(index), marks="circle", name=name))
-    switch_x(figure)
-    figure.update_yaxes(fixedrange=True, nticks=6, zeroline=True, zerolinecolor=NEUTRAL, hoverformat=".4f")
-    figure.update_layout(margin={"t": 36})
+    figure.update_layout(hovermode="closest", updatemenus=[{**BUTTONS, **left, "buttons": buttons}])
     return figure
 
 
@@ -248,7 +231,7 @@ def aggregate(point: Point, version: str) -> str:
 
 
 def aggregate_chart(curves: Sequence[Curve], name: str) -> str:
-    drawn = [c for c in curves if c.has_core]
+    drawn = [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
     chips = "".join(line_chip(i, c.name) for i, c in enumerate(drawn))
     words = f'<p class="chips">{chips}<span>solid: v1, dashed: v2</span></p>'
     return words + chart(core_figure(drawn), name) if drawn else ""
@@ -264,8 +247,14 @@ def categories_part(points: Sequence[Point], name: str) -> str:
     if all(mean is None for mean in means.values()):
         return ""
     chips = [missing(f"{c}: N/A") if m is None else line_chip(i, c) for i, (c, m) in enumerate(means.items())]
-    figure = chart(categories_figure(points), name)
-    return f'<h3>Means by category, centered on v2</h3><p class="chips">{"".join(chips)}</p>{figure}'
+
+    def mean(point: Point, category: str) -> float | None:
+        return number((point.get("categories") or {}).get(category, {}).get("centered_v2"))
+
+    figure = checkpoint_figure(points, list(means), mean)
+    figure.update_yaxes(zeroline=True, zerolinecolor=NEUTRAL)  # the baseline
+    chips_line = f'<p class="chips">{"".join(chips)}</p>'
+    return f"<h3>Means by category, centered on v2</h3>{chips_line}{chart(figure, name)}"
 
 
 def task_table(point: Point) -> str:
@@ -287,7 +276,7 @@ def task_table(point: Point) -> str:
         return table(head, rows)
     why = "".join(f"{escape(task)}: {escape(str(reason))}\n" for task, reason in reasons.items())
     words = f"{len(reasons)} of {len(reasons) + len(rows)} tasks missing"
-    rest = f"<details><summary>{missing(words)}, and so no CORE: {escape(', '.join(reasons))}</summary>"
+    rest = f"<details><summary>{missing(words)}, hence no CORE: {escape(', '.join(reasons))}</summary>"
     return (table(head, rows) if rows else "") + f"{rest}<pre>{why}</pre></details>"
 
 

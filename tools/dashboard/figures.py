@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from records.page import BAD, NEUTRAL, PLOT, colour, dash
 from records.run import Run, number
 
 Rows = Sequence[dict[str, Any]]
-PHASE_TINTS = ("rgba(79,143,247,0.07)", "rgba(240,153,75,0.09)", "rgba(47,181,160,0.08)")
+Points = Sequence[tuple[dict[str, Any], float | None]]  # (row or record, figure)
 VALID = "#a03fb8"  # validation loss
 MARKS = 100  # more points than this are a line without marks
 BUCKETS = 400  # about one for every three pixels of a wide screen
@@ -36,8 +36,10 @@ AXES = {  # name -> key of a row or record, title
 BUTTONS = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}, "x": 1,
            "xanchor": "right"}  # fmt: skip
 TROUBLE = re.compile(
-    "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quarantine|roll|lost|bad|stop|error|exit"
+    "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quaran|roll|lost|bad|stop|error|exit"
 )
+SHAPE = {"xref": "x", "yref": "paper", "y0": 0, "layer": "below"}
+LABEL = {"yref": "paper", "showarrow": False}
 
 
 class Panel(NamedTuple):
@@ -68,29 +70,43 @@ MACHINE = (
     Panel("Waiting for checkpoints", "s", ("checkpoint_s",), 81, ".2f"),
     Panel("Peak memory", "GiB", ("memory_gib",), 81, ".2f"),
 )
-LOOKS: dict[str, dict[str, Any]] = {
-    "loss": {"opacity": 0.3},
-    "smooth_loss": {"line_width": 2.4},
-    "lr": {"line_width": 1.8, "line_color": NEUTRAL},
-}
+FAINT, BOLD, PLAIN = {"opacity": 0.3}, {"line_width": 2.4}, {"line_width": 1.8, "line_color": NEUTRAL}
+LOOKS: dict[str, dict[str, Any]] = {"loss": FAINT, "smooth_loss": BOLD, "lr": PLAIN}
 
 
 # curves
 
 
-def curve(
-    rows: Rows, y: Sequence[float | None], tint: str, width: float = 2, marks: str = "", **more: Any
-) -> go.Scatter:
+def curve(points: Points, tint: str, width: float = 2, marks: str = "", **more: Any) -> go.Scatter:
     """One curve; its places on all AXES travel along as `meta`, for `switch_x`. marks: a plotly symbol."""
     return go.Scatter(
-        y=y, meta={axis: [row.get(key) for row in rows] for axis, (key, _) in AXES.items()},
-        mode="lines+markers" if marks and len(rows) <= MARKS else "lines", line={"color": tint, "width": width},
+        y=[y for _, y in points], line={"color": tint, "width": width},
+        meta={axis: [row.get(key) for row, _ in points] for axis, (key, _) in AXES.items()},
+        mode="lines+markers" if marks and len(points) <= MARKS else "lines",
         marker={"symbol": marks or "circle", "size": 6, "color": tint},
     ).update(more)  # fmt: skip
 
 
-def six_digits(rows: Rows, key: str) -> list[float | None]:
-    return [None if row[key] is None else float(f"{row[key]:.6g}") for row in rows]
+def points(rows: Rows, key: str) -> list[tuple[dict[str, Any], float | None]]:
+    """The figures under `key` with six digits."""
+    return [(row, None if row[key] is None else float(f"{row[key]:.6g}")) for row in rows]
+
+
+def lines_figure(curves: Sequence[go.Scatter], height: int = 380, **y_axis: Any) -> go.Figure:
+    """Curves over each other."""
+    figure = go.Figure(curves, {**PLOT, "height": height})
+    figure.update_yaxes(fixedrange=True, zeroline=False, nticks=7, **y_axis)
+    switch_x(figure)
+    return figure
+
+
+def checkpoint_figure(
+    records: Rows, names: Sequence[str], value: Callable[..., float | None], **y_axis: Any
+) -> go.Figure:
+    """A curve a name over evaluated checkpoints. value: of (record, name), None where it is not known."""
+    found = [[(record, y) for record in records if (y := value(record, name)) is not None] for name in names]
+    curves = [curve(known, colour(i), marks="circle", name=names[i]) for i, known in enumerate(found)]
+    return lines_figure(curves, 276, hoverformat=".4f")
 
 
 def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None = None, **place: Any) -> None:
@@ -104,10 +120,8 @@ def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None 
     layouts = {axis: {**changes(axis), "xaxis.autorange": True} for axis in known}
     for trace, at in zip(figure.data, found, strict=True):
         trace.update(x=at[known[0]], meta=None)
-    buttons = [
-        {"label": axis, "method": "update", "args": [{"x": [at[axis] for at in found]}, layouts[axis]]}
-        for axis in known
-    ]
+    x = {axis: [at[axis] for at in found] for axis in known}
+    buttons = [{"label": axis, "method": "update", "args": [{"x": x[axis]}, layouts[axis]]} for axis in known]
     place = place or {"y": 1, "yanchor": "bottom", "pad": {"b": 4}}
     figure.update_layout(layouts[known[0]])
     figure.update_layout(updatemenus=[{**BUTTONS, **place, "buttons": buttons}] if len(known) > 1 else [])
@@ -150,10 +164,7 @@ def half_life_rows(run: Run) -> float:
 
 
 def smooth_losses(run: Run) -> None:
-    """Set `smooth_loss` of all rows that count, phase by phase, and to None in the others."""
-    for stretch in run.stretches:
-        for row in stretch.rows:
-            row["smooth_loss"] = None
+    """Set `smooth_loss` of all rows that count, phase by phase."""
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         for row, mean in zip(rows, smooth([row["loss"] for row in rows], half_life_rows(run)), strict=True):
@@ -180,22 +191,19 @@ def span(values: Sequence[float]) -> list[float] | None:
 def training_figure(run: Run) -> go.Figure:
     """Loss with validation and events, learning rate, gradient norm and speed over one axis of steps or tokens."""
     figure = go.Figure(layout=PLOT)
-    for stretch in run.stretches:
-        if not stretch.kept:
-            rows, tint = _sampled(run, stretch.rows, TRAINING), _tint(run, stretch)
-            figure.add_trace(
-                curve(rows, six_digits(rows, "loss"), tint, 1.2, line_dash="dot", opacity=0.6, hoverinfo="skip")
-            )
+    dropped: dict[str, Any] = {"width": 1.2, "line_dash": "dot", "opacity": 0.6, "hoverinfo": "skip"}
+    for tint, rows in _sampled(run, TRAINING, kept=False):
+        figure.add_trace(curve(points(rows, "loss"), tint, **dropped))
     _draw_panels(figure, run, TRAINING)
     validated = [row for row in run.kept_rows if row["valid_loss"] is not None]
     for phase in run.phases:  # another mixture has another validation loss: no line from one to the next
         rows = [row for row in validated if row["phase"] == phase]
-        figure.add_trace(curve(rows, six_digits(rows, "valid_loss"), VALID, 1.4, "diamond", hoverinfo="skip"))
+        figure.add_trace(curve(points(rows, "valid_loss"), VALID, 1.4, "diamond", hoverinfo="skip"))
     losses = sorted(settled([row["loss"] for row in run.kept_rows]))
     if len(losses) >= LONG:
         losses = losses[: int(0.999 * len(losses))]
-    lowest = min((row["valid_loss"] for row in validated), default=None)
-    figure.update_yaxes(selector=0, range=span([*losses, *([] if lowest is None else [lowest])]))
+    lowest = sorted(row["valid_loss"] for row in validated)[:1]
+    figure.update_yaxes(selector=0, range=span([*losses, *lowest]))
     _draw_events(figure, run)
     _mark_x(figure, run, TRAINING)
     return figure
@@ -211,36 +219,32 @@ def machine_figure(run: Run) -> go.Figure:
 
 def attempts_of(run: Run) -> list[tuple[str, int]]:
     """(phase, attempt) in the order of the run: the place of an attempt is its colour."""
-    return list(dict.fromkeys((s.phase, s.attempt) for s in run.stretches))
+    return list(dict.fromkeys((s.phase, s.attempt) for s in run.segments))
 
 
-def _tint(run: Run, stretch: Any) -> str:
-    return colour(attempts_of(run).index((stretch.phase, stretch.attempt)))
-
-
-def _sampled(run: Run, rows: Rows, panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    buckets = math.ceil(BUCKETS * len(rows) / sum(len(s.rows) for s in run.stretches))
-    return [rows[i] for i in sample(rows, buckets, panels)]
+def _sampled(run: Run, panels: Sequence[Panel], kept: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(colour, rows to draw) of every segment that counts, or of those that do not."""
+    attempts, total = attempts_of(run), sum(len(s.rows) for s in run.segments)
+    for s in (s for s in run.segments if s.kept == kept):
+        chosen = sample(s.rows, math.ceil(BUCKETS * len(s.rows) / total), panels)
+        yield colour(attempts.index((s.phase, s.attempt))), [s.rows[i] for i in chosen]
 
 
 def _draw_panels(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
     """The curves of all panels, attempt by attempt, their axes and titles, and what the hover box says."""
     drawn: list[dict[str, Any]] = []
-    for stretch in run.stretches:
-        if not stretch.kept:
-            continue
-        rows = _sampled(run, stretch.rows, panels)
-        joined = [row for row in drawn[-1:] if row["phase"] == stretch.phase]  # a restart leaves no gap in the curve
+    for tint, rows in _sampled(run, panels, kept=True):
+        joined = [row for row in drawn[-1:] if row["phase"] == rows[0]["phase"]]  # a restart leaves no gap
         for axis, panel in enumerate(panels, start=1):
             for key in panel.keys:
-                values = six_digits([*joined, *rows], key)
-                if any(value is not None for value in values):
+                line = points([*joined, *rows], key)
+                if any(value is not None for _, value in line):
                     look = {"yaxis": f"y{axis}", "hoverinfo": "skip", **LOOKS.get(key, {})}
-                    figure.add_trace(curve([*joined, *rows], values, _tint(run, stretch), 1.2, **look))
+                    figure.add_trace(curve(line, tint, 1.2, **look))
         drawn += rows
     key, axis = ("loss", 1) if panels[0].keys[0] == "loss" else ("zero", len(panels))
     texts = [_hover_text(row, panels) for row in drawn]
-    told = curve(drawn, [row.get(key, 0.0) for row in drawn], "rgba(0,0,0,0)", yaxis=f"y{axis}", text=texts)
+    told = curve([(row, row.get(key, 0.0)) for row in drawn], "rgba(0,0,0,0)", yaxis=f"y{axis}", text=texts)
     figure.add_trace(told.update(hovertemplate="%{text}<extra></extra>"))
     _lay_out(figure, panels, [p for p in panels if any(row[key] is not None for row in drawn for key in p.keys)])
 
@@ -268,9 +272,7 @@ def _lay_out(figure: go.Figure, panels: Sequence[Panel], with_figures: Sequence[
         figure.update_layout({f"yaxis{index}": axis})
         unit = panel.unit if panel in with_figures else "not measured"
         place = {"x": 0, "y": domain[1], "xanchor": "left", "yanchor": "bottom", "yshift": 3}
-        figure.add_annotation(
-            text=f"<b>{panel.title}</b>  {unit}".strip(), xref="paper", yref="paper", showarrow=False, **place
-        )
+        figure.add_annotation({**LABEL, **place, "xref": "paper", "text": f"<b>{panel.title}</b>  {unit}".strip()})
     height = 80 + sum(panel.px + TITLE_PX for panel in panels)
     figure.update_layout(height=height, margin={"t": 24, "b": 56}, hoversubplots="axis", xaxis_anchor=f"y{len(panels)}")
     figure.update_xaxes(hoverformat=".4s", spikethickness=1)
@@ -287,11 +289,9 @@ def _draw_events(figure: go.Figure, run: Run) -> None:
         return
     tints = [BAD if TROUBLE.search(str(g[0].get("kind")).lower()) else NEUTRAL for g in groups.values()]
     axis, top = len(TRAINING) + 1, _domains(TRAINING)[0][1]
-    marks = curve(
-        [group[0] for group in groups.values()], [0.0] * len(groups), NEUTRAL, mode="markers", yaxis=f"y{axis}",
-        text=[event_text(group) for group in groups.values()], hovertemplate="%{text}<extra></extra>", cliponaxis=False,
-    )  # fmt: skip
-    figure.add_trace(marks.update(marker={"symbol": "triangle-down", "size": 10, "color": tints}))
+    told = {"text": list(map(event_text, groups.values())), "hovertemplate": "%{text}<extra></extra>"}
+    look = {"mode": "markers", "cliponaxis": False, "marker": {"symbol": "triangle-down", "size": 10, "color": tints}}
+    figure.add_trace(curve([(g[0], 0.0) for g in groups.values()], NEUTRAL, yaxis=f"y{axis}").update(told | look))
     strip = {"domain": (top + 0.6 * (1 - top), 1 - 0.1 * (1 - top)), "visible": False, "fixedrange": True}
     figure.update_layout({f"yaxis{axis}": {**strip, "range": [-1, 1]}})
 
@@ -308,8 +308,8 @@ def event_text(group: Rows) -> str:
 
 
 def restarts(run: Run) -> Rows:
-    """The first row of every stretch that continues a phase after a restart or a step back."""
-    pairs = [(a, b) for a, b in pairwise(run.stretches) if a.phase == b.phase]
+    """The first row of every segment that continues a phase after a restart or a step back."""
+    pairs = [(a, b) for a, b in pairwise(run.segments) if a.phase == b.phase]
     return [b.rows[0] for a, b in pairs if a.attempt != b.attempt or b.rows[0]["step"] <= a.rows[-1]["step"]]
 
 
@@ -320,106 +320,79 @@ def _mark_x(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
 
     def marks(axis: str) -> dict[str, Any]:
         x, title = AXES[axis]
-        under = {"xref": "paper", "yref": "paper", "x": 0, "y": 0, "xanchor": "left", "yanchor": "top", "yshift": -26}
-        shapes, labels = _phase_marks(run, x)
-        lines, numbers = _restart_marks(run, x, top)
-        below = {**under, "text": title, "showarrow": False}
-        return {"shapes": [*shapes, *lines], "annotations": [*titles, below, *labels, *numbers]}
+        place = {"xref": "paper", "x": 0, "y": 0, "xanchor": "left", "yanchor": "top", "yshift": -26}
+        shapes, labels = _marks(run, x, top)
+        return {"shapes": shapes, "annotations": [*titles, {**LABEL, **place, "text": title}, *labels]}
 
     switch_x(figure, marks, y=0, yanchor="top", pad={"t": 24})
 
 
-def _phase_marks(run: Run, x: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    shapes, labels = [], []
+def _marks(run: Run, x: str, top: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(shapes, labels) of phases and restarts. x: the key of the axis. top: the upper end of the panels."""
+    shapes, labels, rows = [], [], restarts(run)
     for index, phase in enumerate(run.phases):
         start = run.origins[phase][x == "x_tokens"]
         end = max((row[x] for row in run.kept_rows if row["phase"] == phase), default=start)
-        area = {"type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "line": {"width": 0}}
-        shapes.append({**area, "x0": start, "x1": end, "fillcolor": PHASE_TINTS[index % len(PHASE_TINTS)]})
+        area = {"type": "rect", "line": {"width": 0}, "fillcolor": f"{colour(index)}14"}
+        shapes.append({**SHAPE, **area, "x0": start, "x1": end, "y1": 1})
         parent = run.lineages.get(phase, {}).get("parent") if index == 0 else None
         origin = f" from {'/'.join(Path(parent).parts[-3::2])}" if parent else ""
-        label = {"xref": "x", "yref": "paper", "x": (start + end) / 2, "y": 1, "yanchor": "bottom", "showarrow": False}
-        labels.append({**label, "text": f"<b>{escape(phase)}</b>{escape(origin)}"})
+        text = f"<b>{escape(phase)}</b>{escape(origin)}"
+        labels.append({**LABEL, "x": (start + end) / 2, "y": 1, "yanchor": "bottom", "text": text})
+    for row in rows:
+        line = {"type": "line", "line": {"color": NEUTRAL, "width": 1, "dash": "dot"}, "opacity": 0.7}
+        shapes.append({**SHAPE, **line, "x0": row[x], "x1": row[x], "y1": top})
+    for row in rows if len(rows) <= MANY else ():
+        place = {"x": row[x], "y": top, "yanchor": "top", "xanchor": "left", "xshift": 1}
+        labels.append({**LABEL, **place, "text": f"↻{row['attempt']}"})
     return shapes, labels
 
 
-def _restart_marks(run: Run, x: str, top: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    shapes, labels, rows = [], [], restarts(run)
-    for row in rows:
-        dotted = {"color": NEUTRAL, "width": 1, "dash": "dot"}
-        line = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": top, "line": dotted, "opacity": 0.7}
-        shapes.append({**line, "x0": row[x], "x1": row[x], "layer": "below"})
-        label = {"xref": "x", "yref": "paper", "x": row[x], "y": top, "yanchor": "top", "xanchor": "left", "xshift": 1}
-        labels.append({**label, "text": f"↻{row['attempt']}", "showarrow": False})
-    return shapes, labels if len(rows) <= MANY else []
-
-
-# runs, sources and checkpoints
+# several runs, and sources
 
 
 def comparison_figure(runs: Sequence[Run]) -> go.Figure:
-    """Loss (smoothed, lines) and validation loss (marks) of several runs over tokens; a ring where a run branches."""
-    figure, losses = go.Figure(layout=PLOT), list[float]()
+    """Loss (smoothed, lines) and validation loss (marks) of several runs; a ring where a run branches."""
+    curves, losses = [], list[float]()
     for index, run in enumerate(runs):
         rows = [row for row in run.kept_rows if row["x_tokens"] is not None]
         losses += settled([row["smooth_loss"] for row in rows])
         rows = [rows[i] for i in sample(rows, BUCKETS)]
-        look: dict[str, Any] = {"name": run.name, "line_dash": dash(index)}
-        figure.add_trace(curve(rows, six_digits(rows, "smooth_loss"), colour(index), **look))
-        validated = [row for row in rows if row["valid_loss"] is not None]
-        points = curve(validated, six_digits(validated, "valid_loss"), colour(index), marks="diamond", mode="markers")
-        figure.add_trace(points.update(name=f"{run.name}, validation"))
-        first = [row for row in rows if row["smooth_loss"] is not None][:1]
-        parents = [lineage.get("parent") for lineage in run.lineages.values()][:1]
-        if first and any(parents):
-            ring = {"symbol": "circle-open", "size": 12, "color": colour(index), "line": {"width": 2}}
-            told = {"name": f"{run.name} begins at {parents[0]}", "hovertemplate": "%{fullData.name}<extra></extra>"}
-            y = [first[0]["smooth_loss"]]
-            figure.add_trace(curve(first, y, colour(index), mode="markers").update(marker=ring, **told))
-    figure.update_yaxes(fixedrange=True, zeroline=False, nticks=7, range=span(losses))
-    switch_x(figure)
-    figure.update_layout(margin={"t": 36})
-    return figure
+        known = [row for row in rows if row["smooth_loss"] is not None]
+        validated = points([row for row in rows if row["valid_loss"] is not None], "valid_loss")
+        curves.append(curve(points(rows, "smooth_loss"), colour(index), name=run.name, line_dash=dash(index)))
+        curves.append(curve(validated, colour(index), marks="diamond", name=f"{run.name}, validation", mode="markers"))
+        parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
+        if known and parent:
+            told: dict[str, Any] = {
+                "name": f"{run.name} begins at {parent}",
+                "hovertemplate": "%{fullData.name}<extra></extra>",
+            }
+            ring = curve(points(known[:1], "smooth_loss"), colour(index), marks="circle-open", mode="markers", **told)
+            curves.append(ring.update(marker={"size": 12, "line": {"width": 2}}))
+    return lines_figure(curves, range=span(losses))
 
 
 def sources_of(run: Run) -> list[str]:
     """All sources that any phase names, in order; the place of a source is its colour."""
     return list(
-        dict.fromkeys(name for row in run.kept_rows for name in (*row["loss_by_source"], *row["tokens_by_source"]))
+        dict.fromkeys(name for row in run.kept_rows for key in ("loss", "tokens") for name in row[f"{key}_by_source"])
     )
 
 
 def sources_figure(run: Run) -> go.Figure:
     """Loss by source, smoothed (lines), and validation loss by source (diamonds)."""
-    figure, shown = go.Figure(layout=PLOT), list[float]()
+    curves, shown = [], list[float]()
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         every = max(1, len(rows) // (2 * BUCKETS))
         for index, name in enumerate(sources_of(run)):
-            look: dict[str, Any] = {"name": name, "line_dash": dash(index)}
             losses = smooth([number(row["loss_by_source"].get(name)) for row in rows], half_life_rows(run))
-            points = [(row, float(f"{y:.6g}")) for row, y in zip(rows, losses, strict=True) if y is not None]
-            points = [*points[::every], *points[-1:]]
-            figure.add_trace(curve([row for row, _ in points], [y for _, y in points], colour(index), 1.8, **look))
-            shown += settled([y for _, y in points])
-            known = [(r, y) for r in rows if (y := number(r["valid_loss_by_source"].get(name))) is not None]
-            shown += [min(y for _, y in known)] if known else []
+            line = [(row, float(f"{y:.6g}")) for row, y in zip(rows, losses, strict=True) if y is not None]
+            valid = [(row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None]
+            look: dict[str, Any] = {"name": name, "line_dash": dash(index)}
+            curves.append(curve([*line[::every], *line[-1:]], colour(index), 1.8, **look))
             look |= {"name": f"{name}, validation", "opacity": 0.8}
-            figure.add_trace(curve([r for r, _ in known], [y for _, y in known], colour(index), 0.8, "diamond", **look))
-    figure.update_yaxes(fixedrange=True, zeroline=False, nticks=7, hoverformat=".4f", range=span(shown))
-    switch_x(figure)
-    figure.update_layout(margin={"t": 36})
-    return figure
-
-
-def bits_figure(points: Rows, sources: Sequence[str]) -> go.Figure:
-    """Bits per byte of each source over the evaluated checkpoints."""
-    figure = go.Figure(layout={**PLOT, "height": 276})
-    for index, source in enumerate(sources):
-        known = [point for point in points if source in point["sources"]]
-        y = [point["sources"][source]["bits_per_byte"] for point in known]
-        figure.add_trace(curve(known, y, colour(index), marks="circle", name=source))
-    figure.update_yaxes(nticks=6, fixedrange=True, zeroline=False)
-    switch_x(figure)
-    figure.update_layout(margin={"t": 36, "b": 44})
-    return figure
+            curves.append(curve(valid, colour(index), 0.8, "diamond", **look))
+            shown += [*settled([y for _, y in line]), *sorted(y for _, y in valid)[:1]]
+    return lines_figure(curves, range=span(shown), hoverformat=".4f")

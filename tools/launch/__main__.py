@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import tyro
 from rich.console import Console
 
 from records.files import append_line
+from records.job import read_job
 from tools.launch.branch import Start, decay_branch, last_launch, next_phase
 from tools.launch.script import ENDED, Cluster, batch_script, job_state, submit
 from tools.launch.snapshot import remove, take_snapshot
@@ -158,7 +158,7 @@ def run_folder(options: Options, start: Start) -> Path:
     elif start.run:
         folder = start.run
     else:
-        folder = Path(tomllib.loads(start.config.read_text(encoding="utf-8"))["job"]["dump_folder"])
+        folder = read_job(["--job.config_file", str(start.config)]).run
     if folder.resolve() == start.parent:
         raise ValueError(f"{folder} is the run to start from; give the new one a name of its own with --run")
     return folder.resolve()

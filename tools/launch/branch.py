@@ -5,12 +5,12 @@ Both are ordinary launches; this file only works out the job file, the overrides
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from records.files import read_lines
+from records.job import JobSections, LRScheduler, read_job
 from tools.launch.script import ENDED, job_state
 
 
@@ -32,18 +32,23 @@ def last_launch(run: Path) -> dict[str, Any] | None:
     return next(reversed(read_lines(run / "launches.jsonl")), None)
 
 
-def resolved_job(run: Path) -> dict[str, Any]:
-    """The resolved job config of a run: that of its newest launch, else what its workers wrote. Raises ValueError."""
+def resolved_file(run: Path) -> Path:
+    """The resolved job file of a run: that of its newest launch, else what its workers wrote. Raises ValueError."""
     launch = last_launch(run)
     path = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
     if not path.is_file():
-        raise ValueError(f"{run} is no run folder: {path} does not exist")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+        raise ValueError(f"{run} is not a run folder: {path} does not exist")
+    return path
+
+
+def resolved_job(run: Path) -> JobSections:
+    """What the resolved job file of a run says. Raises ValueError."""
+    return read_job(["--job.config_file", str(resolved_file(run))])
 
 
 def final_checkpoint(run: Path) -> Path:
     """The checkpoint that a run ends with, written or not."""
-    return run / f"checkpoint/step-{resolved_job(run)['training']['steps']}"
+    return run / f"checkpoint/step-{resolved_job(run).training.steps}"
 
 
 def next_phase(run: Path, config: Path) -> Start:
@@ -77,8 +82,8 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
     name, separator, number = checkpoint.name.partition("-")
     if name != "step" or not separator or not number.isdecimal():
         raise ValueError(f"{checkpoint} is no checkpoint; give RUN/checkpoint/step-N")
-    at, schedule = int(number), job["lr_scheduler"]
-    first, last = stable_steps(schedule, job["training"]["steps"])
+    at = int(number)
+    first, last = stable_steps(job.lr_scheduler, job.training.steps)
     if steps < 1:
         raise ValueError(f"--steps {steps}: a decay has at least 1 step")
     if not first <= at <= last:
@@ -92,17 +97,16 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
         "--lr_scheduler.decay_ratio", repr(steps / total), "--checkpoint.initial_load_path", str(checkpoint),
         "--checkpoint.initial_load_all_states", "--checkpoint.no-allow_fresh_start",
     ]  # fmt: skip
-    launch = last_launch(run)
-    config = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
     branch = run.with_name(f"{run.name}-decay-{at}+{steps}")
     skip_list = run / "skip_sequences.json"
-    return Start(config, overrides, run, str(checkpoint), None, branch, skip_list if skip_list.is_file() else None)
+    return Start(
+        resolved_file(run), overrides, run, str(checkpoint), None, branch, skip_list if skip_list.is_file() else None
+    )
 
 
-def stable_steps(schedule: dict[str, Any], training_steps: int) -> tuple[int, int]:
+def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
     """First and last step N whose checkpoint has seen the whole warmup and nothing of the decay."""
-    total = schedule.get("total_steps") or training_steps
-    ratio = schedule.get("decay_ratio")
-    warmup = schedule["warmup_steps"]
+    total = schedule.total_steps or training_steps
+    ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
     decay = total - warmup if ratio is None else round(total * ratio)
     return warmup + 1, min(total, total + 1 - decay)

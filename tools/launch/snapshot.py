@@ -25,16 +25,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from data_mixtures.mixture import read_lock
 from records.files import file_sha256
+from records.job import JobSections, read_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -62,9 +60,10 @@ def take_snapshot(
         if code["diff"]:
             (partial / "changes.diff").write_bytes(code["diff"])
         write_interpreter(partial / "env")
-        job = resolve(partial, config, overrides)
-        fingerprint = pin(job, run, partial, final)
-        (partial / "job.toml").write_text(tomli_w.dumps(job), encoding="utf-8")
+        job = read_job(["--job.config_file", str(config), *overrides])
+        resolved = resolve(partial, config, [*overrides, *pinned(job, run, final)])
+        (partial / "job.toml").write_text(resolved, encoding="utf-8")
+        fingerprint = copy_mixture(Path(job.mixture.lock), partial / "mixture")
         (partial / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
         facts = {"code_version": code["version"], "commit": code["commit"], "mixture_fingerprint": fingerprint,
                  "config": str(config), "overrides": overrides, "argv": sys.argv, "time": time.time()}  # fmt: skip
@@ -133,9 +132,9 @@ def write_interpreter(env: Path) -> None:
     (packages_folder / "snapshot.pth").write_text("\n".join([f"{up}/models", up, *map(str, installed)]) + "\n")
 
 
-def resolve(snapshot: Path, config: Path, overrides: list[str]) -> dict[str, Any]:
-    """The whole job config as the snapshot's own code reads it. Raises ValueError with the parser's words."""
-    command = [str(snapshot / "env/bin/python"), "-P", "-m", "train.job_file"]
+def resolve(snapshot: Path, config: Path, overrides: list[str]) -> str:
+    """The whole job config as TOML, as the snapshot's own code reads it. Raises ValueError with the parser's words."""
+    command = [str(snapshot / "env/bin/python"), "-P", "-m", "train.job_config"]
     command += ["--job.config_file", str(config.resolve()), *overrides]
     unset = ("PYTHONPATH", "PYTHONHOME")
     env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -144,17 +143,20 @@ def resolve(snapshot: Path, config: Path, overrides: list[str]) -> dict[str, Any
     )
     if done.returncode:
         raise ValueError(f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{done.stderr[-3000:]}")
-    return tomllib.loads(done.stdout)
+    return done.stdout
 
 
-def pin(job: dict[str, Any], run: Path, partial: Path, final: Path) -> str:
-    """Make every path of the job absolute and its mixture the snapshot's copy; returns the mixture's fingerprint."""
-    job["job"] |= {"dump_folder": str(run), "config_file": str(final / "job.toml")}
-    if job["checkpoint"].get("initial_load_path"):
-        job["checkpoint"]["initial_load_path"] = str(Path(job["checkpoint"]["initial_load_path"]).resolve())
-    lock_path = Path(job["mixture"]["lock"])
+def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
+    """Overrides that make the job's paths absolute and its mixture the snapshot's copy."""
+    overrides = ["--job.dump_folder", str(run), "--mixture.lock", str(final / "mixture" / Path(job.mixture.lock).name)]
+    if job.checkpoint.initial_load_path:
+        overrides += ["--checkpoint.initial_load_path", str(Path(job.checkpoint.initial_load_path).resolve())]
+    return overrides
+
+
+def copy_mixture(lock_path: Path, folder: Path) -> str:
+    """Copy lock and tokenizer, link the sources; returns the mixture's fingerprint."""
     lock = read_lock(lock_path)
-    folder = partial / "mixture"
     folder.mkdir()
     shutil.copy(lock_path, folder / lock_path.name)
     for source in lock["sources"]:
@@ -162,7 +164,6 @@ def pin(job: dict[str, Any], run: Path, partial: Path, final: Path) -> str:
     tokenizer = lock_path.parent / "tokenizer.model"
     if tokenizer.is_file():
         shutil.copy(tokenizer, folder)
-    job["mixture"]["lock"] = str(final / "mixture" / lock_path.name)
     return lock["fingerprint"]
 
 

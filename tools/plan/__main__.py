@@ -17,20 +17,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-
-if not torch.accelerator.is_available():
-    from train.cpu import patch_torch_for_cpu
-
-    patch_torch_for_cpu()  # before torchtitan is imported
 
 from data_mixtures import recipe
 from data_mixtures.mixture import read_lock
 from tools.plan import sums as sums
 from tools.plan.dry_run import dry_run
+from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
@@ -57,7 +52,7 @@ class Options:
     restart_minutes: float = 10
     """From a failure to the first step of the next attempt."""
     mixture: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="TOML")] = ()
-    """Mixture recipes, one a job file; default: data_mixtures/ NAME-OF-THE-JOB-FILE, or the job's lock if it exists."""
+    """Mixture recipes, one a job file; default: the job's lock, or data_mixtures/NAME.toml for data/NAME/."""
     dry_run: bool = False
     """Also take one step of each job with a fake network of all GPUs."""
     json: bool = False
@@ -94,7 +89,7 @@ def plan(options: Options) -> Result:
     phases: list[Result] = []
     taken: dict[str, float] = {}
     for index, path in enumerate(options.configs):
-        titan_job = load(path, options.overrides)
+        titan_job = load_job(["--job.config_file", str(path), *options.overrides])
         job = facts(titan_job, options.gpus)
         gpu = sums.GPUS[options.gpu]
         rate = options.tokens_per_s_per_gpu
@@ -118,17 +113,6 @@ def plan(options: Options) -> Result:
         "phases": phases,
         "total": totals,
     }
-
-
-def load(path: Path, overrides: tuple[str, ...]) -> Any:
-    """TorchTitan's job config, with the model's architecture resolved beside it. ValueError for a missing file."""
-    from torchtitan.config import ConfigManager
-
-    import train.spec  # noqa: F401  (registers the model)
-
-    if not path.is_file():
-        raise ValueError(f"no such job file: {path}")
-    return ConfigManager().parse_args(["--job.config_file", str(path), *overrides])
 
 
 def facts(titan_job: Any, gpus: int) -> sums.Job:
@@ -160,7 +144,8 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
 
 def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Result]:
     """Name, category, weight and expected tokens (None: unknown) of each source; empty where no mixture is known."""
-    lock, beside = Path(titan_job.mixture.lock), ROOT / "data_mixtures" / path.name
+    lock = Path(titan_job.mixture.lock)
+    beside = ROOT / "data_mixtures" / f"{lock.parent.name}.toml"  # data/nemotron/phase1.lock.json: nemotron.toml
     if mixture is None and lock.is_file():
         locked = read_lock(lock)
         return [

@@ -1,7 +1,7 @@
-"""One start of the workers, from the supervisor's side: watch it, hand on a wish to stop, end what hangs.
+"""One attempt, from the supervisor's side: start the workers, pass on stop requests, kill what hangs.
 
-The wish to stop travels as the file RUN/stop, which rank 0 looks for at every step: a file reaches any node, and a
-signal would have to pass srun and torchrun, which take it for themselves.
+A stop request travels as the file RUN/stop, which rank 0 looks for at every step: a file reaches any node, while srun
+and torchrun act on signals themselves instead of passing them on.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any
 import psutil
 
 from records.events import CRASHED, read_outcome, record_event
-from records.job import SupervisedJob
+from records.job import JobSections
 
 from .heartbeat import HangWatch, laggards, read_heartbeats
 from .nodes import start_workers
 from .signals import StopSignals
 
 POLL_S = 0.2
-# torchrun's own report on the console: the cause, where outcome.json may hold a consequence that another rank saw
+# torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 # torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
 SLURM_GRACE_S = 90.0
-DEATH_S = 10.0  # a process in a call to a dead file system survives even SIGKILL: it is not waited for
+DEATH_S = 10.0  # a process blocked on a dead file system survives even SIGKILL, so waiting is limited
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one start ended; step: the last one reached."""
+    """How an attempt ended; step: the last one reached."""
 
     code: int
     step: int
@@ -47,24 +47,24 @@ class Ended:
 class Attempt:
     """Start the workers with `start`, then `watch` until they are gone."""
 
-    def __init__(self, job: SupervisedJob, number: int, stop: StopSignals):
+    def __init__(self, job: JobSections, number: int, stop: StopSignals):
         self.job, self.number, self.stop = job, number, stop
         self.heartbeats = job.run / "heartbeats"
-        self.logs = job.run / "logs" / f"start-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
+        self.logs = job.run / "logs" / f"attempt-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
         self.known: set[psutil.Process] = set()  # workers on this machine, also when torchrun has lost them
 
     def start(self, nodes: list[str] | None, nproc_per_node: int, train_arguments: list[str]) -> None:
-        """A new rendezvous for every start: nothing of a broken one is met again."""
+        """Every attempt has a rendezvous of its own, so that none can meet the remains of a broken one."""
         shutil.rmtree(self.heartbeats, ignore_errors=True)
         for stale in ("outcome.json", "stop"):
             (self.job.run / stale).unlink(missing_ok=True)
-        name = f"{self.job.run.name}-{os.getpid()}-{self.number}"
+        name = f"{self.job.run.name}-{os.getpid()}-{time.monotonic_ns()}"
         self.on_nodes = nodes is not None
         port = free_port() if nodes is None else random.randrange(20_000, 30_000)
         self.workers = start_workers(nodes, nproc_per_node, name, port, train_arguments, self.logs)
 
     def watch(self) -> Ended:
-        """Wait for the end of this start."""
+        """Wait for the end of this attempt."""
         section = self.job.resilience
         hang = HangWatch(self.heartbeats, section.hang_timeout_s, section.start_timeout_s)
         ended, told = None, False
@@ -87,7 +87,9 @@ class Attempt:
         outcome = read_outcome(self.job.run)
         if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
-        said = outcome["reason"] if outcome else f"no word from a worker, exit status {self.workers.returncode}"
+        said = (
+            outcome["reason"] if outcome else f"no worker recorded an outcome, exit status {self.workers.returncode}"
+        )
         console = self.logs / "console.log"
         found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
         if found:
@@ -96,7 +98,7 @@ class Attempt:
         return Ended(CRASHED, outcome["step"] if outcome else max(steps, default=0), said)
 
     def _on_hang(self, waited_s: float) -> Ended:
-        """Put the evidence away: who stood where, and everybody's stacks."""
+        """Keep the evidence: the step of every rank, and the stacks of all."""
         time.sleep(1)  # the workers' own watchdogs have just written, or are about to
         beats = read_heartbeats(self.heartbeats)
         blamed = laggards(beats)
@@ -107,7 +109,7 @@ class Attempt:
         step = max((beat["step"] or 0 for beat in beats), default=0)
         reason = f"no rank finished a step for {waited_s:.0f} s"
         record_event(self.job.run, "hang", step=step, reason=reason, laggards=facts, stacks=str(evidence))
-        ranks = ", ".join(f"rank {fact['rank']} on {fact['host']}" for fact in facts[:4]) or "nobody reported"
+        ranks = ", ".join(f"rank {fact['rank']} on {fact['host']}" for fact in facts[:4]) or "no rank reported"
         return Ended(CRASHED, step, f"{reason}; {ranks}", tuple({fact["host"] for fact in facts}))
 
     def _note_workers(self) -> None:
@@ -115,10 +117,10 @@ class Attempt:
             self.known |= set(psutil.Process(self.workers.pid).children(recursive=True))
 
     def _kill(self) -> None:
-        """Nothing of this start may live on: it would write into the run folder of the next.
+        """Kill all processes of this attempt: a survivor would write into the run folder of the next.
 
-        Processes here are killed at once: a stopped one obeys nothing less. srun is asked first and given time, so that
-        Slurm ends its tasks on all nodes.
+        Local processes get SIGKILL at once, the only signal that ends a stopped process. srun gets SIGTERM first and
+        time to end its tasks on all nodes.
         """
         if self.workers.poll() is None and self.on_nodes:
             self.workers.terminate()

@@ -1,9 +1,9 @@
-"""Signs of life, one small file a rank, and who lags when they stop: RUN/heartbeats/rank-N.json.
+"""Heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and the ranks to blame when progress stops.
 
-A thread writes the file every few seconds, so that its age tells whether the process lives (a stopped one is silent),
-and its `step` whether it gets on. When a rank hangs, all others wait for it: they live, and stand still.
-Every rank dumps its own stacks when it has stood still for too long, into rank-N.stacks beside the file: faulthandler's
-watchdog needs no signal from outside, so it works on every node, and not the interpreter's lock.
+A thread writes the file every few seconds: its age shows whether the process is alive, its `step` whether it makes
+progress. When one rank hangs, all others wait for it: alive, without progress.
+Every rank dumps its own stacks into rank-N.stacks when it makes no progress for too long: faulthandler's watchdog needs
+neither a signal from outside, so it works on every node, nor the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Heartbeat:
         self.state: dict[str, Any] = {"rank": rank, "host": host_name(), "pid": os.getpid(), "step": None}
         self.state["interval_s"] = self.interval_s
         self._since(start_timeout_s)
-        threading.Thread(target=self._write_for_ever, daemon=True, name="heartbeat").start()
+        threading.Thread(target=self._write_periodically, daemon=True, name="heartbeat").start()
 
     def beat(self, step: int) -> None:
         """This rank has finished a step."""
@@ -48,7 +48,7 @@ class Heartbeat:
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
 
-    def _write_for_ever(self) -> None:
+    def _write_periodically(self) -> None:
         while True:
             with contextlib.suppress(OSError):  # a full disk must not end the job; the supervisor sees an old file
                 write_atomically(self.path, json.dumps({**self.state, "time": time.time()}))
@@ -56,7 +56,7 @@ class Heartbeat:
 
 
 def read_heartbeats(folder: Path) -> list[dict[str, Any]]:
-    """The last sign of life of every rank, by rank."""
+    """The last heartbeat of every rank, sorted by rank."""
     beats = []
     for path in folder.glob("rank-*.json"):
         try:
@@ -67,9 +67,9 @@ def read_heartbeats(folder: Path) -> list[dict[str, Any]]:
 
 
 def laggards(beats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ranks to blame for a hang: those that fell silent, else those with the lowest step.
+    """The ranks to blame for a hang: those that went silent, else those with the lowest step.
 
-    Silent: three signs were missed, counted from the newest sign of all.
+    Silent: three heartbeats missed, counted from the newest heartbeat of all ranks.
     """
     newest = max((beat["time"] for beat in beats), default=0.0)
     silent = [beat for beat in beats if newest - beat["time"] > 3 * beat["interval_s"]]
@@ -78,7 +78,7 @@ def laggards(beats: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class HangWatch:
-    """The supervisor's side: has any rank got on lately? Its own clock counts, not those of the nodes."""
+    """The supervisor's side: has any rank made progress lately? Uses its own clock, not those of the nodes."""
 
     def __init__(self, folder: Path, hang_timeout_s: float, start_timeout_s: float):
         self.folder, self.hang_timeout_s, self.start_timeout_s = folder, hang_timeout_s, start_timeout_s
@@ -86,7 +86,7 @@ class HangWatch:
         self.advanced_s = time.monotonic()
 
     def hung_for_s(self) -> float | None:
-        """Seconds since a rank last finished a step, once they are too many; None while all is well."""
+        """Seconds since a rank last finished a step, once above the timeout; None before."""
         steps = {beat["rank"]: beat["step"] for beat in read_heartbeats(self.folder)}
         if steps != self.seen:
             self.seen, self.advanced_s = steps, time.monotonic()

@@ -1,7 +1,7 @@
-"""What is looked at on a node before it may train: one line begins a check, one line ends it.
+"""The pre-flight checks of one node; one JSON line reports the start of each check, one its end.
 
-Started by `train.supervise.preflight` in a process of its own: a wedged driver or a dead file system blocks inside a system call,
-where no timer of the same process can help. Every check raises with what is wrong, or returns facts worth keeping.
+`train.supervise.preflight` runs them in a process of their own: a wedged driver or a dead file system blocks inside a
+system call, where no timer of the same process helps. A check raises with the problem, or returns facts to keep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GIB = 1 << 30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and two moments
 SCRATCH_GIB = 1.0  # compile caches and shared memory of the ranks
 MATMUL_SIZE = 4096
-FREE_GPU_MEMORY = 0.95  # less means that somebody else's process is still there
+FREE_GPU_MEMORY = 0.95  # less: another process still holds memory
 READ_BYTES = 4096
 
 

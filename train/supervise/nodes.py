@@ -1,8 +1,9 @@
-"""How the workers of one attempt are started: torchrun on this machine, or one torchrun a node through srun.
+"""Starts the workers of one attempt: torchrun on this machine, or one torchrun per node through srun.
 
-Rank = (place of the node in the list, place in the node), whatever order Slurm gives its tasks: every task looks its
-own name up (`python -m train.supervise.nodes NAMES ...` becomes torchrun). The first node in the list hosts the rendezvous. An
-attempt has a port and an id of its own, so nothing of a broken one is met again, and torchrun itself restarts nothing.
+Rank = (position of the node in the list, position in the node), whatever order Slurm gives its tasks: every task looks
+up its own name (`python -m train.supervise.nodes NAMES ...` becomes torchrun). The first node in the list hosts the
+rendezvous. An attempt has a port and an id of its own, so it cannot meet the remains of a broken one, and torchrun
+itself restarts nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Is this node fit to train? Asked of every node before the first step of every attempt.
+"""Pre-flight: checks whether a node is fit to train, before every attempt.
 
-    python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml [--section.key value ...]
+    python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml
+                                        [--section.key value ...]
 
-prints one JSON line for the node it runs on and ends with 0 if the node is good. `healthy_nodes` asks all candidates at
-once, one srun each, so that a dead node can be told from the others. Network between nodes is not tried here: when two
-nodes cannot talk, nobody can say which one is ill; the job's own first step meets that, under its timeout.
+prints one JSON line for the node it runs on; exit status 0 if the node is good. `healthy_nodes` checks all candidates
+at once, one srun each, so that a dead node can be identified. The network between nodes is not tested: when two nodes
+cannot communicate, neither can be blamed; the job's own first step runs into that, under its timeout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A wish to stop: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), Ctrl-C, or the file RUN/stop.
+"""Stop requests: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), Ctrl-C, or the file RUN/stop.
 
-A signal only sets a flag; the trainer asks at every step boundary, the ranks agree, and save. The flag is set by a
-thread that reads Python's wake-up pipe, because a handler would wait for ever behind a collective that hangs. What does
-not come to its end is ended: by a second signal, or at the deadline.
+A signal only sets a flag; the trainer checks it at every step boundary, the ranks agree, and save. The flag is set by a
+thread that reads Python's wake-up pipe, because a handler would never run behind a hanging collective. A process that
+does not end is killed by a second signal, or at the deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
-# Slurm signals every process of a step, and torchrun hands on what it got: two within seconds are one request
+# Slurm signals every process of a step, and torchrun forwards its own: two within seconds are one request
 SAME_REQUEST_S = 10.0
 
 
@@ -55,7 +55,7 @@ class StopSignals:
 
 
 def end_now() -> None:
-    """Leave without a word: the main thread may be stuck."""
+    """Exit without cleanup: the main thread may be stuck."""
     os._exit(1)
 
 

@@ -3,9 +3,9 @@
     N tokens   L lanes   D hidden   v = V / L, the slice of the vocabulary that a lane scores
 
 A batch's logits are the largest tensor of a step (fp32 logits, their softmax, their gradient). They live only inside
-the loss, so the forward pass computes them chunk by chunk, keeping one number a token (the log of the softmax's
-denominator), and the backward pass computes them a second time, which costs one more product with the head. The result
-is one loss a token: its sum is the training loss, its sums by source are the per-source losses.
+the loss, so the forward pass computes them chunk by chunk, keeping one number per token (the log of the softmax's
+denominator), and the backward pass recomputes them, which costs one more product with the head. The result
+is one loss per token: their sum is the training loss, their sums by source are the per-source losses.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         x, weight, labels, denominators = ctx.saved_tensors
         function = _compiled(logits_gradient, ctx.backend) if ctx.backend else logits_gradient
         x_gradient = torch.empty_like(x)
-        # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum anew
+        # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum again
         weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)
         at = 0
         for part, label, denominator, gradient in zip(
@@ -110,15 +110,3 @@ class TitanHead(LMHead):
             logits = super().forward(h, norm).flatten(0, 1)
             losses, _ = token_losses(logits[None], labels.flatten())
         return losses.view(labels.shape)
-
-
-def loss_sum(prediction: Tensor, labels: Tensor) -> Tensor:
-    """TorchTitan's loss function: the sum of the losses (B, S) that the model returned, or of logits (B, S, V)."""
-    if prediction.dim() == 2:
-        return prediction.sum()
-    return token_losses(prediction.flatten(0, 1)[None], labels.flatten())[0].sum()
-
-
-def build_token_loss(job_config: Any, **kwargs: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """TorchTitan's loss builder."""
-    return loss_sum

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from ..config import FLAVORS, LaneformerConfig, flops_per_token
+from ..config import FLAVORS, LaneformerConfig, flops_per_token, hf_name, plain_name
 from ..model import Laneformer, init_parameter, rope_table, run_layers
 from .attention import KINDS, TitanAttention, document_ids, training_masks
 from .loss import TitanHead
@@ -86,3 +87,16 @@ class TitanLaneformer(Laneformer):
             # checkpointed layers have a wrapper in their names, which must not change the numbers drawn
             plain = name.replace("_checkpoint_wrapped_module.", "")
             init_parameter(self.config, plain, parameter, self.model_args.init_seed)
+
+
+class LaneformerStateDictAdapter(StateDictAdapter):
+    """Lets TorchTitan's own checkpointer write and read Hugging Face safetensors, whose names have a prefix."""
+
+    def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None):
+        super().__init__(model_args, None)  # one safetensors file; hf/export.py writes complete, sharded folders
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {hf_name(name): value for name, value in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {plain_name(name): value for name, value in hf_state_dict.items()}

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_mixtures import recipe
-from data_mixtures.stages import decontaminate, filter, plan, stage
+from data_mixtures.stages import decontaminate, filter, stage
 
 Texts = dict[str, list[list[Any]]]
 
@@ -35,7 +35,7 @@ class Raw:
         array = pa.array([text.encode() if isinstance(text, str) else text for text in texts], pa.binary())
         if self.kind != pa.binary():  # the same bytes under another type, unchecked, as a broken writer leaves them
             array = pa.Array.from_buffers(pa.string(), len(array), array.buffers()).cast(self.kind)
-        pq.write_table(pa.table({"text": array}), folder / filter.RAW, row_group_size=100)
+        pq.write_table(pa.table({"text": array}), folder / stage.RAW, row_group_size=100)
         return {"documents": len(texts)}
 
 
@@ -47,7 +47,7 @@ def write_raw(out: Path, texts: Texts, kind: pa.DataType = pa.string()) -> None:
         for source, parts in texts.items()
     }
     described = {source: {"units": entries, "plan_hash": "none"} for source, entries in units.items()}
-    (out / plan.PLAN).write_text(json.dumps({"format": plan.FORMAT, "sources": described}))
+    (out / stage.PLAN).write_text(json.dumps({"format": stage.PLAN_FORMAT, "sources": described}))
     do_all(Raw(out, texts, kind))
 
 

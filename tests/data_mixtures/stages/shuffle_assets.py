@@ -20,7 +20,7 @@ from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerTraining
 from data_mixtures.stages import manifest, shuffle, stage
 from data_mixtures.stages.stage import Unit
-from data_mixtures.stages.tokenize_units import DOCUMENT
+from data_mixtures.stages.tokenize import DOCUMENT
 
 SEED = 7
 
@@ -111,8 +111,8 @@ def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: in
     """Tokenize, order and shuffle every source of texts."""
     for source, given in texts.items():
         tokenized(out, source, split(given, units))
-    run(shuffle.Order(plan, out, tuple(texts)))
-    run(shuffle.Shuffle(plan, out, tuple(texts)))
+    run(shuffle.OrderDocuments(plan, out, tuple(texts)))
+    run(shuffle.WriteShards(plan, out, tuple(texts)))
 
 
 def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int], list[int]]:

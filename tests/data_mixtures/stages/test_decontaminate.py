@@ -146,7 +146,7 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
     [
         (None, b"", "matches no file. Download"),
         ("a.csv", b"a,b", "must end in .jsonl"),
-        ("a.jsonl", b'{"q": "ok"}\n{broken', "line 2 is not JSON"),
+        ("a.jsonl", b'{"q": "ok"}\n{broken', r"a\.jsonl:2: not JSON"),
     ],
 )
 def test_wrong_benchmark_files_are_named(tmp_path, file, content, said):

@@ -32,7 +32,7 @@ def recipe_with(out: Path, **limits):
 
 def documents(done: filter.Filter, number: int = 0):
     folder, receipt = stage.result(done.out, "filter", stage.Unit("notes", number))
-    return pq.read_table(folder / filter.DOCUMENTS), receipt["counts"], folder
+    return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], folder
 
 
 def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
@@ -65,7 +65,7 @@ def test_any_type_of_text_column_gives_the_same_bytes(out, kind, tmp_path):
         table, counts, place = documents(done)
         assert table.column("text").to_pylist()[: len(GOOD)] == GOOD
         assert counts["dropped"]["contaminated"] == 0
-        digests.add(xxhash.xxh3_128_hexdigest((place / filter.DOCUMENTS).read_bytes()))
+        digests.add(xxhash.xxh3_128_hexdigest((place / stage.DOCUMENTS).read_bytes()))
     assert len(digests) == 1  # batches are how it is read, not what is written
 
 
@@ -107,7 +107,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
     do_all(done)
     assert documents(done)[0].num_rows == 0
     with pytest.raises(ValueError, match="no column 'content'; its columns: text"):
-        list(filter.raw_texts(out / "fetch/notes/unit-00001" / filter.RAW, "content"))
+        list(filter.raw_texts(out / "fetch/notes/unit-00001" / stage.RAW, "content"))
 
 
 def test_row_groups_are_cut_by_size(out, monkeypatch):
@@ -116,4 +116,4 @@ def test_row_groups_are_cut_by_size(out, monkeypatch):
     done = filtered(out, {"notes": [GOOD]}, recipe_with(out))
     table, _, folder = documents(done)
     assert table.column("text").to_pylist() == GOOD
-    assert pq.ParquetFile(folder / filter.DOCUMENTS).num_row_groups > 3
+    assert pq.ParquetFile(folder / stage.DOCUMENTS).num_row_groups > 3

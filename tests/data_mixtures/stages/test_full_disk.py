@@ -7,9 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from data_mixtures import prepare
-from data_mixtures.stages import execute
+from data_mixtures.stages import executors
 from tests.data_mixtures.test_prepare import files_of
 
 
@@ -29,17 +30,17 @@ def disk(tmp_path: Path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize(("workers", "sizes_kb"), [(1, (64, 120, 200, 320, 500, 700)), (2, (200,))])
+@pytest.mark.parametrize(("workers", "sizes_kb"), [(1, (64, 100, 150, 200, 320, 450)), (2, (200,))])
 def test_a_full_disk_at_every_stage(recipe_path, tmp_path, disk, workers, sizes_kb):
-    prepare.prepare(recipe_path, tmp_path / "whole", execute.Options(), execute.Console(quiet=True))
+    prepare.prepare(recipe_path, tmp_path / "whole", executors.Options(), Console(quiet=True))
     out, stages = tmp_path / "disk/out", set()
     for size_kb in sizes_kb:
         disk(f"{size_kb}k")
         with pytest.raises((ValueError, OSError), match="No space left on device") as caught:
-            prepare.prepare(recipe_path, out, execute.Options(workers), execute.Console(quiet=True))
+            prepare.prepare(recipe_path, out, executors.Options(workers), Console(quiet=True))
         stages |= set(re.findall(r"^(fetch|filter|tokenize|order|shuffle)", str(caught.value)))
         assert not list(out.rglob("*.partial"))
     disk("8m")
-    prepare.prepare(recipe_path, out, execute.Options(workers), execute.Console(quiet=True))
+    prepare.prepare(recipe_path, out, executors.Options(workers), Console(quiet=True))
     assert len(stages) >= min(2, len(sizes_kb))
     assert files_of(out) == files_of(tmp_path / "whole")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures.stages import plan, stage
+from data_mixtures.stages import stage
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.fake_hub import COMMIT, FakeHub
 from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
@@ -37,7 +37,7 @@ def test_plan_and_fetch_from_the_hub(hub, tmp_path):
     path = recipe(tmp_path, {"name": "exact"}, {"name": "gated", "repo": "nobody/Gated", "configs": '["data"]'})
     done = command(hub, "plan", path, token="good")
     assert done.returncode == 0, done.stderr
-    planned = plan.source(tmp_path / "out", "exact")
+    planned = stage.planned(tmp_path / "out", "exact")
     assert planned["revision"] == COMMIT
     assert [entry["path"] for entry in planned["units"]] == [f"4plus/part_{number:06d}.parquet" for number in range(3)]
     whole = sum(p.stat().st_size for p in (tmp_path / "served/nobody/Small-Data/4plus").iterdir())

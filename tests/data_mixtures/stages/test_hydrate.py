@@ -73,7 +73,7 @@ def test_text_from_a_folder_and_what_is_missing_by_reason(tmp_path):
     counts = stage.read_receipt(work.out, "hydrate", UNIT)["counts"]
     missing = {"wrong_sha1": 1, "not_there": 2, "not_readable": 1, "not_utf8": 1, "unsafe_path": 2}
     assert counts == {"rows": 9, "documents": 2, "bytes": 34, "dropped": missing}
-    assert plan.raw_text(work.out, UNIT) == ("hydrate", "text")
+    assert stage.raw_text(work.out, UNIT) == ("hydrate", "text")
 
 
 def test_the_name_of_a_blob_is_that_of_git(tmp_path):
@@ -117,6 +117,6 @@ def test_a_resolver_that_is_not_there_is_named(name, message):
 
 def test_metadata_without_a_resolver_is_refused_and_other_sources_need_none(tmp_path):
     work = prepared(tmp_path, [("a", "b", "c", None)], "")
-    with pytest.raises(ValueError, match=r"files list files without their text: add \[hydrate\].*named no-hydration"):
+    with pytest.raises(ValueError, match=r"files list files without their text: add \[hydrate\].*as nemotron-no"):
         work.units()
     assert Hydrate(work.recipe, work.out, ()).units() == []

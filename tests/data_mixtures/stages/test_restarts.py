@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from data_mixtures import prepare
-from data_mixtures.stages import execute
-from tests.data_mixtures.conftest import write_notes
+from data_mixtures.stages import executors
+from tests.data_mixtures.conftest import write_notes, write_sums
 from tests.data_mixtures.stages.hub_assets import HEADER, REPO, SOURCE, write_parquet
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,13 +30,14 @@ def recipe_path(tmp_path: Path) -> Path:
     for number in range(8):
         write_parquet(tmp_path / "mirror" / REPO / f"4plus/part_{number:06d}.parquet", 50 * number, 60)
     write_notes(tmp_path / "notes")
+    write_sums(tmp_path / "sums.jsonl", 100)
     local = f"""
 [sources.notes]
 category = "web"
 min_bytes = 1000
 inputs = [
   {{ kind = "text", paths = ["{tmp_path}/notes/*.txt"] }},
-  {{ kind = "arithmetic", max_bytes = 20_000 }},
+  {{ kind = "jsonl", max_bytes = 20_000, paths = ["{tmp_path}/sums.jsonl"] }},
 ]
 """
     hub = SOURCE.format(name="numbers", repo=REPO, revision="abcdef0", configs='["4plus"]', more="")
@@ -71,8 +73,8 @@ def published(out: Path) -> dict[str, bytes]:
 
 
 def test_kills_at_any_moment_change_nothing(recipe_path, tmp_path):
-    quiet = execute.Console(quiet=True)
-    prepare.prepare(recipe_path, tmp_path / "whole", execute.Options(), quiet, str(tmp_path / "mirror"))
+    quiet = Console(quiet=True)
+    prepare.prepare(recipe_path, tmp_path / "whole", executors.Options(), quiet, str(tmp_path / "mirror"))
     expected = published(tmp_path / "whole")
     total, out, draw = receipts(tmp_path / "whole"), tmp_path / "out", random.Random(20)
     assert total > 50

@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_in_memory_way_for_any_units(tmp_path, tiny, unit
     assert len(files) > 20
     assert files == expected
     assert shuffle.key_ranges(tmp_path, "notes") == -(-200 // 13)  # of the documents, not of the units
-    orders = shuffle.receipts(tmp_path, "order", "notes")
+    orders = stage.receipts(tmp_path, "order", "notes", shuffle.key_ranges(tmp_path, "notes"))
     assert sum(receipt["counts"]["duplicate"] for receipt in orders) == 200 - len(set(texts))
     assert sum(receipt["counts"]["documents"] for receipt in orders) == 200
 
@@ -103,7 +103,7 @@ def test_entries_of_the_manifest(tmp_path, tiny, monkeypatch):
     texts, plan = texts_of(120), plan_of()
     shuffled(tmp_path, plan, {"notes": texts})
     expected = in_memory(texts, plan)
-    units = shuffle.Shuffle(plan, tmp_path, ("notes",)).units()
+    units = shuffle.WriteShards(plan, tmp_path, ("notes",)).units()
     for unit in units:
         folder, receipt = stage.result(tmp_path, "shuffle", unit)
         entry, data = receipt["counts"], expected[receipt["counts"]["name"]]
@@ -125,11 +125,12 @@ def test_a_small_held_out_part_is_read_alone(tmp_path, monkeypatch):
     read = []
     read_tokens = shuffle._read_tokens
     tokenized(tmp_path, "notes", split(texts, 2))
-    run(shuffle.Order(plan, tmp_path, ("notes",)))
-    work = shuffle.Shuffle(plan, tmp_path, ("notes",))
+    run(shuffle.OrderDocuments(plan, tmp_path, ("notes",)))
+    work = shuffle.WriteShards(plan, tmp_path, ("notes",))
     monkeypatch.setattr(shuffle, "_read_tokens", lambda *a: (read.extend(map(len, a[2])), read_tokens(*a)))
     stage.do(work, work.units()[-1])
-    counts = [receipt["counts"]["valid"] for receipt in shuffle.receipts(tmp_path, "order", "notes")]
+    orders = stage.receipts(tmp_path, "order", "notes", shuffle.key_ranges(tmp_path, "notes"))
+    counts = [receipt["counts"]["valid"] for receipt in orders]
     tokens = sum(count["tokens"] for count in counts)
     assert tokens // 2 < sum(read) <= 2 * tokens < 400 * len(tokens_of(texts[0])) // 10
 
@@ -137,12 +138,15 @@ def test_a_small_held_out_part_is_read_alone(tmp_path, monkeypatch):
 def test_a_finished_unit_is_kept_and_a_change_before_it_is_seen(tmp_path, tiny):
     texts, plan = texts_of(100), plan_of()
     shuffled(tmp_path, plan, {"notes": texts})
-    order, work = shuffle.Order(plan, tmp_path, ("notes",)), shuffle.Shuffle(plan, tmp_path, ("notes",))
+    order, work = shuffle.OrderDocuments(plan, tmp_path, ("notes",)), shuffle.WriteShards(plan, tmp_path, ("notes",))
     assert all(stage.is_done(order, unit) for unit in order.units())
     assert all(stage.is_done(work, unit) for unit in work.units())
-    assert not any(stage.is_done(shuffle.Shuffle(plan_of(seq_len=9), tmp_path, ("notes",)), u) for u in work.units())
     assert not any(
-        stage.is_done(shuffle.Order(plan_of(valid_per_10000=1501), tmp_path, ("notes",)), u) for u in order.units()
+        stage.is_done(shuffle.WriteShards(plan_of(seq_len=9), tmp_path, ("notes",)), u) for u in work.units()
+    )
+    assert not any(
+        stage.is_done(shuffle.OrderDocuments(plan_of(valid_per_10000=1501), tmp_path, ("notes",)), u)
+        for u in order.units()
     )
     tokenized(tmp_path, "notes", split([*texts, "one more"], 2))
     assert not any(stage.is_done(order, unit) for unit in order.units())
@@ -155,7 +159,7 @@ def test_fewer_documents_leave_the_units_of_more_aside(tmp_path, tiny):
     many = len(list((tmp_path / "shuffle/notes").iterdir()))
     texts = texts_of(100, seed=1)
     shuffled(tmp_path, plan, {"notes": texts})
-    units = shuffle.Shuffle(plan, tmp_path, ("notes",)).units()
+    units = shuffle.WriteShards(plan, tmp_path, ("notes",)).units()
     assert len(units) < many
     files = {}
     for unit in units:
@@ -168,8 +172,8 @@ def test_fewer_documents_leave_the_units_of_more_aside(tmp_path, tiny):
 def test_units_without_documents_are_fine(tmp_path, tiny):
     texts, plan = texts_of(120), plan_of()
     tokenized(tmp_path, "notes", ((), *split(texts, 2), ()))
-    run(shuffle.Order(plan, tmp_path, ("notes",)))
-    run(shuffle.Shuffle(plan, tmp_path, ("notes",)))
+    run(shuffle.OrderDocuments(plan, tmp_path, ("notes",)))
+    run(shuffle.WriteShards(plan, tmp_path, ("notes",)))
     assert shuffled_files(tmp_path, "notes") == in_memory(texts, plan)
 
 
@@ -177,7 +181,7 @@ def test_freed_units_are_not_needed_by_what_is_done(tmp_path, tiny):
     plan = plan_of()
     shuffled(tmp_path, plan, {"notes": texts_of(100)})
     stage.free(tmp_path, "tokenize", Unit("notes", 0))
-    order, work = shuffle.Order(plan, tmp_path, ("notes",)), shuffle.Shuffle(plan, tmp_path, ("notes",))
+    order, work = shuffle.OrderDocuments(plan, tmp_path, ("notes",)), shuffle.WriteShards(plan, tmp_path, ("notes",))
     assert all(stage.is_done(order, unit) for unit in order.units())
     assert all(stage.is_done(work, unit) for unit in work.units())
     with pytest.raises(ValueError, match=r"tokenize/notes/unit-00000 was freed, and is needed again"):
@@ -188,17 +192,17 @@ def test_too_little_text_is_named(tmp_path):
     plan = plan_of()
     tokenized(tmp_path, "notes", ((), ()))
     with pytest.raises(ValueError, match=r"source 'notes' is empty.*filter/notes/unit-\*/receipt\.json"):
-        shuffle.Order(plan, tmp_path, ("notes",)).units()
+        shuffle.OrderDocuments(plan, tmp_path, ("notes",)).units()
     for texts, part in ((["a"], "training"), ([f"text {i}" for i in range(20)], "held-out")):
         tokenized(tmp_path, "notes", split(texts, 2))
         low = plan_of(valid_per_10000=1)
-        run(shuffle.Order(low, tmp_path, ("notes",)))
+        run(shuffle.OrderDocuments(low, tmp_path, ("notes",)))
         with pytest.raises(ValueError, match=rf"'notes' has too little text for one {part} window of 8 tokens"):
-            shuffle.Shuffle(low, tmp_path, ("notes",)).units()
+            shuffle.WriteShards(low, tmp_path, ("notes",)).units()
 
 
 def test_missing_and_damaged_inputs_are_named(tmp_path, tiny):
-    plan, order = plan_of(), shuffle.Order(plan_of(), tmp_path, ("notes",))
+    plan, order = plan_of(), shuffle.OrderDocuments(plan_of(), tmp_path, ("notes",))
     with pytest.raises(ValueError, match=r"plan\.json does not exist; run"):
         order.units()
     write_plan(tmp_path, "notes", 3)
@@ -209,12 +213,12 @@ def test_missing_and_damaged_inputs_are_named(tmp_path, tiny):
         order.units()
     run(tokenize)
     with pytest.raises(ValueError, match=r"notes/unit-00000 has not been through 'order'"):
-        shuffle.Shuffle(plan, tmp_path, ("notes",)).units()
+        shuffle.WriteShards(plan, tmp_path, ("notes",)).units()
     stage.do(order, order.units()[0])
     with pytest.raises(ValueError, match=r"notes/unit-00001 has not been through 'order'"):
-        shuffle.Shuffle(plan, tmp_path, ("notes",)).units()
+        shuffle.WriteShards(plan, tmp_path, ("notes",)).units()
     run(order)
-    work = shuffle.Shuffle(plan, tmp_path, ("notes",))
+    work = shuffle.WriteShards(plan, tmp_path, ("notes",))
     tokens = tmp_path / "tokenize/notes/unit-00002/tokens.bin"
     tokens.write_bytes(tokens.read_bytes()[:40])
     with pytest.raises(ValueError, match=r"unit-00002/tokens\.bin ends before token"):

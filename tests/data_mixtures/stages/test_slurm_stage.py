@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures.stages import execute
+from data_mixtures.stages import run as run_module
 from tests.data_mixtures.stages.toy_stage import SLURM, Toy, run
 from tests.tools.launch.slurm_cluster import SlurmCluster, missing, wait_for
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_stage_on_slurm(tmp_path, monkeypatch):
-    monkeypatch.setattr(execute, "QUEUE_POLL_S", 0.3)
+    monkeypatch.setattr(run_module, "QUEUE_POLL_S", 0.3)
     (tmp_path / "cluster").mkdir()
     (tmp_path / "faults").mkdir()
     toy = Toy(tmp_path / "out", tmp_path / "faults", count=4)

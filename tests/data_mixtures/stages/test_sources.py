@@ -10,12 +10,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from data_mixtures import recipe as recipes
-from data_mixtures.readers import collect, origins
-from data_mixtures.stages import execute, fetch, plan, stage
+from data_mixtures.readers import files, hub
+from data_mixtures.stages import executors, fetch, plan, run, stage
 from data_mixtures.stages.fetch import Fetch
 from data_mixtures.stages.stage import Unit
+from tests.data_mixtures.conftest import write_sums
 from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
 
 
@@ -26,8 +28,8 @@ def mirror(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def quiet() -> execute.Console:
-    return execute.Console(quiet=True)
+def quiet() -> Console:
+    return Console(quiet=True)
 
 
 def planned(path: Path, out: Path, mirror: Path | None = None) -> recipes.Recipe:
@@ -36,12 +38,12 @@ def planned(path: Path, out: Path, mirror: Path | None = None) -> recipes.Recipe
     return read
 
 
-def fetched(path: Path, out: Path, mirror: Path | None, console: execute.Console, budget: int | None = None) -> Fetch:
+def fetched(path: Path, out: Path, mirror: Path | None, console: Console, budget: int | None = None) -> Fetch:
     read = planned(path, out, mirror)
     work = Fetch(read, out, tuple(source.name for source in read.sources), str(mirror) if mirror else None)
-    with stage.exclusive(out), execute.Executor(execute.Options()) as executor:
+    with stage.exclusive(out), run.Executor(executors.Options()) as executor:
         work.check_room(budget)
-        execute.run(work, executor, console)
+        run.run_units(work, executor, console)
     return work
 
 
@@ -55,17 +57,17 @@ def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
     )
     planned(path, tmp_path / "out", mirror)
     paths = {
-        name: [entry["path"] for entry in plan.source(tmp_path / "out", name)["units"]]
+        name: [entry["path"] for entry in stage.planned(tmp_path / "out", name)["units"]]
         for name in ("exact", "longer", "both")
     }
     assert paths["exact"] == [f"4plus/part_{number:06d}.parquet" for number in range(3)]
     assert paths["longer"] == ["4plus_MIND/part_000000.parquet"]
     assert paths["both"] == paths["longer"] + paths["exact"]
-    assert plan.unit(tmp_path / "out", Unit("content", 0))["text_column"] == "content"
-    assert plan.raw_text(tmp_path / "out", Unit("content", 0)) == ("fetch", "content")
-    entry = plan.unit(tmp_path / "out", Unit("exact", 1))
+    assert stage.planned_unit(tmp_path / "out", Unit("content", 0))["text_column"] == "content"
+    assert stage.raw_text(tmp_path / "out", Unit("content", 0)) == ("fetch", "content")
+    entry = stage.planned_unit(tmp_path / "out", Unit("exact", 1))
     assert entry["bytes"] == (mirror / REPO / entry["path"]).stat().st_size
-    assert plan.units(tmp_path / "out", "exact") == [Unit("exact", number) for number in range(3)]
+    assert stage.planned_units(tmp_path / "out", "exact") == [Unit("exact", number) for number in range(3)]
 
 
 def test_all_that_is_refused_is_named_at_once(tmp_path, mirror):
@@ -100,18 +102,18 @@ def test_all_that_is_refused_is_named_at_once(tmp_path, mirror):
 def test_a_plan_is_kept_and_extended(tmp_path, mirror):
     out = tmp_path / "out"
     planned(recipe(tmp_path, {"name": "exact"}), out, mirror)
-    before = plan.source(out, "exact")
+    before = stage.planned(out, "exact")
     (mirror / REPO / "4plus/part_000001.parquet").unlink()
     planned(recipe(tmp_path, {"name": "exact"}, {"name": "longer", "configs": '["4plus_MIND"]'}), out, mirror)
-    assert plan.source(out, "exact") == before  # a revision does not change
-    assert len(plan.source(out, "longer")["units"]) == 1
+    assert stage.planned(out, "exact") == before  # a revision does not change
+    assert len(stage.planned(out, "longer")["units"]) == 1
     planned(recipe(tmp_path, {"name": "exact", "revision": "0123456"}), out, mirror)
-    assert len(plan.source(out, "exact")["units"]) == 2
-    assert plan.source(out, "exact")["plan_hash"] != before["plan_hash"]
+    assert len(stage.planned(out, "exact")["units"]) == 2
+    assert stage.planned(out, "exact")["plan_hash"] != before["plan_hash"]
     with pytest.raises(ValueError, match="lacks source 'other'; plan it first"):
-        plan.source(out, "other")
+        stage.planned(out, "other")
     with pytest.raises(ValueError, match=r"plan.json does not exist; run `python -m data_mixtures plan"):
-        plan.read(tmp_path / "nowhere")
+        stage.read_plan(tmp_path / "nowhere")
 
 
 def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, quiet, monkeypatch):
@@ -149,7 +151,7 @@ def garble(path: Path) -> None:
     ("damage", "message"),
     [
         (truncate, r"4plus/part_000001.parquet came with [\d,]+ bytes, the plan says [\d,]+: truncated"),
-        (garble, r"4plus/part_000001.parquet is not whole as Parquet .*truncated, or another file"),
+        (garble, r"4plus/part_000001.parquet is not a complete Parquet file .*truncated, or another file"),
         (Path.unlink, r"4plus/part_000001.parquet @ abcdef0 is planned and no longer there"),
     ],
 )
@@ -186,7 +188,7 @@ def test_transfers_are_tried_again_but_refusals_are_not(tmp_path, mirror, monkey
     path, out = recipe(tmp_path, {"name": "exact"}), tmp_path / "out"
     read = planned(path, out, mirror)
     monkeypatch.setattr(fetch, "FIRST_WAIT_S", 0.001)
-    original, tries = origins.Mirror.fetch, []
+    original, tries = hub.Mirror.fetch, []
 
     def unsteady(self, repo, revision, name, target):
         tries.append(name)
@@ -198,13 +200,13 @@ def test_transfers_are_tried_again_but_refusals_are_not(tmp_path, mirror, monkey
             if len(tries) == 2:
                 raise ConnectionResetError("the other side is gone")
 
-    monkeypatch.setattr(origins.Mirror, "fetch", unsteady)
-    monkeypatch.setattr(origins.Mirror, "remote", True, raising=False)
-    monkeypatch.setattr(origins.Mirror, "__init__", _remote(origins.Mirror.__init__))
+    monkeypatch.setattr(hub.Mirror, "fetch", unsteady)
+    monkeypatch.setattr(hub.Mirror, "remote", True, raising=False)
+    monkeypatch.setattr(hub.Mirror, "__init__", _remote(hub.Mirror.__init__))
     work = Fetch(read, out, ("exact",), str(mirror))
     stage.do(work, Unit("exact", 0))
     assert len(tries) == 4
-    monkeypatch.setattr(origins.Mirror, "fetch", lambda *a: tries.append("full") or _raise(errno.ENOSPC))
+    monkeypatch.setattr(hub.Mirror, "fetch", lambda *a: tries.append("full") or _raise(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         stage.do(work, Unit("exact", 1))
     assert tries[4:] == ["full"]
@@ -239,7 +241,7 @@ def test_budget_and_disk_are_checked_before_anything_is_read(tmp_path, mirror, q
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: os.terminal_size((1, 1)) and _Usage())
     (out / "fetch/exact/unit-00000/receipt.json").unlink()
     work.check_room(None)  # links need no room
-    monkeypatch.setattr(origins.Mirror, "__init__", _remote(origins.Mirror.__init__))
+    monkeypatch.setattr(hub.Mirror, "__init__", _remote(hub.Mirror.__init__))
     with pytest.raises(ValueError, match=r"bytes are to be fetched \(exact .*but .* has 7 bytes of free disk"):
         work.check_room(None)
 
@@ -274,13 +276,15 @@ def texts(out: Path) -> list[str]:
 
 
 def test_local_inputs_without_a_cap_are_many_units_of_the_same_text(tmp_path, notes, quiet, monkeypatch):
-    one, two = f'{{ kind = "text", paths = ["{notes}/*.txt"] }}', '{ kind = "arithmetic", max_bytes = 20_000 }'
+    write_sums(tmp_path / "sums.jsonl", 90)
+    one = f'{{ kind = "text", paths = ["{notes}/*.txt"] }}'
+    two = f'{{ kind = "jsonl", max_bytes = 20_000, paths = ["{tmp_path}/sums.jsonl"] }}'
     fetched(local(tmp_path, one, two), tmp_path / "few", None, quiet)
     monkeypatch.setattr(plan, "UNIT_BYTES", 5000)
     fetched(local(tmp_path, one, two), tmp_path / "many", None, quiet)
-    assert len(plan.units(tmp_path / "few", "notes")) == 2
-    count = len(plan.units(tmp_path / "many", "notes"))
-    assert 6 <= count <= 8  # 31 files of 0.9 kB in runs of 5 kB, and what is generated
+    assert len(stage.planned_units(tmp_path / "few", "notes")) == 2
+    count = len(stage.planned_units(tmp_path / "many", "notes"))
+    assert 6 <= count <= 8  # 31 files of 0.9 kB in groups of 5 kB, and the capped input
     assert texts(tmp_path / "few") == texts(tmp_path / "many")
     assert len(texts(tmp_path / "few")) > 30
     receipts = [stage.read_receipt(tmp_path / "many", "fetch", Unit("notes", n)) for n in range(count)]
@@ -294,11 +298,11 @@ def test_a_capped_input_is_one_unit_up_to_its_cap(tmp_path, notes, quiet, monkey
     monkeypatch.setattr(plan, "UNIT_BYTES", 5000)
     capped = f'{{ kind = "text", max_bytes = 9_000, paths = ["{notes}/*.txt"] }}'
     fetched(local(tmp_path, capped), tmp_path / "out", None, quiet)
-    assert len(plan.units(tmp_path / "out", "notes")) == 1
+    assert len(stage.planned_units(tmp_path / "out", "notes")) == 1
     assert 8_000 < sum(len(text) for text in texts(tmp_path / "out")) <= 9_000
     order = [
         path.read_text()
-        for path in collect.files(recipes.Input("text", None, (f"{notes}/*.txt",)))[:8]
+        for path in files.find(recipes.Input("text", (f"{notes}/*.txt",)), {})[:8]
         if "lat" not in path.name
     ]
     assert texts(tmp_path / "out")[0] in order
@@ -307,17 +311,17 @@ def test_a_capped_input_is_one_unit_up_to_its_cap(tmp_path, notes, quiet, monkey
 def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(tmp_path, notes, quiet):
     path, out = local(tmp_path, f'{{ kind = "text", paths = ["{notes}/*.txt"] }}'), tmp_path / "out"
     work = fetched(path, out, None, quiet)
-    before, hash_before = stage.read_receipt(out, "fetch", Unit("notes", 0)), plan.source(out, "notes")["plan_hash"]
+    before, hash_before = stage.read_receipt(out, "fetch", Unit("notes", 0)), stage.planned(out, "notes")["plan_hash"]
     os.utime(notes / "3.txt", ns=(1, 1))
     planned(path, out)
     assert not stage.is_done(work, Unit("notes", 0))
     fetched(path, out, None, quiet)
     after = stage.read_receipt(out, "fetch", Unit("notes", 0))
     assert after["files"] == before["files"]
-    assert plan.source(out, "notes")["plan_hash"] == hash_before
+    assert stage.planned(out, "notes")["plan_hash"] == hash_before
     (notes / "3.txt").write_text("something else, and long enough to be kept as a document of its own\n" * 9)
     fetched(path, out, None, quiet)
-    assert plan.source(out, "notes")["plan_hash"] != hash_before
+    assert stage.planned(out, "notes")["plan_hash"] != hash_before
     (notes / "na\udcffme.txt").write_text("a name of bytes")
     with pytest.raises(ValueError, match=r"na\\udcffme.txt' is not UTF-8; rename it, or exclude it"):
         planned(path, out)
@@ -340,7 +344,8 @@ def test_too_little_text_is_an_error_that_names_the_source(tmp_path, notes, quie
 
 
 def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, notes, quiet):
-    path, out = local(tmp_path, '{ kind = "arithmetic", max_bytes = 3_000_000 }'), tmp_path / "out"
+    write_sums(tmp_path / "sums.jsonl", 4000)
+    path, out = local(tmp_path, f'{{ kind = "jsonl", paths = ["{tmp_path}/sums.jsonl"] }}'), tmp_path / "out"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:

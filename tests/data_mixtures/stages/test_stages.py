@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from data_mixtures import __main__ as stages_command
-from data_mixtures import command, prepare
+from data_mixtures import prepare
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import execute
-from data_mixtures.stages import table as stages
+from data_mixtures.stages import executors, table
 from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
 
 SOURCES = ({"name": "plus"}, {"name": "mind", "configs": '["4plus_MIND"]'})
-IN_A_ROW = (*stages.TO_SHARDS, "manifest")
+IN_A_ROW = (*table.TO_SHARDS, "manifest")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def run(recipe_path: Path, tmp_path: Path):
     """Run one stage as its command does, on one process; returns what was printed."""
 
     def run_stage(name: str, *more: str, out: str = "out") -> str:
-        console = execute.Console(record=True, width=160)
+        console = Console(record=True, width=160)
         line = [name, str(recipe_path), "--out", str(tmp_path / out), "--mirror", str(tmp_path / "mirror")]
         stages_command.run(stages_command.parser().parse_args([*line, "--workers", "1", *more]), console)
         return console.export_text()
@@ -43,9 +43,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_stage_by_stage_is_what_prepare_does(run, recipe_path, tmp_path):
     printed = {name: run(name) for name in IN_A_ROW}
-    prepare.prepare(
-        recipe_path, tmp_path / "whole", execute.Options(), execute.Console(quiet=True), str(tmp_path / "mirror")
-    )
+    prepare.prepare(recipe_path, tmp_path / "whole", executors.Options(), Console(quiet=True), str(tmp_path / "mirror"))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert "4 units of 2 sources" in printed["plan"]
     rows = [line.split() for line in printed["filter"].splitlines()]
@@ -127,5 +125,5 @@ def test_options_that_do_not_fit_are_refused(run):
     with pytest.raises(ValueError, match="free needs --stage, one of fetch, hydrate, filter, tokenize"):
         run("free")
     line = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--partition", "cpu", "--cpus-per-task", "2"]
-    options = command.options(stages_command.parser().parse_args([*line, "--workers", "9"]))
-    assert options == execute.Options(9, "slurm", {"partition": "cpu", "cpus-per-task": "2"})
+    options = prepare.options(stages_command.parser().parse_args([*line, "--workers", "9"]))
+    assert options == executors.Options(9, "slurm", {"partition": "cpu", "cpus-per-task": "2"})

@@ -14,7 +14,7 @@ from rich.console import Console
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import manifest, shuffle, stage, verify
-from data_mixtures.stages.quarantine import quarantine
+from data_mixtures.stages.verify import quarantine
 from tests.data_mixtures.stages.shuffle_assets import plan_of, prepared, read_json, run, texts_of
 
 SOURCES = ("notes", "sums")
@@ -185,7 +185,7 @@ def test_preparing_again_mends_and_gives_the_fingerprint_back(data):
     flip(data / "notes/shard-00003.bin", 140)
     quarantine(data, report(data).damage, Console(quiet=True))
     plan = plan_of(SOURCES, windows_per_shard=20)
-    work = shuffle.Shuffle(plan, data, SOURCES)
+    work = shuffle.WriteShards(plan, data, SOURCES)
     todo = [unit for unit in work.units() if not stage.is_done(work, unit)]
     assert [str(unit) for unit in todo] == ["notes/unit-00003"]
     with pytest.raises(ValueError, match=r"notes/unit-00003 has not been through 'shuffle' yet"):

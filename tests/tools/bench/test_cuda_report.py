@@ -13,9 +13,9 @@ HEAD = {"date": "2026-01-01 00:00 UTC", "command": "x", "commit": "abc", "flavor
 DEPTH = {
     "depth": 0, "tokens_per_s": 900.0, "first_tokens_per_s": 910.0, "last_tokens_per_s": 890.0,
     "bytes_per_token": 4_443_340_800, "percent_of_probe": 91.0, "percent_of_datasheet": 83.3,
-    "exposed_us_per_layer": 7.1, "version": "persistent",
+    "exposed_us_per_layer": 7.1, "prefill_tokens_per_s": 50_000.0, "ttft_s": 0.04, "version": "persistent",
 }  # fmt: skip
-GREEDY = {"prompts": 8, "same": 7, "parted": [{"prompt": 3, "token": 9, "lead": 1e-4, "tie": 2e-3}]}
+GREEDY = {"prompts": 8, "same": 7, "diverged": [{"prompt": 3, "token": 9, "lead": 1e-4, "tie": 2e-3}]}
 VERSION = {"relative_error": 1e-3, "kl": 1e-6, "worst": 1e-3, "holds": True, "greedy": GREEDY, "differing_runs": 0}
 RECORDED: dict[str, Any] = {
     "machine": {"gpu": "NVIDIA H200", "multiprocessors": 132, "l2_bytes": 50 << 20, "memory_bytes": 141 << 30},
@@ -48,7 +48,7 @@ def test_the_report_shows_every_figure_and_names_what_is_missing() -> None:
     text = page(**RECORDED)
     for column in cuda_report.DECODE_COLUMNS.values():
         assert f"| {column} |" in text
-    assert "| 0 | 900 | 910 | 890 | 4443 | 91 | 83.3 | 7.1 | persistent |" in text
+    assert "| 0 | 900 | 910 | 890 | 4443 | 91 | 83.3 | 7.1 | 50000 | 0.04 | persistent |" in text
     assert "| our ring of bulk copies | 4400 | 91.7 |" in text
     assert "4.443 GB per token; 4.445 GB with" in text
     assert "**Correctness: all checks hold.**" in text
@@ -58,7 +58,7 @@ def test_the_report_shows_every_figure_and_names_what_is_missing() -> None:
     assert "hf_generate: not measured, OutOfMemoryError" in text
     assert "**A projection, not a measurement**: 8 GPUs" in text
     assert "| delay one more | 0.001 | 1e-06 | NO |" in text
-    for title in ("Prompt", "fp16", "compute-sanitizer", "Transformers, compiled"):
+    for title in ("fp16", "compute-sanitizer", "Transformers, compiled"):
         assert f"### {title}\n\nnot measured: the run has not reached it" in text
 
 

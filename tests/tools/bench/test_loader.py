@@ -33,9 +33,3 @@ def test_the_worst_prefix_counts():
     sources = np.array([0, 0, 1, 1] * 500)
     assert loader_baselines.worst_deviation(sources, [0.5, 0.5]) == {"1000": 1.0}
     assert loader_baselines.worst_deviation(np.zeros(1000, int), [0.5, 0.5]) == {"1000": 500.0}
-
-
-def test_equal_seeds_on_all_ranks_show_in_the_spread():
-    """sqrt(0.21 * 0.79 / 4) of 4 independent draws a step, whatever the number of ranks, itself known to 1/sqrt(2n)."""
-    expected = 100 * (0.21 * 0.79 / 4) ** 0.5
-    assert abs(loader.same_draw_on_every_rank(steps=2000) - expected) < 5 * expected / 4000**0.5

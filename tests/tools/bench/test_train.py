@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # both commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
 RUN = """
 import sys
-from tools.bench_train import main
+from tools.bench.train import main
 try: main(["--flavor", "tiny", "--seq-len", "4096"])
 except SystemExit as end: assert end.code == 2
 else: raise AssertionError("a sequence longer than the model's positions has to be refused")
@@ -37,7 +37,7 @@ def test_toy_run(tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     ours, llama = result["models"]["laneformer"], result["models"]["llama"]
     assert ours["parameters"] == LaneformerConfig.from_flavor("tiny").parameter_count()["total"]
-    assert llama["parameters"] == ours["parameters"], "the rival has the same parameter count, exactly"
+    assert llama["parameters"] == ours["parameters"], "the baseline has the same parameter count, exactly"
     assert result["ratio"] == pytest.approx(ours["tokens_per_s_per_gpu"] / llama["tokens_per_s_per_gpu"])
     assert ours["step_s_p50"] <= ours["step_s_p90"]
     assert ours["mfu"] is None, "a CPU has no datasheet peak to compare with"

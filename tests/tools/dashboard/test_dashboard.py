@@ -1,4 +1,4 @@
-"""The dashboard: rows merged as the run went, every figure of the input on the page, and the page in a real browser."""
+"""The dashboard: every figure of the input on the page, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from records.attempts import merge_attempts
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
 from tests.tools.dashboard.browser import browse, needs_browser
@@ -29,65 +28,6 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], name: str = "metrics.js
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
     return folder
-
-
-def kept(folder: Path) -> list[tuple[int, int]]:
-    return [(r["step"], r["attempt"]) for r in read_run(folder).kept_rows]
-
-
-# rows
-
-
-def test_a_resumed_attempt_replaces_the_steps_it_runs_again(tmp_path: Path) -> None:
-    first, second = [row(s, 1) for s in (10, 20, 30, 40)], [row(s, 2) for s in (25, 35, 45)]
-    write_rows(tmp_path, first + second)
-    assert kept(tmp_path) == [(10, 1), (20, 1), (25, 2), (35, 2), (45, 2)]
-    stretches = [(s.attempt, s.kept, len(s.rows)) for s in read_run(tmp_path).stretches]
-    assert stretches == [(1, True, 2), (1, False, 2), (2, True, 3)]
-
-
-def test_a_roll_back_within_an_attempt_counts_like_a_restart(tmp_path: Path) -> None:
-    write_rows(tmp_path, [row(s, loss=float(i)) for i, s in enumerate((1, 2, 3, 2, 3, 4))])
-    run = read_run(tmp_path)
-    assert [(r["step"], r["loss"]) for r in run.kept_rows] == [(1, 0.0), (2, 3.0), (3, 4.0), (4, 5.0)]
-
-
-def test_attempts_written_out_of_order_are_put_in_order() -> None:
-    rows = [{**row(s, a)} for s, a in ((5, 2), (6, 2), (4, 1), (5, 1))]
-    assert [(s.attempt, s.kept) for s in merge_attempts(rows)] == [(1, True), (1, False), (2, True)]
-
-
-def test_phase_2_goes_on_where_phase_1_ended(tmp_path: Path) -> None:
-    write_rows(tmp_path / "phase1", [row(s) for s in (10, 20)])
-    write_rows(tmp_path / "phase2", [row(s, phase="phase2", tokens_total=200 + 10 * s) for s in (10, 20)])
-    places = [(r["x_step"], r["x_tokens"]) for r in read_run(tmp_path).kept_rows]
-    assert places == [(10, 100), (20, 200), (30, 300), (40, 400)]
-
-
-def test_rows_kept_both_together_and_by_phase_count_once(tmp_path: Path) -> None:
-    rows = [row(s, time=float(s)) for s in (1, 2, 3)]
-    write_rows(tmp_path, rows)
-    write_rows(tmp_path / "phase1", rows)
-    assert kept(tmp_path) == [(1, 1), (2, 1), (3, 1)]
-
-
-def test_half_lines_nan_and_unknown_keys(tmp_path: Path) -> None:
-    lines = ['{"step": 1, "loss": NaN, "colour": "red"}', "not json", '{"step": 2, "loss": null}', "[1]"]
-    lines += ['{"step": 3, "loss": 2.5, "lr": "high", "grad_norm": Infinity}', '{"loss": 1.0}', '{"step": 4, "lo']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    run = read_run(tmp_path)
-    assert [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in run.kept_rows] == [
-        (1, None, None, None), (2, None, None, None), (3, 2.5, None, None)
-    ]  # fmt: skip
-    assert any("2 unreadable line(s)" in w and "line 2" in w for w in run.warnings)
-    assert any("without a step" in w for w in run.warnings)
-    assert any("training step 1, training step 2" in w for w in run.warnings)
-    assert "2.5000" in page([run], NOW)
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a run folder"):
-        read_run(tmp_path)
 
 
 # the page
@@ -178,6 +118,13 @@ def test_every_figure_of_the_input_is_on_the_page(tmp_path: Path) -> None:
     assert "2.0 tokens" not in text
 
 
+def test_a_loss_that_is_nan_or_null_is_a_gap(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": NaN}\n{"step": 2, "loss": null}\n{"step": 3, "loss": 2.5}\n'
+    )
+    assert "2.5000" in page([read_run(tmp_path)], NOW)
+
+
 def test_missing_figures_are_not_measured(tmp_path: Path) -> None:
     folder = write_rows(tmp_path / "a <i>run", [row(1, mfu=None)])
     write_page([folder], tmp_path / "x.html", now=NOW)
@@ -211,25 +158,39 @@ def test_the_page_of_ten_thousand_rows_stays_small(tmp_path: Path) -> None:
 
 # in a browser
 
+# what a page tells of itself once it is drawn
+PROBE = """setTimeout(() => console.log('TOLD ' + JSON.stringify(['%s', document.documentElement.scrollWidth,
+  document.querySelectorAll('svg.main-svg').length, document.querySelectorAll('.js-line').length])), 2500)"""
+
+
+@pytest.fixture(scope="module")
+def frames(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[int]], list[str]]:
+    """(what the page in a desktop's and a phone's frame and a page that is too wide tell, other lines of the console).
+
+    One browser for all: a window cannot be narrower than about 500 pixels, a frame can.
+    """
+    folder, text, tags = tmp_path_factory.mktemp("frames"), drawn.read_text(), ""
+    planted = text.replace("<main>", '<main><div style="width:500px">wide</div>', 1)
+    for name, content, width in (("desktop", text, 1400), ("phone", text, 390), ("planted", planted, 390)):
+        probe = f"<script>{PROBE % name}</script></body>"
+        (folder / f"{name}.html").write_text(content.replace("</body>", probe))
+        tags += f'<iframe src="{name}.html" width="{width}" height="800" style="border:0"></iframe>'
+    (folder / "frames.html").write_text(tags)
+    _, console = browse((folder / "frames.html").as_uri(), folder / "profile", 1440)
+    told = [json.loads(line.removeprefix("TOLD ")) for line in console if line.startswith("TOLD ")]
+    return {name: figures for name, *figures in told}, [line for line in console if not line.startswith("TOLD ")]
+
 
 @needs_browser
-def test_a_browser_draws_the_page_without_errors(drawn: Path, tmp_path: Path) -> None:
-    dom, console = browse(drawn.as_uri(), tmp_path / "profile")
-    assert len(re.findall(r'<svg[^>]*class="main-svg"', dom)) >= 2 * 3, "two charts of three layers each"
-    assert len(re.findall(r'class="js-line"', dom)) >= 5 * 5, "five attempts with five curves"
+def test_a_browser_draws_the_page_without_errors(frames: tuple[dict[str, list[int]], list[str]]) -> None:
+    told, console = frames
+    _, layers, lines = told["desktop"]
+    assert layers >= 2 * 3, "two charts of three layers each"
+    assert lines >= 5 * 5, "five attempts with five curves"
     assert console == []
 
 
 @needs_browser
-def test_the_page_fits_a_phone(drawn: Path, tmp_path: Path) -> None:
-    """Beside a page that does not. A window cannot be narrower than about 500 pixels, a frame can."""
-    text, frames = drawn.read_text(), ""
-    planted = text.replace("<main>", '<main><div style="width:500px">wide</div>', 1)
-    for name, content in (("page", text), ("planted", planted)):
-        probe = f"setTimeout(() => console.log('{name} ' + document.documentElement.scrollWidth), 1500)"
-        (tmp_path / f"{name}.html").write_text(content.replace("</body>", f"<script>{probe}</script></body>"))
-        frames += f'<iframe src="{name}.html" width="390" height="800" style="border:0"></iframe>'
-    (tmp_path / "phones.html").write_text(frames)
-    _, console = browse((tmp_path / "phones.html").as_uri(), tmp_path / "profile", 1000)
-    widths = {name: int(width) for name, width in (line.split() for line in console)}
-    assert widths["page"] <= 390 < widths["planted"]
+def test_the_page_fits_a_phone(frames: tuple[dict[str, list[int]], list[str]]) -> None:
+    told, _ = frames
+    assert told["phone"][0] <= 390 < told["planted"][0]

@@ -78,7 +78,7 @@ def test_missing_tasks_are_one_line_and_there_is_no_core(gappy: Path, tmp_path: 
     assert text.count('<b class="missing">N/A</b>') >= 2
     assert 'id="core-gappy"' not in text, "no aggregate, no figure of it"
     assert text.count("2 of 22 tasks missing") == 1
-    assert "and so no CORE: squad, coqa<" in text
+    assert "hence no CORE: squad, coqa<" in text
     assert "eval_data/squad.jsonl is missing" in text
     assert ">squad<" not in text, "no row of its own"
     assert '<span class="missing" title="">reading: N/A</span>' in text

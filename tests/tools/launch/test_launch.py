@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from records.files import code_version
+from records.job import LRScheduler
 from tests.tools.launch.launch_assets import SMALL, environment, git, launch, make_checkout, records
 from tools.launch.branch import decay_branch, final_checkpoint, next_phase, stable_steps
 from tools.launch.script import Cluster, batch_script
@@ -244,14 +245,14 @@ def test_next_phase_needs_the_final_checkpoint(undisturbed: Path, tmp_path: Path
     (stopped / "launches.jsonl").write_bytes((undisturbed / "launches.jsonl").read_bytes())
     with pytest.raises(ValueError, match=r"step-40 does not exist, and no job that would write it"):
         next_phase(stopped, Path("configs/debug_phase2.toml"))
-    with pytest.raises(ValueError, match="is no run folder"):
+    with pytest.raises(ValueError, match="is not a run folder"):
         next_phase(tmp_path, Path("configs/debug_phase2.toml"))
 
 
 def test_decay_starts_in_the_stable_part(undisturbed: Path, tmp_path: Path) -> None:
-    assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.25}, 40) == (3, 31)
-    assert stable_steps({"warmup_steps": 2000, "decay_ratio": 0.1}, 620_000) == (2001, 558_001)
-    assert stable_steps({"warmup_steps": 2, "decay_ratio": 0.0}, 40) == (3, 40)
+    assert stable_steps(LRScheduler(2, None, 0.25), 40) == (3, 31)
+    assert stable_steps(LRScheduler(2000, None, 0.1), 620_000) == (2001, 558_001)
+    assert stable_steps(LRScheduler(2, None, 0.0), 40) == (3, 40)
     for name, steps, word in (
         ("step-40", 4, "steps 3 to 31"),
         ("step-24", 0, "at least 1"),

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys, threading, time
-from train.signals import WORKER
+from train.supervise.signals import WORKER
 WORKER.deadline_s = float(sys.argv[1])
 WORKER.install()
 print("ready", flush=True)

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from threading import Timer
@@ -16,20 +15,20 @@ from typing import Any
 import psutil
 import pytest
 
-from records.events import CRASHED, DONE, STOPPED, UNCLEAN, read_events
-from records.job import SupervisedJob, read_job
-from train.supervise.__main__ import Supervisor, only_supervisor
+from records.events import BAD_STEP, CRASHED, DONE, STOPPED, read_events
+from records.job import JobSections, read_job
 from train.supervise.attempt import Attempt
 from train.supervise.heartbeat import laggards
 from train.supervise.signals import StopSignals
+from train.supervise.supervisor import Supervisor, only_supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
 Life = tuple[int, int, str, int | None]  # code, step, reason, step of the checkpoint that it saves
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> SupervisedJob:
-    job = SupervisedJob()
+def job(tmp_path: Path) -> JobSections:
+    job = JobSections()
     job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir(parents=True)
@@ -37,7 +36,7 @@ def job(tmp_path: Path) -> SupervisedJob:
 
 
 @pytest.fixture
-def supervise(job: SupervisedJob, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """Run a supervisor whose starts live these lives: (its exit status, how many starts it made)."""
 
     def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
@@ -66,7 +65,7 @@ def test_a_crash_is_started_again_until_done(supervise: Callable) -> None:
     assert supervise((CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), (DONE, 20, "end", 20)) == (DONE, 3)
 
 
-def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: SupervisedJob) -> None:
+def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: JobSections) -> None:
     crash: Life = (CRASHED, 7, "RuntimeError: x", None)
     assert supervise((CRASHED, 7, "", 5), crash, crash, crash, crash) == (CRASHED, 4)
     assert "without a newer checkpoint" in read_events(job.run)[-1]["text"]
@@ -82,29 +81,30 @@ def test_refused_settings_are_not_tried_again(supervise: Callable) -> None:
 
 
 @pytest.mark.parametrize(("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2)])
-def test_policies_after_a_refused_step(supervise: Callable, job: SupervisedJob, policy: Any, starts: int) -> None:
+def test_policies_after_a_refused_step(supervise: Callable, job: JobSections, policy: Any, starts: int) -> None:
     job.resilience.unclean_policy, job.resilience.skip_steps = policy, 3
-    lives = ((UNCLEAN, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
-    assert supervise(*lives) == (UNCLEAN if policy == "stop" else DONE, starts)
+    lives = ((BAD_STEP, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
+    assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
     path = job.run / "skip_sequences.json"
     assert path.is_file() == (policy == "rollback_and_skip")
     if path.is_file():  # steps 11 and 12: step 10 is in the checkpoint
         assert [entry["window"] for entry in json.loads(path.read_text())] == [[40, 48]]
 
 
-def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable, job: SupervisedJob) -> None:
+def test_a_second_window_is_counted_in_the_mixtures_numbers(supervise: Callable, job: JobSections) -> None:
     job.resilience.unclean_policy = "rollback_and_skip"
-    assert supervise((UNCLEAN, 12, "x", 10), (UNCLEAN, 12, "x", None), (DONE, 20, "end", 20)) == (DONE, 3)
+    assert supervise((BAD_STEP, 12, "x", 10), (BAD_STEP, 12, "x", None), (DONE, 20, "end", 20)) == (DONE, 3)
     windows = [entry["window"] for entry in json.loads((job.run / "skip_sequences.json").read_text())]
     assert windows == [[44, 48], [48, 52]]
 
 
 def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
-    supervise: Callable, job: SupervisedJob, monkeypatch: pytest.MonkeyPatch
+    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preflight: Any = types.ModuleType("train.supervise.preflight")
-    preflight.healthy_nodes = lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"})
-    monkeypatch.setitem(sys.modules, "train.supervise.preflight", preflight)
+    monkeypatch.setattr(
+        "train.supervise.supervisor.healthy_nodes",
+        lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"}),
+    )
     assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
     kinds = {e["kind"]: e for e in read_events(job.run)}
     assert kinds["supervisor_bad_node"]["node"] == "b"
@@ -112,14 +112,14 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
 
 
-def test_one_supervisor_a_run(job: SupervisedJob) -> None:
+def test_one_supervisor_a_run(job: JobSections) -> None:
     with only_supervisor(job), pytest.raises(ValueError, match="another supervisor"):
         only_supervisor(job)
     only_supervisor(job).close()
 
 
 def test_a_second_wish_kills_what_does_not_end(
-    job: SupervisedJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    job: JobSections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
     child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(tmp_path / "pid")

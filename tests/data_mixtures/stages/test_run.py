@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
-from data_mixtures.stages import execute, stage
-from data_mixtures.stages.execute import Options
+from data_mixtures.stages import run as run_module
+from data_mixtures.stages import stage
+from data_mixtures.stages.executors import Options
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.toy_stage import Toy, run
 
@@ -71,12 +73,12 @@ def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
 
 
 def test_receipts_and_summary(toy):
-    with stage.exclusive(toy.out), execute.Executor(Options()) as executor:
-        found = execute.run(toy, executor, execute.Console(quiet=True))
+    with stage.exclusive(toy.out), run_module.Executor(Options()) as executor:
+        found = run_module.run_units(toy, executor, Console(quiet=True))
     assert [unit.number for unit in found] == list(range(6))
     assert found[Unit("a", 3)]["counts"] == {"documents": 3, "dropped": {"empty": 1, "too_long": 2}}
-    console = execute.Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(execute.summary("toy", found))
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(run_module.summary("toy", found))
     rows = [line.split() for line in console.export_text().splitlines()]
     assert ["source", "units", "documents", "dropped"] in rows
     assert ["b", "3", "6", "9"] in rows
@@ -115,8 +117,8 @@ def test_a_killed_worker_is_an_error_that_names_its_unit_not_a_hang(toy):
 
 def test_a_worker_killed_between_units_is_found_too(toy, monkeypatch):
     # the lock of the pool's queue may die with it; then nobody gets work any more
-    monkeypatch.setattr(execute, "IDLE_LOSS_S", 0.0)
-    monkeypatch.setattr(execute, "lost_workers", lambda job: [""])
+    monkeypatch.setattr(run_module, "IDLE_LOSS_S", 0.0)
+    monkeypatch.setattr(run_module, "lost_workers", lambda job: [""])
     with pytest.raises(ValueError, match="the worker at no unit was killed"):
         run(Toy(toy.out, toy.faults, wait_s=1), Options(workers=2))
 

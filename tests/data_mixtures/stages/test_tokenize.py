@@ -8,8 +8,8 @@ import xxhash
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import TokenizerTraining
-from data_mixtures.stages import stage, tokenize_units
-from data_mixtures.stages.tokenize_units import DOCUMENT, DOCUMENTS, TOKENS, Tokenize
+from data_mixtures.stages import stage, tokenize
+from data_mixtures.stages.tokenize import DOCUMENT, INDEX, TOKENS, Tokenize
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
 from tests.data_mixtures.stages.shuffle_assets import unique_train
 
@@ -28,22 +28,22 @@ TRAINING = TokenizerTraining(340, 20_000, 0.999)
 def tokenized(out, texts) -> Tokenize:
     recipe = make_recipe(texts, TRAINING)
     filtered(out, texts, recipe)
-    tokenize_units.make_tokenizer(recipe, out)
+    tokenize.make_tokenizer(recipe, out)
     done = Tokenize(recipe, out, tuple(texts))
     do_all(done)
     return done
 
 
 def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_units, "_COPY_TOKENS", 1000)  # several copies a unit
+    monkeypatch.setattr(tokenize, "_COPY_TOKENS", 1000)  # several copies a unit
     texts = notes(300)
     texts[17] = texts[3]
     done = tokenized(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
     folder, receipt = stage.result(done.out, "tokenize", stage.Unit("a", 0))
-    documents, tokens = np.load(folder / DOCUMENTS), np.fromfile(folder / TOKENS, "<u2")
+    documents, tokens = np.load(folder / INDEX), np.fromfile(folder / TOKENS, "<u2")
     assert documents.dtype == DOCUMENT
     ordered = sorted(texts, key=lambda text: place(text, seed=11))
-    processor = tokenizer.load(done.out / tokenize_units.TOKENIZER)
+    processor = tokenizer.load(done.out / tokenize.TOKENIZER)
     assert tokens.tolist() == [i for text in ordered for i in (1, *processor.encode(text), 2)]
     for row, text in zip(documents, ordered, strict=True):
         key, digest = place(text, seed=11)
@@ -51,7 +51,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
         assert (row["length"], row["bytes"]) == (len(processor.encode(text)) + 2, len(text.encode()))
     sizes = {"documents": 300, "tokens": len(tokens), "bytes": sum(len(text.encode()) for text in texts)}
     assert receipt["counts"] == sizes
-    assert sorted(receipt["files"]) == [DOCUMENTS, TOKENS]
+    assert sorted(receipt["files"]) == [INDEX, TOKENS]
     assert stage.result(done.out, "tokenize", stage.Unit("a", 1))[1]["counts"] == dict.fromkeys(sizes, 0)
 
 
@@ -65,10 +65,10 @@ def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path, monkeypatch)
     texts, other = notes(300), notes(40, 9)
     one, three = tmp_path / "one", tmp_path / "three"
     tokenized(one, {"a": [texts], "b": [other]})
-    monkeypatch.setattr(tokenize_units, "_SLACK_BYTES", 1000)  # prune often
+    monkeypatch.setattr(tokenize, "_SLACK_BYTES", 1000)  # prune often
     done = tokenized(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
     assert (one / "tokenizer.model").read_bytes() == (three / "tokenizer.model").read_bytes()
-    sample = tokenize_units.training_sample(done.recipe, three, TRAINING.train_bytes)
+    sample = tokenize.training_sample(done.recipe, three, TRAINING.train_bytes)
     assert 20_000 <= sum(len(text.encode()) for text in sample) < 21_000
     selected = unique_train(texts, done.recipe)
     assert sample[: len(sample) - 40] == selected[: len(sample) - 40]
@@ -79,17 +79,17 @@ def test_a_tokenizer_is_kept_brought_along_or_made_again(tmp_path):
     done = tokenized(out, texts)
     model = out / "tokenizer.model"
     before = model.stat().st_mtime_ns
-    tokenize_units.make_tokenizer(done.recipe, out)
+    tokenize.make_tokenizer(done.recipe, out)
     assert model.stat().st_mtime_ns == before
     assert do_all(done) == 0
 
     other = tmp_path / "mine.model"
     other.write_bytes(tokenizer.train(notes(100, 5), TokenizerTraining(330, 10_000, 0.999)))
     brought = make_recipe(texts, other)
-    tokenize_units.make_tokenizer(brought, out)
+    tokenize.make_tokenizer(brought, out)
     assert model.read_bytes() == other.read_bytes()
     assert do_all(Tokenize(brought, out, ("a",))) == 1
 
     unfiltered = make_recipe(["a", "b"], TRAINING)
     with pytest.raises(ValueError, match="lacks source 'b'"):
-        tokenize_units.make_tokenizer(unfiltered, out)
+        tokenize.make_tokenizer(unfiltered, out)

@@ -2,17 +2,16 @@
 
 Both files list the unit's documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low, seed). So
 any range of keys is one slice of every unit, and the order of a whole source is a merge. Before that, the tokenizer is
-brought along, or trained on the documents with the smallest keys: a sample that does not depend on units or workers.
+copied, or trained on the documents with the smallest keys: a sample that does not depend on units or workers.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,48 +21,41 @@ import xxhash
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe
-from data_mixtures.stages import filter, plan, stage
+from data_mixtures.stages import stage
+from data_mixtures.stages.stage import DOCUMENTS, TOKENIZER, Stage, Unit
 from records.files import file_sha256, write_atomically
 
-TOKENIZER = "tokenizer.model"
-DOCUMENTS, TOKENS = "documents.npy", "tokens.bin"
+INDEX, TOKENS = "documents.npy", "tokens.bin"
 DOCUMENT = np.dtype([("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")])
 _BATCH_ROWS = 256
 _COPY_TOKENS = 8 << 20
-_MODULES = ("stages/tokenize_units.py", "tokenizer.py")
+_MODULES = ("stages/tokenize.py", "tokenizer.py")
 _SLACK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Tokenize:
+class Tokenize(Stage):
     """One unit: the documents that the filter kept of one file. `make_tokenizer` must have run before."""
 
-    recipe: Recipe
-    out: Path
-    sources: tuple[str, ...]
-    name: ClassVar[str] = "tokenize"
+    name = "tokenize"
 
-    def units(self) -> list[stage.Unit]:
-        return [unit for source in self.sources for unit in plan.units(self.out, source)]
-
-    def key(self, unit: stage.Unit) -> str:
-        receipt = stage.read_receipt(self.out, filter.Filter.name, unit)
-        documents = receipt["files"][filter.DOCUMENTS] if receipt is not None else None
+    def key(self, unit: Unit) -> str:
+        documents = (stage.made_files(self.out, "filter", unit) or {}).get(DOCUMENTS)
         return stage.key_of(_MODULES, self.recipe.seed, file_sha256(self.out / TOKENIZER), documents)
 
-    def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
-        filtered, _ = stage.result(self.out, filter.Filter.name, unit)
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        filtered, _ = stage.result(self.out, "filter", unit)
         model = self.out / TOKENIZER
         processor, unsorted = _processor(model, model.stat().st_mtime_ns), folder / f".{TOKENS}.unsorted"
         rows = []
         with unsorted.open("wb") as file:
-            for ids, texts in read_documents(filtered / filter.DOCUMENTS):
+            for ids, texts in read_documents(filtered / DOCUMENTS):
                 tokens, lengths = tokenizer.encode(processor, [text.decode("utf-8") for text in texts])
                 file.write(tokens.tobytes())
                 rows.append(describe(ids, self.recipe.seed, lengths, list(map(len, texts))))
         documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
         order = np.lexsort((documents["low"], documents["high"], documents["key"]))
-        np.save(folder / DOCUMENTS, documents[order])
+        shards.save_array(folder / INDEX, documents[order])
         write_ordered(folder / TOKENS, unsorted, documents["length"], order)
         unsorted.unlink()
         tokens_and_bytes = (int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes"))
@@ -76,7 +68,7 @@ def _processor(model: Path, mtime_ns: int) -> sentencepiece.SentencePieceProcess
 
 
 def read_documents(path: Path) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """(ids, texts as UTF-8) of documents.parquet, some hundred at a time."""
+    """(ids, texts as UTF-8) of documents.parquet, in batches."""
     with pq.ParquetFile(path, memory_map=True) as parquet:
         for batch in parquet.iter_batches(_BATCH_ROWS):
             yield batch.column("doc_id").to_pylist(), batch.column("text").cast(pa.binary()).to_pylist()
@@ -117,7 +109,7 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
     """Write DIR/tokenizer.model, unless it is there: the recipe's file, or trained on what was kept of all sources."""
     path, receipt, training = out / TOKENIZER, out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
     key = _tokenizer_key(recipe, out)
-    made = json.loads(receipt.read_text(encoding="utf-8")) if receipt.is_file() else None
+    made = shards.read_json(receipt, "delete it") if receipt.is_file() else None
     if path.is_file() and made == {"key": key, "sha256": file_sha256(path)}:
         return
     if isinstance(training, Path):
@@ -133,34 +125,22 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     if isinstance(training, Path):
         tokenizer.load(training)
         return file_sha256(training)
-    receipts = [_filtered(out, source.name) for source in recipe.sources]
-    files = [[receipt["files"][filter.DOCUMENTS] for receipt in source] for source in receipts]
+    receipts = [stage.receipts(out, "filter", source.name) for source in recipe.sources]
+    files = [[receipt["files"][DOCUMENTS] for receipt in source] for source in receipts]
     return stage.key_of(_MODULES, asdict(training), recipe.seed, recipe.valid_per_10000, files)
-
-
-def _filtered(out: Path, source: str) -> list[dict[str, Any]]:
-    """The receipts of all filtered units of a source. ValueError when one is missing."""
-    receipts = []
-    for unit in plan.units(out, source):
-        receipt = stage.read_receipt(out, filter.Filter.name, unit)
-        if receipt is None:
-            raise ValueError(
-                f"the tokenizer is trained on all sources, and {unit} is not filtered yet; filter it first"
-            )
-        receipts.append(receipt)
-    return receipts
 
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
-    sizes = {s.name: sum(r["counts"]["bytes"] for r in _filtered(out, s.name)) for s in recipe.sources}
+    filtered = {each.name: stage.receipts(out, "filter", each.name) for each in recipe.sources}
+    sizes = {name: sum(receipt["counts"]["bytes"] for receipt in found) for name, found in filtered.items()}
     sample = []
     for source, size in sizes.items():
         budget = train_bytes * size // max(sum(sizes.values()), 1)
         documents = (
             document
-            for unit in plan.units(out, source)
-            for batch in read_documents(stage.result(out, filter.Filter.name, unit)[0] / filter.DOCUMENTS)
+            for unit in stage.planned_units(out, source)
+            for batch in read_documents(stage.result(out, "filter", unit)[0] / DOCUMENTS)
             for document in zip(*batch, strict=True)
         )
         sample += first_documents(documents, budget, recipe)
@@ -169,7 +149,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
 
 def first_documents(documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe) -> list[str]:
     """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
-    held_out = recipe.valid_per_10000 * 2**64 // 10_000
+    held_out = shards.held_out_below(recipe.valid_per_10000)
     known: dict[tuple[int, bytes], bytes] = {}
     size = 0
     for identity, text in documents:

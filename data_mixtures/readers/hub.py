@@ -1,7 +1,7 @@
-"""Where the Parquet files of a hub dataset are read from: the hub itself, or a mirror of it.
+"""Parquet files of a dataset on the hub, or in a mirror of it.
 
-A mirror is any URL that fsspec knows, or a folder, laid out as <repo>/<config folder>/*.parquet. Both answer the same
-questions: may I read this repository, what lies in this folder, give me a file to look into, give me the whole file.
+A mirror is any URL that fsspec supports, or a folder, laid out as <repo>/<config folder>/*.parquet. Both have the same
+methods: check the access to a repository, list the files of a folder, open a file, copy a file.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class File:
 
 
 class Origin(Protocol):
-    """Where files come from."""
+    """The hub or a mirror."""
 
-    remote: bool  # a failed transfer is worth another try
+    remote: bool  # a failed transfer can be tried again
 
     def revision(self, repo: str, revision: str) -> str:
-        """The full revision of a repository that may be read. ValueError says what to do where it may not."""
+        """The full revision of a repository. ValueError says what to do if it cannot be read."""
 
     def files(self, repo: str, revision: str, folder: str) -> list[File]:
         """All Parquet files below exactly this folder, by path; none when there is no such folder."""
@@ -47,7 +47,7 @@ class Origin(Protocol):
         """A file to read parts of."""
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
-        """The whole file, as `target` in a folder of its own."""
+        """Copy a file to `target`, in an otherwise empty folder."""
 
 
 def origin(mirror: str | None) -> Origin:
@@ -74,7 +74,7 @@ class Hub:
             raise ValueError(f"has no revision {revision!r}; see {page}/commits/main") from error
         except hub_errors.RepositoryNotFoundError as error:
             raise ValueError(f"not found at {page}, or private and {token}") from error
-        except Exception as error:  # no network, a proxy, a server's fault: whatever it is, all sources get their turn
+        except Exception as error:  # no network, a proxy, a server error: in any case the other sources are checked
             raise ValueError(f"cannot be asked for at {page}: {type(error).__name__}: {error}") from error
         if found is None or len(found) != 40:
             raise ValueError(f"revision {revision!r} has the commit {found!r} at {page}, which is not 40 hex digits")
@@ -97,7 +97,7 @@ class Hub:
         return files.open(f"datasets/{repo}@{revision}/{path}", "rb", block_size=1 << 20)
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
-        disable_progress_bars()  # ours counts units
+        disable_progress_bars()  # `run` shows its own
         folder = target.with_name("download")
         try:
             got = hf_hub_download(repo, path, repo_type="dataset", revision=revision, local_dir=folder)
@@ -107,7 +107,7 @@ class Hub:
 
 
 class Mirror:
-    """A copy of repositories in a folder or behind a URL. It knows no commits: the revision is taken on trust."""
+    """A copy of repositories in a folder or behind a URL. It has no commits: the revision is not checked."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -137,7 +137,7 @@ class Mirror:
         source = f"{self.root}/{repo}/{path}"
         if self.local:
             try:
-                os.link(source, target)  # the same bytes, no space
+                os.link(source, target)  # needs no space
                 return
             except FileNotFoundError:
                 raise

@@ -1,0 +1,99 @@
+"""Text files, gzipped or not, and the docstrings of Python files.
+
+Nothing is guessed: a file that is not UTF-8, or that cannot be parsed, gives a named reason, which is counted in the
+manifest.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+MIN_DOCSTRING_CHARS = 100
+_Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Unreadable(Exception):
+    """A file that gives no text; the message is the reason that the manifest counts."""
+
+
+def read(path: Path) -> str:
+    """A text file with \\n as line end. Unreadable: broken_gzip, not_utf8, not_text."""
+    text = decode(read_bytes(path))
+    if "\0" in text:
+        raise Unreadable("not_text")
+    return text.replace("\r\n", "\n")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content, unpacked if it is gzipped. Unreadable: broken_gzip."""
+    raw = path.read_bytes()
+    try:
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise Unreadable("broken_gzip") from error
+
+
+def decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Unreadable("not_utf8") from error
+
+
+def cut(text: str, max_chars: int) -> Iterator[str]:
+    """The text in pieces of at most max_chars, cut after newlines (or anywhere, in a line that is longer)."""
+    start = 0
+    while len(text) - start > max_chars:
+        newline = text.rfind("\n", start, start + max_chars)
+        end = newline + 1 if newline > start else start + max_chars
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def docstrings(path: str, text: str) -> str:
+    """A module's documentation as one text: names and docstrings without their examples. Unreadable: not_python."""
+    entries = []
+    for name, docstring in definitions(path, text):
+        prose = re.sub(r"\n{3,}", "\n\n", _without_examples(docstring)).strip()
+        if len(prose) >= MIN_DOCSTRING_CHARS:
+            entries.append(f"{name}\n\n{prose}")
+    return "\n\n".join(entries)
+
+
+def definitions(path: str, text: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, docstring) of a Python file, in its order. Unreadable: not_python."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Unreadable("not_python") from error
+    # only definitions are visited, which is much faster than ast.walk
+    stack: list[tuple[str, _Definition]] = [(_module_name(path), tree)]
+    while stack:
+        name, node = stack.pop()
+        docstring = ast.get_docstring(node)
+        if docstring:
+            yield name, docstring
+        inner = [child for child in node.body if isinstance(child, _Definition)]
+        stack.extend((f"{name}.{child.name}", child) for child in reversed(inner))
+
+
+def _module_name(path: str) -> str:
+    parts = PurePath(path).with_suffix("").parts
+    root = max((i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")), default=-1)
+    return ".".join(part for part in parts[root + 1 :] if part not in ("__init__", "/"))
+
+
+def _without_examples(docstring: str) -> str:
+    kept, inside = [], False
+    for line in docstring.split("\n"):
+        inside = line.lstrip().startswith(">>>") or (inside and bool(line.strip()))
+        if not inside:
+            kept.append(line)
+    # the headings of sections that held nothing else
+    return re.sub(r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(kept), flags=re.MULTILINE)

@@ -1,0 +1,83 @@
+"""The commands that `[evals]` may name: modules of evals/ that declare COMMAND, and what each of them accepts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import pkgutil
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import tyro
+
+import evals
+from records.evals import About, EvalCommand, flag
+from records.job import JobSections
+
+
+def check(job: JobSections) -> None:
+    """Refuse an `[evals]` that selects nothing, or a command that cannot run on a checkpoint (ValueError)."""
+    section = job.evals
+    if section.every_steps < 1:
+        raise ValueError(f"evals.every_steps = {section.every_steps} selects no checkpoint; set [evals] every_steps")
+    if not section.commands:
+        raise ValueError('evals.commands is empty; for example commands = ["bits_per_byte --data data/demo"]')
+    for command in section.commands:
+        _, kind, options = read_command(command)
+        try:
+            check_options(kind, options)
+        except ValueError as problem:
+            raise ValueError(f"evals.commands: {command!r}: {problem}") from None
+
+
+def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
+    """(module to run, its type, options) of a command line. Raises ValueError if it names no command."""
+    name, *options = shlex.split(command) or [""]
+    modules = command_modules()
+    if name not in modules:
+        near = difflib.get_close_matches(name, modules, n=1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        raise ValueError(
+            f"evals.commands: {command!r} begins with no evaluation, choose from {', '.join(sorted(modules))}{hint}"
+        )
+    return f"evals.{name}", importlib.import_module(modules[name]).COMMAND, options
+
+
+def command_modules() -> dict[str, str]:
+    """{command: the module that declares its COMMAND}; imports nothing."""
+    found = {}
+    for module in pkgutil.iter_modules(evals.__path__):
+        name = f"{module.name}.__main__" if module.ispkg else module.name
+        path = Path(evals.__path__[0], *name.split(".")).with_suffix(".py")
+        if path.is_file() and re.search(r"^COMMAND = EvalCommand\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            found[module.name] = f"evals.{name}"
+    return found
+
+
+def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
+    """Raise ValueError if a command cannot evaluate a checkpoint with these options."""
+    taken = kind.options()
+    if not any(option.positional for option in taken):
+        raise ValueError("it does not evaluate a model, so run it once, not at every checkpoint")
+    by_watcher = {flag(f.name) for f in fields(About)}
+    allowed = sorted({o.flag for o in taken if not o.positional} - by_watcher - {*kind.excludes})
+    given = {word.split("=")[0].replace("_", "-") for word in options if word.startswith("--")}
+    for name in sorted(given):
+        if name in by_watcher:
+            raise ValueError(f"{name} is set by the watcher; remove it")
+        if name not in allowed and name.replace("--no-", "--", 1) not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise ValueError(f"{name} is not an option of it on a checkpoint, choose from {', '.join(allowed)}{hint}")
+    required = {*kind.needs, *(o.flag for o in taken if o.required and not o.positional)}
+    if missing := sorted(required - given):
+        raise ValueError(f"{', '.join(missing)} is missing")
+    arguments = kind.arguments(Path("model"), options, About(Path("out"), 1, 1, "phase"), "cpu")
+    try:  # the values: parsed as the command will parse them, but not run
+        tyro.cli(functools.wraps(kind.main)(lambda *_, **__: None), args=arguments, console_outputs=False)
+    except SystemExit:
+        raise ValueError("a value is of the wrong type, not among the choices, or one too many") from None

@@ -1,0 +1,91 @@
+"""What `[evals]` may ask for: every evaluation with its own options, and nothing that cannot run on a checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.commands import check, command_modules, read_command
+from records.evals import About
+from records.job import Evals, Job, JobSections, read_job
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    "decode_speed",
+    "bits_per_byte --data x --windows 8",
+    "core --bundle b --protocol dclm --max-per-task=5 --device cpu",
+    "code --dataset d.jsonl --results r/{step} --n 3 --temperature 0.8",
+    "lm_eval --tasks ruler --lengths 2048,4096 --no-add-bos",
+]
+
+
+def job_of(run: Path, **section: Any) -> JobSections:
+    return JobSections(Job(str(run)), evals=Evals(**{"every_steps": 10, "commands": COMMANDS, **section}))
+
+
+def test_every_evaluation_is_a_command() -> None:
+    evaluations = {"bits_per_byte", "code", "contamination", "core", "decode_speed", "lm_eval"}
+    assert set(command_modules()) == evaluations
+    assert {command.split()[0] for command in COMMANDS} == evaluations - {"contamination"}
+    for name, module in command_modules().items():
+        assert read_command(name)[0] == f"evals.{name}"
+        assert read_command(name)[1].kind == name, module
+
+
+def test_shipped_job_files_ask_for_what_can_run() -> None:
+    asked = 0
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        job = read_job(["--job.config_file", str(path)])
+        if job.evals.every_steps:
+            check(job)
+            asked += 1
+    assert asked >= 4
+
+
+def test_checking_needs_neither_torch_nor_the_engine() -> None:
+    program = (
+        "import sys, evals.watch; from evals.commands import *; [read_command(name) for name in command_modules()];"
+        "print(*sorted({*sys.modules} & {'torch', 'transformers', 'lm_eval', 'laneformer', 'train', 'tools'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+def test_arguments_of_a_checkpoint() -> None:
+    module, kind, options = read_command("code --dataset d --results 'r s/{step}'")
+    words = kind.arguments(Path("hf"), options, About(Path("o"), 20, None, "phase1"), "auto")
+    assert module == "evals.code"
+    assert words == ["hf", "--dataset", "d", "--results", "r s/20", "--out", "o", "--step", "20", "--phase", "phase1"]
+    assert kind.arguments(Path("hf"), [], About(), "cuda") == ["hf", "--device", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"every_steps": 0}, "selects no checkpoint"),
+        ({"commands": []}, "is empty"),
+        ({"commands": ["bits_per_bite"]}, "'bits_per_bite' begins with no evaluation, .*nearest: bits_per_byte"),
+        (
+            {"commands": ["scorer"]},
+            "'scorer' begins with no evaluation, choose from bits_per_byte, code, contamination",
+        ),
+        ({"commands": ["watch"]}, "begins with no evaluation"),
+        ({"commands": ["code.score"]}, "begins with no evaluation"),
+        ({"commands": ["contamination --data d"]}, "'contamination --data d': it does not evaluate a model"),
+        ({"commands": ["code --dataset d"]}, "'code --dataset d': --results is missing"),
+        ({"commands": ["bits_per_byte"]}, "--data is missing"),
+        ({"commands": ["core --bundel b"]}, "--bundel is not an option .*nearest: --bundle"),
+        ({"commands": ["core --bundle b --plan"]}, "--plan is not an option"),
+        ({"commands": ["decode_speed", "decode_speed --step 3"]}, "--step is set by the watcher"),
+        ({"commands": ["core --bundle b --max-per-task all"]}, "a value is of the wrong type"),
+        ({"commands": ["bits_per_byte runs/demo/hf --data d"]}, "one too many"),
+    ],
+)
+def test_sections_that_ask_for_nothing_are_refused(tmp_path: Path, section: dict[str, Any], said: str) -> None:
+    check(job_of(tmp_path))
+    with pytest.raises(ValueError, match=said):
+        check(job_of(tmp_path, **section))

@@ -1,0 +1,138 @@
+"""The restart loop: start the workers, see how they end, start them again from the newest checkpoint.
+
+The supervisor holds no state of the job, so it may be killed and started again at any moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import textwrap
+import time
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from records.checkpoints import newest_saved_step
+from records.events import BAD_STEP, CRASHED, DONE, STOPPED, next_attempt, record_event
+from records.job import JobSections
+
+from ..skips import add_windows, read_skip_list, windows_of
+from .attempt import Attempt, Ended
+from .preflight import healthy_nodes
+from .signals import StopSignals
+
+MEANING = {DONE: "done", STOPPED: "stopped", BAD_STEP: "bad step"}
+CONSOLE_CHARS = 300  # the whole text is in events.jsonl
+console = Console(highlight=False)
+
+
+class Supervisor:
+    """The restart loop of one job."""
+
+    def __init__(self, job: JobSections, options: argparse.Namespace, train_arguments: list[str]):
+        self.job, self.options, self.train_arguments = job, options, train_arguments
+        self.stop = StopSignals(on_force=lambda: None)  # the attempt polls `forced`
+        self.stop.deadline_s = job.resilience.stop_deadline_s
+        self.attempt = self.fruitless = 0
+        self.suspects: set[str] = set()  # nodes that a hang pointed at: chosen last
+
+    def run(self) -> int:
+        """Restart until the job is done or asked to stop, or restarting does not help; returns the exit status."""
+        self.stop.install()
+        while True:
+            before = newest_saved_step(self.job.checkpoints)
+            ended = self.run_attempt(before)
+            progress = newest_saved_step(self.job.checkpoints) > before
+            self.fruitless = 0 if progress or ended.code == STOPPED else self.fruitless + 1
+            if ended.code == DONE:
+                return DONE
+            if self.stop.asked:
+                return STOPPED
+            if ended.code == BAD_STEP and not self.roll_back(ended):
+                return BAD_STEP
+            if self.hopeless(ended):
+                return CRASHED
+            self.pause()
+
+    def run_attempt(self, checkpoint_step: int) -> Ended:
+        """Start the workers and watch them to their end."""
+        self.attempt = next_attempt(self.job.run)
+        attempt = Attempt(self.job, self.attempt, self.stop)
+        nodes = self.choose_nodes() if self.options.nodes else None
+        if isinstance(nodes, Ended):
+            return nodes
+        whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
+        where = f"on {','.join(nodes)}" if nodes else "on this machine"
+        self.say("start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes)
+        attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
+        ended = attempt.watch()
+        self.suspects |= set(ended.suspects)
+        what, step = MEANING.get(ended.code, "crash"), max(ended.step, checkpoint_step)
+        self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code)
+        return ended
+
+    def choose_nodes(self) -> list[str] | Ended:
+        """As many healthy nodes as the job needs, suspects last; spares replace bad ones."""
+        candidates = sorted(self.options.nodes.split(","), key=lambda node: node in self.suspects)
+        good, bad = healthy_nodes(candidates, self.train_arguments)
+        for node, reason in bad.items():
+            self.say("bad_node", f"{node}: {reason}", node=node)
+        needed = len(candidates) - self.options.spares
+        if len(good) < needed:
+            return Ended(CRASHED, 0, f"{len(good)} healthy nodes, {needed} are needed")
+        return good[:needed]
+
+    def roll_back(self, ended: Ended) -> bool:
+        """After a bad step: whether to restart, and with rollback_and_skip which data to leave out."""
+        policy = self.job.resilience.unclean_policy
+        if policy == "rollback_and_skip":
+            batch, reached = self.job.training.global_batch_size, max(0, newest_saved_step(self.job.checkpoints))
+            first = max(reached, ended.step - self.job.resilience.skip_steps)
+            skips = read_skip_list(self.job.run, self.job.resilience.skip_sequences)
+            windows = windows_of(skips.numbers(first * batch, (ended.step - first) * batch))
+            add_windows(self.job.run, windows, f"step {ended.step}: {ended.reason}")
+            self.say("skip", f"sequences {windows} will be left out", step=ended.step, windows=windows)
+        return policy != "stop"
+
+    def hopeless(self, ended: Ended) -> bool:
+        """Whether restarting cannot help: refused settings, or several attempts without a newer checkpoint."""
+        if ended.code == CRASHED and ended.reason.startswith("ValueError") and ended.step == 0:
+            self.say("give_up", "the job refuses its settings; restarting would not change that")
+            return True
+        if self.fruitless >= self.job.resilience.max_fruitless_starts:
+            self.say(
+                "give_up",
+                f"{self.fruitless} attempts in a row without a newer checkpoint, last: {ended.reason}. See "
+                "events.jsonl and logs/; if the newest checkpoint itself is bad, move it out of "
+                f"{self.job.checkpoints}",
+            )
+            return True
+        return False
+
+    def pause(self) -> None:
+        """Exponential backoff after attempts without progress; a stop request interrupts it."""
+        section = self.job.resilience
+        seconds = min(section.max_backoff_s, section.backoff_s * 2 ** (self.fruitless - 1)) if self.fruitless else 0.0
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.stop.asked:
+            time.sleep(0.2)
+
+    def say(self, kind: str, text: str, **facts: Any) -> None:
+        """One line on the console, one event in events.jsonl."""
+        console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
+        console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
+        record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
+
+
+def only_supervisor(job: JobSections) -> TextIO:
+    """The lock of a run, held by this process: two jobs would delete each other's checkpoints. ValueError if taken."""
+    job.run.mkdir(parents=True, exist_ok=True)
+    lock = open(job.run / ".supervisor.lock", "w")  # noqa: SIM115 - stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as held:
+        raise ValueError(
+            f"another supervisor runs {job.run}; stop it (`touch {job.run}/stop`) or choose another job.dump_folder"
+        ) from held
+    return lock
