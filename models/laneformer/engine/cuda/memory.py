@@ -153,7 +153,7 @@ class DeviceMemory:
 
 
 def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> LaneMatrix:
-    """The matrices as the kernels have them, of one lane at a time: q, k, v in one; gate and up row by row in turn."""
+    """The matrices as the kernels have them, of one lane at a time: q, k, v in one; gate and up rows alternate."""
     names = {
         "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
         "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
