@@ -1,10 +1,11 @@
-"""Bits per byte on the held-out windows of each source: how well the model predicts text it never saw.
+"""Bits per byte on the held-out windows of each source: how well the model predicts text it was not trained on.
 
     bits per byte = sum of -log2 p(token | the window so far), over the tokens that stand for bytes / their bytes
 
-Control tokens (BOS, EOS) count in neither sum. `loss` is the mean over all predicted tokens, control tokens included,
-in nats: the same quantity as the training loss. Windows are scored as the training sees them: packed documents, each
-token in the context of its own window.
+A byte token stands for one byte, `▁` for one space, any other piece for its UTF-8 bytes; control tokens (BOS, EOS,
+unknown) stand for none and count in neither sum. So models with different tokenizers can be compared. `loss` is the
+mean over all predicted tokens, control tokens included, in nats: the same quantity as the training loss. Windows are
+scored as in training: packed documents, each token in the context of its own window.
 
     python -m evals.bits_per_byte runs/demo/hf --data data/demo --out runs/demo/evals.jsonl --step 200 --phase phase2
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -26,17 +28,12 @@ from rich.progress import track
 from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
-from evals.token_bytes import bytes_per_token
+from evals.scorer import Scorer, open_scorer
 from records.evals import NOWHERE, AboutFlags, EvalCommand
 from records.files import file_sha256
 
-
-class Scorer(Protocol):
-    """What is asked of a model; `laneformer.Engine` is one."""
-
-    def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        """log p(ids[i+1] | ids[:i+1]) for every i, float (len(ids) - 1,)."""
-        ...
+SPACE = "\u2581"  # ▁, SentencePiece's visible space
+BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray) -> dict[str, Any]:
@@ -44,11 +41,11 @@ def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np
     nats_all, nats_of_bytes, tokens, byte_count = 0.0, 0.0, 0, 0
     for index, window in enumerate(windows):
         targets = window[1:].astype(np.int64)
-        nats = -np.asarray(scorer.logprobs(window.tolist()), dtype=np.float64)
+        nats = -scorer.score(window.tolist(), 1).logprobs
         if nats.shape != targets.shape or not np.isfinite(nats).all():
             raise ValueError(
                 f"window {index}: the model gave {nats.size} log-probabilities, {int((~np.isfinite(nats)).sum())} of "
-                f"them not finite; {targets.size} finite ones are needed"
+                f"them not finite; {targets.size} finite ones are required"
             )
         bytes_of_target = token_bytes[targets]
         nats_all += float(nats.sum())
@@ -64,7 +61,7 @@ def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np
 def bits_per_byte(
     scorer: Scorer, windows: dict[str, np.ndarray], categories: dict[str, str], token_bytes: np.ndarray
 ) -> dict[str, Any]:
-    """Score the windows (n, S+1) of every source; a total weighs a source by its bytes, and the loss by its tokens."""
+    """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the loss by its tokens."""
     console = Console(stderr=True)
     sources = {
         name: {"category": categories[name]}
@@ -83,21 +80,58 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
     """Held-out windows (n, S+1) of every source of a data directory, at most `count` each, and its category."""
     manifests = sorted(data.glob("*/source.json"))
     if not manifests:
-        raise ValueError(f"{data} holds no <source>/source.json; make it with `python -m data_mixtures.prepare`")
+        raise ValueError(f"{data} holds no <source>/source.json; create it with `python -m data_mixtures.prepare`")
     categories = {m.parent.name: json.loads(m.read_text(encoding="utf-8"))["category"] for m in manifests}
     return {name: valid_windows(data, name, max_windows=count) for name in categories}, categories
 
 
 def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
-    """Bytes of each token id, (V,); refuses a model whose tokenizer is not the one that cut the data."""
+    """Bytes of each token id, int64 (V,); ValueError if the model's tokenizer is not the one that cut the data."""
     of_data, of_model = (bytes_per_token(path) for path in (data / "tokenizer.model", model_dir / "tokenizer.json"))
     shared = min(len(of_data), len(of_model))
     if len(of_model) < len(of_data) or not np.array_equal(of_data[:shared], of_model[:shared]):
         raise ValueError(
             f"{model_dir}/tokenizer.json ({len(of_model)} tokens) is not the tokenizer of {data} ({len(of_data)} "
-            "tokens): the ids would mean other texts; prepare the data with the model's tokenizer"
+            "tokens), so the ids mean different texts; prepare the data with the model's tokenizer"
         )
     return of_model
+
+
+def bytes_per_token(path: Path) -> np.ndarray:
+    """Bytes of each token id, int64 (V,), 0 for control tokens; from a SentencePiece model or a `tokenizer.json`.
+
+    The counts of a text's ids add up to its bytes, plus one for the space that a Llama 2 tokenizer prepends.
+    """
+    return _from_tokenizer_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
+
+
+def _bytes_of(piece: str) -> int:
+    return 1 if BYTE_PIECE.fullmatch(piece) else len(piece.replace(SPACE, " ").encode())
+
+
+def _from_sentencepiece(path: Path) -> np.ndarray:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ids = range(model.vocab_size())
+    silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
+    return np.array([0 if silent[i] else _bytes_of(model.id_to_piece(i)) for i in ids], dtype=np.int64)
+
+
+def _from_tokenizer_json(path: Path) -> np.ndarray:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    model = content["model"]
+    if not model.get("byte_fallback"):
+        raise ValueError(
+            f"{path} has no byte fallback, so its pieces are not plain text and their bytes cannot be counted; "
+            "export the model with a SentencePiece BPE tokenizer"
+        )
+    added = {token["id"]: token for token in content.get("added_tokens", [])}
+    pieces = {id_: piece for piece, id_ in model["vocab"].items()} | {i: t["content"] for i, t in added.items()}
+    silent = {i for i, token in added.items() if token["special"]}
+    silent |= {model["vocab"][model["unk_token"]]} if model.get("unk_token") else set()
+    counts = [0 if i in silent else _bytes_of(pieces.get(i, "")) for i in range(max(pieces) + 1)]
+    return np.array(counts, dtype=np.int64)
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -119,36 +153,33 @@ def main(
     windows: int | None = None,
     about: AboutFlags = NOWHERE,
     device: str = "auto",
-) -> None:
+) -> dict[str, Any]:
     """Bits per byte of a model on the held-out windows of each source. The last line on stdout is the record, JSON.
 
     Args:
         hf_dir: folder of the exported model
-        data: directory made by `python -m data_mixtures.prepare`
-        windows: windows of each source to score; all by default
-        about: where the record goes, and what it is about
-        device: where the engine runs: auto, cpu or cuda
+        data: directory written by `python -m data_mixtures.prepare`
+        windows: windows to score per source; default: all
+        about: options of the record
+        device: device that runs the model: auto, cpu or cuda
     """
-    from laneformer import Engine  # the compiled part: scoring with another model does not need it
-
     started = time.perf_counter()
     rows, categories = load_windows(data, windows)
     token_bytes = matching_token_bytes(hf_dir, data)
-    engine = Engine.from_pretrained(hf_dir, device=device)
-    figures = bits_per_byte(engine, rows, categories, token_bytes)
-    engine.close()
+    scorer = open_scorer(hf_dir, device)
+    figures = bits_per_byte(scorer, rows, categories, token_bytes)
+    scorer.close()
     show(figures)
     digest = hashlib.sha256()
     for name in rows:
         digest.update(name.encode() + b"\0" + rows[name].tobytes())
-    record = about.append(
+    return about.append(
         "bits_per_byte",
         figures,
         seconds=time.perf_counter() - started,
         tokenizer_sha256=file_sha256(data / "tokenizer.model"),
         data_sha256=digest.hexdigest(),
     )
-    print(json.dumps(record))
 
 
 COMMAND = EvalCommand("bits_per_byte", main)

@@ -1,10 +1,9 @@
-"""How much of the evaluation sets the training text held, as `data_mixtures` found and dropped it: a record of a run.
+"""Overlap of the evaluation sets with the training text, as found and removed by `data_mixtures`.
 
     python -m evals.contamination --data data/phase1 --out runs/phase1/evals.jsonl
 
-The counts come from DIR/<source>/source.json, the numbers of items from the index of benchmarks that found them. A
-source names how many items it held, not which: an item held by several sources is counted by each, so that `touched`
-is at most the sum, and never more than all items.
+The counts come from DIR/<source>/source.json, the numbers of items from the index of benchmarks. A source records how
+many items it contained, not which, and an item in several sources is counted by each. So `touched` is an upper bound.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from records.evals import EvalCommand, append_record
 
 
 def contamination(data: Path) -> dict[str, Any]:
-    """The figures of the record: by benchmark its items, how many were touched at most, and the documents dropped.
+    """Figures by benchmark: its items, an upper bound of those found in the text, and the documents dropped.
 
-    ValueError for a folder without sources. `benchmarks` is empty where the data were not searched.
+    ValueError for a folder without sources. `benchmarks` is empty if the data was not searched.
     """
     folders = sorted(path.parent for path in data.glob("*/source.json"))
     if not folders:
-        raise ValueError(f"{data} holds no <source>/source.json; make it with `python -m data_mixtures.prepare`")
+        raise ValueError(f"{data} holds no <source>/source.json; create it with `python -m data_mixtures.prepare`")
     by_source = {folder.name: read_manifest(folder).get("contamination", {}) for folder in folders}
     known = {benchmark.name: benchmark for benchmark in known_benchmarks(data)}
     benchmarks = {}
@@ -50,8 +49,8 @@ def contamination(data: Path) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
-    table = Table(title="Evaluation items found in the training text; the documents that held them were dropped")
-    for column in ("benchmark", "items", "searchable", "touched, at most", "documents dropped", "in sources"):
+    table = Table(title="Evaluation items found in the training text; documents that contained them were dropped")
+    for column in ("benchmark", "items", "searchable", "found (at most)", "documents dropped", "in sources"):
         table.add_column(column, justify="left" if column in ("benchmark", "in sources") else "right")
     for name, found in figures["benchmarks"].items():
         counts = (found[key] for key in ("items", "searchable", "touched", "documents_dropped"))
@@ -59,15 +58,15 @@ def show(figures: dict[str, Any]) -> None:
     console = Console(stderr=True)
     console.print(table)
     if not figures["benchmarks"]:
-        note = "The recipe names no [filter.benchmarks]: nothing was searched for, which is not the same as 0."
+        note = "The recipe has no [filter.benchmarks]: nothing was searched for, so the overlap is unknown, not 0."
         console.print(note, markup=False)
 
 
-def main(data: Path, out: Path | None = None, phase: str | None = None) -> None:
-    """Overlaps of the evaluation sets with the training text. The last line on stdout is the record, JSON.
+def main(data: Path, out: Path | None = None, phase: str | None = None) -> dict[str, Any]:
+    """Overlap of the evaluation sets with the training text. The last line on stdout is the record, JSON.
 
     Args:
-        data: directory made by `python -m data_mixtures.prepare`
+        data: directory written by `python -m data_mixtures.prepare`
         out: file to append the record to, such as runs/demo/evals.jsonl
         phase: phase that trains on the data, for the record
     """
@@ -75,7 +74,7 @@ def main(data: Path, out: Path | None = None, phase: str | None = None) -> None:
     figures = contamination(data)
     show(figures)
     sources = [read_manifest(data / name) for name in figures["manifests"]]
-    record = append_record(
+    return append_record(
         out,
         "contamination",
         figures,
@@ -84,7 +83,9 @@ def main(data: Path, out: Path | None = None, phase: str | None = None) -> None:
         tokenizer_sha256=sources[0].get("tokenizer_sha256"),
         data_sha256=hashlib.sha256(json.dumps(figures["manifests"], sort_keys=True).encode()).hexdigest(),
     )
-    print(json.dumps(record))
+
+
+COMMAND = EvalCommand("contamination", main)
 
 
 COMMAND = EvalCommand("contamination", main)

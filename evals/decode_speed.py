@@ -1,4 +1,4 @@
-"""Decode speed of a model as a record of its run: `laneformer bench` in a process of its own, so that nothing is warm.
+"""Decode speed of a model as an evaluation record: `laneformer bench` in its own process, so that caches start cold.
 
 python -m evals.decode_speed runs/demo/hf --out runs/demo/evals.jsonl --step 200 --phase phase2
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,30 +18,30 @@ from records.evals import NOWHERE, AboutFlags, EvalCommand
 
 
 def main(
-    hf_dir: Annotated[Path, tyro.conf.Positional],
-    about: AboutFlags = NOWHERE,
-    device: str = "auto",
-) -> None:
-    """Measure decode speed beside the machine's read bandwidth. The last line on stdout is the record, JSON.
+    hf_dir: Annotated[Path, tyro.conf.Positional], about: AboutFlags = NOWHERE, device: str = "auto"
+) -> dict[str, Any]:
+    """Measure decode speed and the machine's read bandwidth. The last line on stdout is the record, JSON.
 
     Args:
         hf_dir: folder of the exported model
-        about: where the record goes, and what it is about
-        device: where the engine runs: auto, cpu or cuda
+        about: options of the record
+        device: device that runs the engine: auto, cpu or cuda
     """
     started = time.perf_counter()
     command = [sys.executable, "-m", "laneformer.cli", "bench", str(hf_dir), "--device", device, "--json"]
     bench = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if bench.returncode:
         raise SystemExit(f"{' '.join(command[1:])} failed with exit status {bench.returncode}")
-    record = about.append(
+    return about.append(
         "decode_speed",
         json.loads(bench.stdout.splitlines()[-1]),
         seconds=time.perf_counter() - started,
-        tokenizer_sha256=None,  # the speed does not depend on what the tokens say
+        tokenizer_sha256=None,  # the speed does not depend on the text
         data_sha256=None,
     )
-    print(json.dumps(record))
+
+
+COMMAND = EvalCommand("decode_speed", main)
 
 
 COMMAND = EvalCommand("decode_speed", main)

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens from any model folder: Laneformers through the engine, others Transformers.
+"""Log-probabilities of given tokens from a model folder: a Laneformer through the engine, others in Transformers.
 
-An evaluation asks for the same prompt with several endings, so both keep the keys and values of the last prompt and
-start after the prefix that the next one shares with it. Texts become ids by the folder's own tokenizer.
+Evaluations score the same prompt with several continuations, so both backends keep the KV cache of the last prompt and
+skip the prefix that the next one shares with it. Texts are encoded by the folder's own tokenizer.
 """
 
 from __future__ import annotations
@@ -18,45 +18,48 @@ Kind = Literal["auto", "engine", "transformers"]
 
 
 class Scores(NamedTuple):
-    """Of ids[start:]: logprobs float64 (n,), nats; greedy bool (n,), whether the id is the likeliest one there."""
+    """Scores of ids[start:]: logprobs float64 (n,) in nats; greedy bool (n,), True where the id is the argmax."""
 
     logprobs: np.ndarray
     greedy: np.ndarray
 
 
 class TextEncoder(Protocol):
-    """Text to ids. `bos_id`: what a prompt begins with, EOS where the model has no BOS (GPT-2), None without both."""
+    """Text to ids. `bos_id`: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither."""
 
     bos_id: int | None
     eos_id: int | None
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """The ids of a text, without the special tokens that the tokenizer puts around it unless these are wanted."""
+        """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
         ...
 
 
 class Scorer(TextEncoder, Protocol):
-    """A model that scores tokens. `max_length`: tokens of the longest sequence it can score."""
+    """A model that scores tokens. `max_length`: its context in tokens."""
 
     name: str
     max_length: int
 
     def score(self, ids: Sequence[int], start: int) -> Scores:
-        """Each of ids[start:] given all ids before it; 1 <= start < len(ids) <= max_length."""
+        """Scores of each of ids[start:] given all ids before it; 1 <= start < len(ids) <= max_length + 1.
+
+        The last id is only predicted, so one more than the context fits.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class EngineEncoder:
-    """The tokenizer.json of a Laneformer folder, as the engine reads it."""
+    """The tokenizer.json of a Laneformer folder, read as the engine reads it."""
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer
 
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"{path} is missing; evaluations of texts need the tokenizer: export the model with it")
+            raise ValueError(f"{path} is missing; evaluations of text need the tokenizer: export the model with it")
         self._tokenizer = Tokenizer.from_file(str(path))
         config = read_config(folder)
         self.eos_id: int | None = config.get("eos_token_id")
@@ -68,31 +71,31 @@ class EngineEncoder:
 
 
 class EngineScorer(EngineEncoder):
-    """`laneformer.Engine` with prefix reuse."""
+    """`laneformer.Engine` with prefix reuse. options: those of `Engine.from_pretrained`."""
 
-    def __init__(self, folder: Path, device: str = "auto"):
+    def __init__(self, folder: Path, **options: Any):
         from laneformer import Engine
 
         super().__init__(folder)
-        self._engine = Engine.from_pretrained(folder, device=device)
-        self.name = f"engine {self._engine.dtype}"
-        self.max_length = self._engine.config.max_position_embeddings
+        self.engine = Engine.from_pretrained(folder, **options)
+        self.name = f"engine {self.engine.dtype}"
+        self.max_length = self.engine.config.max_position_embeddings
 
     def score(self, ids: Sequence[int], start: int) -> Scores:
-        found = self._engine.logprobs(ids, top=1, start=start)
+        found = self.engine.logprobs(ids, top=1, start=start)
         return Scores(found.logprobs.astype(np.float64), found.is_greedy)
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
 
 class TransformersEncoder:
-    """The tokenizer that Transformers makes of a folder."""
+    """The tokenizer that Transformers loads from a folder."""
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer
 
-        # False: no code of the folder runs, and nobody is asked whether it may, which a job would wait for
+        # False: the folder's code does not run, and Transformers does not prompt for consent, which would hang a job
         self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         bos_id = self._tokenizer.bos_token_id
@@ -103,7 +106,7 @@ class TransformersEncoder:
 
 
 class TransformersScorer(TransformersEncoder):
-    """Any causal language model of Transformers; the cache is cut back to the prefix that two prompts share."""
+    """Any causal language model of Transformers; its cache is cropped to the prefix that two prompts share."""
 
     def __init__(self, folder: Path, device: str = "auto", dtype: Any = "auto"):
         super().__init__(folder)
@@ -115,18 +118,19 @@ class TransformersScorer(TransformersEncoder):
         self.name = f"transformers {str(self._model.dtype).removeprefix('torch.')}"
         config = self._model.config.get_text_config()
         self.max_length = int(getattr(config, "max_position_embeddings", None) or self._tokenizer.model_max_length)
-        # a state that has read a token cannot forget it
+        # a recurrent state cannot be cropped
         self._keeps_prefix = not getattr(self._model, "_is_stateful", False)
         self._few_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self._read: list[int] = []  # whose keys and values are in the cache
+        self._read: list[int] = []  # ids whose keys and values are in the cache
         self._cache: Any = None
 
     def score(self, ids: Sequence[int], start: int) -> Scores:
         import torch
 
         ids = [int(i) for i in ids]
-        if not 1 <= start < len(ids) <= self.max_length:
-            raise ValueError(f"start = {start} of {len(ids)} ids: 1 <= start < ids <= {self.max_length} is needed")
+        most = self.max_length + 1
+        if not 1 <= start < len(ids) <= most:
+            raise ValueError(f"start = {start} of {len(ids)} ids: 1 <= start < ids <= {most} is required")
         wanted = ids[:-1]  # the last one is only predicted
         shared = min(common_prefix(self._read, wanted), start - 1)
         inputs = torch.tensor([wanted[self._cut_cache(shared) :]], device=self._device)
@@ -142,16 +146,16 @@ class TransformersScorer(TransformersEncoder):
         return Scores(logprobs.cpu().numpy(), (logits.argmax(-1) == targets).cpu().numpy())
 
     def _cut_cache(self, length: int) -> int:
-        """Make the cache hold the first `length` positions of the last prompt, or none; how many it holds."""
+        """Crop the cache to the first `length` positions of the last prompt, or empty it; returns how many it holds."""
         from transformers import DynamicCache
 
         if not length or not self._keeps_prefix:
-            # made without the config: every layer keeps all positions, so that a window's cache can be cut as well
+            # without the config every layer keeps all positions, so that sliding-window layers can be cropped, too
             self._cache = DynamicCache()
             return 0
         surplus = self._cache.get_seq_length() - length
         if surplus:
-            self._cache.crop(-surplus)  # 5.x takes only how much to remove
+            self._cache.crop(-surplus)  # 5.x only accepts the number of positions to remove
         return length
 
     def close(self) -> None:
@@ -159,19 +163,19 @@ class TransformersScorer(TransformersEncoder):
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids two sequences begin with alike."""
+    """Length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a Hugging Face model folder, such as runs/demo/hf")
+        raise ValueError(f"{path} does not exist; pass a Hugging Face model folder, such as runs/demo/hf")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def causal_model_class(folder: Path) -> Any:
-    """The class to load a folder with; a Laneformer's is the installed one, so that no code of the folder runs."""
+    """The model class of a folder; a Laneformer's is the installed one, so that the folder's code does not run."""
     if read_config(folder).get("model_type") == "laneformer":
         from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 
@@ -182,10 +186,10 @@ def causal_model_class(folder: Path) -> Any:
 
 
 def chosen_kind(model: Path, device: str = "auto", kind: Kind = "auto") -> Literal["engine", "transformers"]:
-    """Whether `kind="auto"` means the engine: for a Laneformer, but on CUDA until that engine has run on a GPU."""
+    """The backend of `kind`; "auto" is the engine for a Laneformer, except on CUDA until that engine has run on one."""
     ours = read_config(model).get("model_type") == "laneformer"
     if kind == "engine" and not ours:
-        raise ValueError(f"kind = 'engine': {model} is no Laneformer; use 'transformers' or 'auto'")
+        raise ValueError(f"kind = 'engine': {model} is not a Laneformer; use 'transformers' or 'auto'")
     if kind == "auto":
         return "engine" if ours and not device.startswith("cuda") else "transformers"
     if kind not in ("engine", "transformers"):
@@ -194,12 +198,12 @@ def chosen_kind(model: Path, device: str = "auto", kind: Kind = "auto") -> Liter
 
 
 def open_encoder(model: Path, kind: Kind = "auto") -> TextEncoder:
-    """The tokenizer alone, as `open_scorer` would use it."""
+    """The tokenizer that `open_scorer` would use, without the model."""
     return EngineEncoder(model) if chosen_kind(model, kind=kind) == "engine" else TransformersEncoder(model)
 
 
 def open_scorer(model: Path, device: str = "auto", kind: Kind = "auto") -> Scorer:
-    """A Hugging Face folder ready to score; ValueError when it is not one. Call `close` at the end."""
+    """Open a Hugging Face folder for scoring; ValueError if it is not one. Call `close` when done."""
     if chosen_kind(model, device, kind) == "engine":
-        return EngineScorer(model, device)
+        return EngineScorer(model, device=device)
     return TransformersScorer(model, device)

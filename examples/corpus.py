@@ -1,8 +1,8 @@
-"""The demo's text, found on this machine or written by us, as JSON lines: `python -m examples.corpus --out DIR`.
+"""The demo's text, found on this machine or generated, as JSON lines: `python -m examples.corpus --out DIR`.
 
-Manual pages, translations of programs, package descriptions, Python's reference, examples of docstrings, and generated
-text: DIR/<source>.jsonl, one {"text": ...} a line, which data_mixtures/demo.toml reads. Unchanged files are not written
-again, so that what was prepared from them stays valid.
+Manual pages, package descriptions, Python's reference, examples of docstrings, and generated text: DIR/<source>.jsonl,
+one {"text": ...} a line, which data_mixtures/demo.toml reads. A file that is there is not written again; delete it to
+read the machine's files again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import email.parser
 import email.policy
 import itertools
 import json
-import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,10 +23,6 @@ from data_mixtures.readers import files, text
 from data_mixtures.recipe import Input
 from examples import generated, manpages
 from records.files import write_atomically
-
-MIN_MESSAGE_CHARS = 24  # of a translation; shorter ones are labels of buttons
-CATALOG_CHARS = 4_000  # a catalog of translations is cut into documents of about this size
-
 
 Texts = Iterator[str]
 
@@ -42,11 +36,9 @@ def write(out: Path, sources: Mapping[str, Iterable[tuple[Texts, int | None]]]) 
     """One file a source, of parts: texts, and how many bytes of them to take (None: all)."""
     out.mkdir(parents=True, exist_ok=True)
     for name, parts in sources.items():
-        found = (each for texts, max_bytes in parts for each in _capped(texts, max_bytes))
-        lines = "".join(json.dumps({"text": each}) + "\n" for each in found if each.strip())
-        path = out / f"{name}.jsonl"
-        if not path.is_file() or path.read_text() != lines:
-            write_atomically(path, lines)
+        if not (path := out / f"{name}.jsonl").is_file():
+            found = (each for texts, max_bytes in parts for each in _capped(texts, max_bytes))
+            write_atomically(path, "".join(json.dumps({"text": each}) + "\n" for each in found if each.strip()))
 
 
 def _capped(texts: Texts, max_bytes: int | None) -> Texts:
@@ -67,11 +59,6 @@ def read(reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, .
 
 def man(path: Path) -> list[str]:
     return [manpages.page(text.read(path))]
-
-
-def man_options(path: Path) -> list[str]:
-    """The options of a manual page as questions and answers."""
-    return [manpages.options(text.read(path))]
 
 
 def metadata(path: Path) -> list[str]:
@@ -114,48 +101,11 @@ def _session(examples: list[doctest.Example]) -> str:
     return "\n".join(parts)
 
 
-def gettext(path: Path) -> list[str]:
-    """The translations of a .mo file, long messages only."""
-    try:
-        pairs = list(_messages(path.read_bytes()))
-    except (struct.error, UnicodeDecodeError, LookupError) as error:
-        raise text.Unreadable("not_gettext") from error
-    documents: list[list[str]] = [[]]
-    size = 0
-    for original, translation in pairs:
-        if translation == original or len(translation) < MIN_MESSAGE_CHARS:
-            continue
-        if size > CATALOG_CHARS:
-            documents.append([])
-            size = 0
-        documents[-1].append(re.sub(r"(?<!\w)[&_](?=\w)|\r", "", translation).strip("\n"))  # without keyboard mnemonics
-        size += len(translation)
-    return ["\n".join(messages) for messages in documents]
-
-
-def _messages(raw: bytes) -> Iterator[tuple[str, str]]:
-    # layout: magic, version, count, offset of the originals' table, offset of the translations' table; a table holds
-    # (length, offset) pairs; the translation of "" is the header; plural forms follow each other after NULs
-    order = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}.get(raw[:4])
-    if order is None:
-        raise text.Unreadable("not_gettext")
-    count, *tables = struct.unpack_from(order + "3I", raw, 8)
-    entries = [[struct.unpack_from(order + "2I", raw, at + 8 * i) for i in range(count)] for at in tables]
-    charset = "utf-8"
-    for pair in zip(*entries, strict=True):
-        original, translation = (raw[start : start + length].split(b"\0")[0] for length, start in pair)
-        if original:
-            yield original.decode(charset), translation.decode(charset)
-        elif found := re.search(rb"charset=([\w.-]+)", translation):
-            charset = found[1].decode()
-
-
 def demo() -> dict[str, list[tuple[Texts, int | None]]]:
     """The corpus of demo.toml, by source."""
     tested = ("sympy", "networkx", "numpy", "pandas", "torch", "mpmath")  # packages with many examples in docstrings
     modules = [f"{{site_packages}}/{package}/**/*.py" for package in tested]
     translated = read(man, "/usr/share/man/[a-z][a-z]*/man[1-8]/*", exclude=("/usr/share/man/man*",))
-    commands = ("/usr/share/man/man1/*", "/usr/share/man/man8/*")
     return {
         "web": [
             (read(metadata, "{site_packages}/*.dist-info/METADATA"), 1_000_000),
@@ -164,14 +114,10 @@ def demo() -> dict[str, list[tuple[Texts, int | None]]]:
         ],
         "math": [(map(generated.arithmetic, itertools.count()), 3_500_000)],
         "multilingual": [
-            (translated, 1_800_000),
-            (read(gettext, "/usr/share/locale/*/LC_MESSAGES/*.mo", exclude=("*/locale/en*",)), 1_200_000),
+            (translated, 3_000_000),
             (map(generated.phrases, itertools.count()), 600_000),
         ],
-        "qa": [
-            (read(doctests, *modules, exclude=("*/tests/*", "*/test_*")), 2_500_000),
-            (read(man_options, *commands, exclude=("*/gcloud*",)), 700_000),
-        ],
+        "qa": [(read(doctests, *modules, exclude=("*/tests/*", "*/test_*")), 3_200_000)],
     }
 
 

@@ -1,14 +1,16 @@
 """A large corpus from Debian packages: sources of C, Go, Rust, Java and Python programs, manuals in several languages.
 
     python -m examples.debian_corpus --out runs/corpus
-    python -m data_mixtures.prepare data_mixtures/debian.toml --out runs/debian
+    python -m data_mixtures.prepare examples/debian.toml --out runs/debian
 
-The packages are downloaded as files and unpacked into the folder; nothing is installed. A package that is there already
-is not fetched again, so a broken download is continued by the same command.
+The packages are downloaded as files and unpacked into the folder; nothing is installed. What needs a reader of its own
+or is generated is written to text/*.jsonl. A package or file that is there is not fetched or written again, so the same
+command continues an interrupted download.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import tarfile
@@ -18,6 +20,8 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 from rich.progress import track
+
+from examples import corpus, generated
 
 PACKAGES = (
     "linux-source-6.12", "gcc-12-source", "binutils-source", "glibc-source", "golang-1.19-src", "rust-src",
@@ -29,7 +33,7 @@ console = Console()
 
 
 def main(out: Path = Path("runs/corpus")) -> None:
-    """Download and unpack PACKAGES into `out` (about 5 GB); needs apt-get and dpkg-deb, but no rights."""
+    """Download and unpack PACKAGES into `out` (about 5 GB); needs apt-get and dpkg-deb, but not root."""
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise SystemExit(f"{tool} is not on this machine: this corpus is made of Debian packages")
@@ -44,8 +48,22 @@ def main(out: Path = Path("runs/corpus")) -> None:
     inner = [*out.glob("usr/src/**/*.tar.*"), *out.glob("usr/lib/jvm/**/src.zip")]
     for archive in track(inner, description="archives", console=console):
         unpack(archive)
+    corpus.write(out / "text", texts(out))
     files = [path for path in out.rglob("*") if path.is_file()]
     console.print(f"{out}: {len(files):,} files, {sum(path.stat().st_size for path in files) / 1e9:.2f} GB")
+
+
+def texts(out: Path) -> dict[str, list[tuple[corpus.Texts, int | None]]]:
+    """What debian.toml reads as JSON lines, by source."""
+    pages, languages = ("usr/share/man/man[1-8]/*", "usr/share/man/[a-z][a-z]*/man[1-8]/*")
+    translated = corpus.read(corpus.man, f"{out}/{languages}", f"/{languages}", exclude=("*/share/man/man*",))
+    modules = corpus.read(corpus.doctests, "{site_packages}/**/*.py", exclude=("*/tests/*", "*/test_*"))
+    return {
+        "web": [(corpus.read(corpus.man, f"/{pages}", f"{out}/{pages}"), None)],
+        "math": [(map(generated.arithmetic, itertools.count()), 40_000_000)],
+        "multilingual": [(translated, None)],
+        "qa": [(modules, None)],
+    }
 
 
 def download(name: str, folder: Path) -> Path:

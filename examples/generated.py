@@ -67,14 +67,6 @@ def _shopping(draw: random.Random) -> Problem:
     return question, steps, str(total - given)
 
 
-def _multiplication(draw: random.Random) -> Problem:
-    a, b = draw.randint(12, 999), draw.randint(11, 99)
-    tens, ones = b - b % 10, b % 10
-    steps = [f"Split {b} into {tens} + {ones}.", f"{a} * {tens} = {a * tens}.", f"{a} * {ones} = {a * ones}."]
-    steps.append(f"{a * tens} + {a * ones} = {a * b}.")
-    return f"Compute {a} * {b}.", steps, str(a * b)
-
-
 def _linear(draw: random.Random) -> Problem:
     x, a = draw.randint(-20, 20), draw.choice([i for i in range(-9, 13) if i not in (0, 1)])
     b, letter = draw.randint(1, 60) * draw.choice((1, -1)), draw.choice("xyztn")
@@ -106,4 +98,4 @@ def _fractions(draw: random.Random) -> Problem:
     return f"Add {a}/{b} + {c}/{d} and reduce.", steps, str(total)
 
 
-_PROBLEMS: tuple[Callable[[random.Random], Problem], ...] = (_shopping, _multiplication, _linear, _fractions)
+_PROBLEMS: tuple[Callable[[random.Random], Problem], ...] = (_shopping, _linear, _fractions)

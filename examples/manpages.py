@@ -128,15 +128,3 @@ def page(source: str) -> str:
         parts += ["\n" if previous == "term" else "\n\n", text]
         previous = role
     return "".join(parts[1:])
-
-
-def options(source: str) -> str:
-    """The page's option list as questions and answers, or ""."""
-    name, option, entries = title(source), "", []
-    for role, text in _Page(source).blocks if name else ():
-        if role == "term":
-            option = text if text.startswith("-") else ""
-        elif role == "text" and option and len(text) >= 40:
-            entries.append(f"Question: What does the option {option} of {name} do?\nAnswer: {text}")
-            option = ""
-    return "\n\n".join(entries)

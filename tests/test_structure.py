@@ -38,7 +38,6 @@ def plant(root: Path, files: dict[str, str]) -> set[Edge]:
     return edges(root)
 
 
-@pytest.mark.xfail(reason="the packages are still moving", strict=False)
 def test_arrows_and_circles() -> None:
     found = edges(ROOT)
     assert len(modules(ROOT)) > 100

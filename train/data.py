@@ -2,8 +2,8 @@
 
 Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice of every
 micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
-is one number, the same on every rank, so a checkpoint loads with any world size. Windows that are to be left out move
-everything behind them (`train/skips.py`).
+is one number, the same on every rank, so a checkpoint loads with any world size. Skipped windows shift everything
+after them (`train/skips.py`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class MixtureLoader(BaseDataLoader):
             yield batch
 
     def continue_after(self, phase: dict[str, Any]) -> None:
-        """Begin every source behind the windows that an earlier phase has used up; phase: its state, read as JSON."""
+        """Start every source after the windows that an earlier phase used; phase: its state, parsed from JSON."""
         self._begin_at(phase["windows"], phase["windows_left_out"])
 
     def _begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
@@ -85,7 +85,7 @@ class MixtureLoader(BaseDataLoader):
         self.mixture = self.mixture.starting_at({name: offsets[name] for name in names if name in offsets})
 
     def check_epochs(self, positions: int) -> None:
-        """ValueError when a job of so many sequences would repeat a source more often than its epoch cap allows."""
+        """ValueError if a job of this many sequences would repeat a source more often than its epoch cap allows."""
         self.mixture.check_epochs(self.skips.used(positions))
 
     def locate(self, first: int, count: int) -> list[dict[str, Any]]:
@@ -189,6 +189,6 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
     if loader.mixture.seq_len != job_config.training.seq_len:
         raise ValueError(
             f"{lock} holds windows of {loader.mixture.seq_len} tokens, but training.seq_len is "
-            f"{job_config.training.seq_len}; set training.seq_len = {loader.mixture.seq_len} or prepare the data anew"
+            f"{job_config.training.seq_len}; set training.seq_len = {loader.mixture.seq_len} or prepare the data again"
         )
     return loader

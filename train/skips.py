@@ -1,8 +1,8 @@
-"""Sequences that training leaves out: the order stays a pure function of (lock, seed, skip list, position).
+"""Sequences excluded from training: the order stays a pure function of (lock, seed, skip list, position).
 
-The trainer counts positions 0, 1, 2, ...; the mixture numbers its sequences g = 0, 1, 2, ...; without a skip list they
-are the same. A window [first, last) of numbers that is left out moves everything behind it: position p reads the p-th
-number that is in no window. RUN/skip_sequences.json holds the supervisor's windows, the job file those of a person.
+The trainer counts positions 0, 1, 2, ...; the mixture numbers its sequences 0, 1, 2, ...; without a skip list they are
+the same. A skipped window [first, last) of numbers shifts everything after it: position p reads the p-th number that is
+in no window. RUN/skip_sequences.json holds the windows of the supervisor, the job file those of the user.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SkipList:
         return positions + self._shift[np.searchsorted(self._begins, positions, side="right")]
 
     def used(self, positions: int) -> int:
-        """How far into the mixture this many positions reach, windows that were passed included."""
+        """How far into the mixture this many positions reach, skipped windows included."""
         return int(self.numbers(positions - 1, 1)[0]) + 1 if positions else 0
 
     def until(self, number: int) -> list[tuple[int, int]]:

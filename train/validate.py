@@ -1,8 +1,8 @@
 """Validation loss on fixed held-out windows, by source: the same windows at every step, on any number of ranks.
 
-All windows stand in one list, cut into micro-batches for all ranks. The list is padded to a whole number of them, since
-every rank has to run as many forward passes as the others (FSDP gathers weights in each); what is padded is summed into
-a bin of its own that nobody reads. The total weighs sources as the mixture does, so that it compares with the loss.
+All windows form one list, cut into micro-batches for all ranks. The list is padded to a whole number of them, since
+every rank must run the same number of forward passes (FSDP gathers weights in each); the padding is summed into a bin
+of its own that is not read. The total weighs sources as the mixture does, so that it is comparable with the loss.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Code."""
+"""HumanEval+ and MBPP+ with EvalPlus."""

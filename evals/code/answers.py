@@ -1,9 +1,9 @@
-"""Answers to the problems of a code benchmark, and which part of an answer is the solution.
+"""A model's answers to the problems of a code benchmark, and the part of an answer that is the solution.
 
-An answer comes from a model folder through the engine or from an OpenAI-compatible endpoint, and is kept as it came,
-one line each, so that an interrupted run continues and any later scoring starts from the same text. An answer in a
-chat can hold several blocks of code, of which EvalPlus's sanitize keeps the longest text that parses; `target_function`
-first chooses the block that defines the asked function.
+Answers come from a model folder through the engine or from an OpenAI-compatible endpoint. They are stored verbatim, one
+line each, so that an interrupted run resumes and later scoring starts from the same text. A chat answer may hold
+several code blocks, of which EvalPlus's sanitize keeps the longest text that parses; `target_function` first selects
+the block that defines the requested function.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-import tyro
 from rich.console import Console
 from rich.progress import track
 
@@ -34,7 +33,7 @@ INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```python\n{prompt}\n```"
 )
-# where a completion leaves the function it was asked to write; those of the data set are the likelier ones
+# a completion has left the requested function at one of these; endpoints accept four, so the likeliest come first
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(", "\nassert ")
 STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp": ('\n"""',)}
 FENCE = re.compile(r"\s*(`{3,})\s*([^`]*)$")
@@ -44,48 +43,44 @@ TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn: temperature 0 is greedy, one answer a problem; else `n` answers a problem."""
+    """How answers are sampled: temperature 0 is greedy with one answer per problem, otherwise `n` answers."""
 
     n: int = 1
-    """answers a problem"""
+    """answers per problem"""
     temperature: float = 0.0
-    """0 is greedy"""
+    """sampling temperature; 0 is greedy"""
     top_p: float = 1.0
-    """only the fewest likely tokens that reach this probability"""
+    """nucleus sampling: probability mass of the most likely tokens to sample from"""
     seed: int = 0
-    """of the sampling"""
+    """sampling seed"""
     max_new_tokens: int = 768
-    """of an answer"""
+    """maximum length of an answer in tokens"""
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"{self}: n and max_new_tokens must be 1 or more, temperature 0 or more, top_p in 0 to 1")
+            raise ValueError(f"{self}: n and max_new_tokens must be >= 1, temperature >= 0, top_p in (0, 1]")
         if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n = {self.n} greedy answers would all be the same; give a --temperature, such as 0.8")
+            raise ValueError(f"n = {self.n} greedy answers would be identical; set --temperature, such as 0.8")
 
     def seed_of(self, task_id: str, sample: int) -> int:
-        """A seed of its own for every answer, whatever the order in which they are made; 31 bits."""
+        """A distinct 31-bit seed for every answer, independent of the order in which they are generated."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}:{sample}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-GREEDY = Sampling()
-SamplingFlags = Annotated[Sampling, tyro.conf.OmitArgPrefixes]  # --n, --temperature, ... as flags of the command itself
-
-
 class Model(Protocol):
-    """Who answers. `parallel`: so many questions at a time."""
+    """What answers. `parallel`: concurrent prompts."""
 
     identity: dict[str, str]
     parallel: int
 
     def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
-        """The answer to a prompt and why it ended: "stop" or "length"."""
+        """The answer to a prompt and its finish reason, "stop" or "length"."""
         ...
 
 
 class EngineModel:
-    """A model folder through the engine; `chat`: the prompt is a user's turn of the folder's chat template."""
+    """A model folder through the engine; chat: the prompt is a user message in the folder's chat template."""
 
     parallel = 1
 
@@ -96,7 +91,7 @@ class EngineModel:
         self.sampling, self.template = sampling, chat_template(folder) if chat else None
         self.engine = Engine.from_pretrained(folder, device=device)
         if self.engine.tokenizer is None:
-            raise ValueError(f"{folder} holds no tokenizer.json, which text needs")
+            raise ValueError(f"{folder} holds no tokenizer.json; export the model with its tokenizer")
         self.tokenizer = self.engine.tokenizer
 
     def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
@@ -111,28 +106,28 @@ class EngineModel:
                 f"a prompt of {len(ids)} tokens leaves no room for an answer in a context of "
                 f"{self.engine.config.max_position_embeddings}; evaluate a model with a longer context"
             )
-        made: list[int] = []
+        generated: list[int] = []
 
         def tokens() -> Generator[int, None, None]:
             options = {"temperature": s.temperature, "top_p": s.top_p, "seed": seed}
             with contextlib.closing(self.engine.stream(ids, max_new_tokens=room, **options)) as stream:
                 for token in stream:
-                    made.append(token)
+                    generated.append(token)
                     yield token
 
         stop_strings = StopStrings(stops)
         answer = "".join(text_of(tokens(), TextStream(tokenizer, ids), stop_strings))
-        ended = bool(stop_strings.found) or (bool(made) and made[-1] in self.engine.eos_ids)
+        ended = bool(stop_strings.found) or (bool(generated) and generated[-1] in self.engine.eos_ids)
         return answer, "stop" if ended else "length"
 
 
 def chat_template(folder: Path) -> Any:
-    """A function from a user's message to the text that asks for the answer, by the folder's own template."""
+    """A function from a user message to the prompt text, by the folder's own template."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
-        raise ValueError(f"{folder} has no chat template; ask it for completions: --prompt completion")
+        raise ValueError(f"{folder} has no chat template; use --prompt completion")
 
     def render(message: str) -> str:
         turns = [{"role": "user", "content": message}]
@@ -142,7 +137,7 @@ def chat_template(folder: Path) -> Any:
 
 
 class EndpointModel:
-    """An OpenAI-compatible endpoint; the key, if it needs one, is in OPENAI_API_KEY."""
+    """An OpenAI-compatible endpoint; its API key, if any, comes from OPENAI_API_KEY."""
 
     def __init__(self, base_url: str, model: str, chat: bool, sampling: Sampling, parallel: int, timeout_s: float):
         if not base_url.startswith(("http://", "https://")):
@@ -158,7 +153,7 @@ class EndpointModel:
         body: dict[str, Any] = {"model": self.identity["model"], "n": 1, "seed": seed, "max_tokens": s.max_new_tokens}
         body |= {"temperature": s.temperature, "top_p": s.top_p}
         body |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        body |= {"stop": list(stops[:4])} if stops else {}  # four are allowed
+        body |= {"stop": list(stops[:4])} if stops else {}  # the API allows four
         try:
             choice = self._post(body)["choices"][0]
             text = choice["message"]["content"] if self.chat else choice["text"]
@@ -166,10 +161,10 @@ class EndpointModel:
             answer = cut(whole, stops)
             return answer, "stop" if len(answer) < len(whole) else choice.get("finish_reason") or "stop"
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.url} gave an answer without a choice or its text ({error!r})") from None
+            raise ValueError(f"{self.url} returned no choice, or one without text ({error!r})") from None
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply as JSON. A busy or broken server is asked again, a few times and ever later; then ValueError."""
+        """The reply as JSON. Retries with exponential backoff while the server is busy or broken; then ValueError."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -183,7 +178,7 @@ class EndpointModel:
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
                 if error.code not in TRY_AGAIN:
-                    raise ValueError(f"{self.url} refused a question, {reason}") from None
+                    raise ValueError(f"{self.url} refused the request, {reason}") from None
             except (OSError, ValueError) as error:  # no connection, a timeout, not JSON
                 reason = repr(error)
         raise ValueError(f"{self.url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
@@ -200,9 +195,9 @@ def prompt_of(problem: dict[str, Any], chat: bool) -> str:
 
 
 def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, folder: Path) -> list[dict[str, Any]]:
-    """All answers, in the order of problems and samples; those in `folder`/answers.jsonl are not asked for again.
+    """All answers, ordered by problem and sample; those already in `folder`/answers.jsonl are reused.
 
-    ValueError when that file was made with another model, data set or sampling.
+    ValueError if that file comes from another model, data set or sampling.
     """
     settings = {**model.identity, "data_md5": dataset.md5, "prompt": "chat" if chat else "completion"}
     check_settings(folder / "settings.json", settings | asdict(sampling))
@@ -231,15 +226,15 @@ def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, fold
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Note how the answers of a folder are made; ValueError when answers there were made otherwise."""
+    """Store the settings of a folder's answers; ValueError if it holds answers with other settings."""
     if path.exists():
         before = json.loads(path.read_text())
         other = sorted(name for name in settings | before if settings.get(name) != before.get(name))
         if other:
             raise ValueError(
-                f"{path.parent} holds answers made with other settings: "
+                f"{path.parent} holds answers with other settings: "
                 + ", ".join(f"{name} {before.get(name)!r}, not {settings.get(name)!r}" for name in other)
-                + "; give another --results folder"
+                + "; choose another --results folder"
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,12 +242,12 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def fenced_blocks(text: str) -> list[str]:
-    """The fenced code blocks of a text, with any or no language tag; the last one may lack its end."""
+    """The fenced code blocks of a text, with or without a language tag; the last one may be unterminated."""
     blocks: list[list[str]] = []
     fence = ""
     for line in text.splitlines():
         mark = FENCE.match(line)
-        if mark and (not fence or mark[2].strip()):  # a fence with a tag opens a block even where one was left open
+        if mark and (not fence or mark[2].strip()):  # a fence with a tag opens a block, even inside an unterminated one
             fence = mark[1]
             blocks.append([])
         elif mark and len(mark[1]) >= len(fence):
@@ -263,9 +258,9 @@ def fenced_blocks(text: str) -> list[str]:
 
 
 def target_function(text: str, entry_point: str) -> str:
-    """The code of an answer: the first fenced block that defines `entry_point`, else the first that names it.
+    """The code of an answer: the first fenced block that defines `entry_point`, else the first that mentions it.
 
-    Without either the first block, without blocks the whole text.
+    If none does, the first block; without blocks, the whole text.
     """
     blocks = fenced_blocks(text)
     name = re.escape(entry_point)

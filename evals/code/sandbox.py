@@ -1,9 +1,9 @@
 """A sandbox for a command that runs untrusted code: no network, one writable folder, a limit on wall time.
 
-bubblewrap shows the command only what it needs, and root becomes nobody in it. Without it, `unshare` gives users other
-than root namespaces in which all but that folder is read-only; files of the host stay readable there. Where neither
-works (most containers forbid it), nothing runs unless the caller says so. The limits on processes, memory, CPU time and
-file size hold for each piece of untrusted code, so they are set inside: evals/code/jail.py.
+bubblewrap exposes only what the command needs, and root becomes nobody inside. Without it, `unshare` gives non-root
+users namespaces in which everything but that folder is read-only; files of the host stay readable. Where neither works
+(most containers forbid it), nothing runs unless the caller insists. The limits on processes, memory, CPU time and file
+size apply to each piece of untrusted code, so they are set inside, in evals/code/jail.py.
 """
 
 from __future__ import annotations

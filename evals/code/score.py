@@ -1,8 +1,8 @@
-"""Scores of solutions by EvalPlus, from an environment of its own and inside the sandbox.
+"""EvalPlus in its own virtual environment and inside the sandbox: data sets, sanitize, test results.
 
-EvalPlus brings versions of libraries that ours cannot share, so it lives in a virtual environment beside ours, with
-only the modules that sanitize and evaluate import. What it computes once for a data set, the expected outputs, is kept
-between runs; it is written by the run of the reference solutions, in which no code of a model takes part.
+EvalPlus needs library versions that conflict with ours, so it has its own environment, with only the packages that
+sanitize and evaluate import. The expected outputs of a data set are computed once and cached. The run of the reference
+solutions writes that cache, so no code of a model can touch it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import comb, fsum
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ REQUIREMENTS = (
     f"evalplus=={EVALPLUS}", "appdirs==1.4.4", "numpy==2.4.6", "psutil==7.2.2", "rich==15.0.0", "termcolor==3.3.0",
     "tqdm==4.70.1", "tree-sitter==0.26.1", "tree-sitter-python==0.25.0",
 )  # fmt: skip
-UNUSED = ("datasets", "tempdir", "wget")  # imported for downloads, which do not happen here
-# md5 of the unpacked file, as EvalPlus itself names a data set: name, version
+UNUSED = ("datasets", "tempdir", "wget")  # EvalPlus imports them for downloads, which are not used here
+# md5 of the uncompressed file, as in EvalPlus itself: name, version
 VERSIONS = {
     "fe585eb4df8c88d844eeb463ea4d0302": ("humaneval", "v0.1.10"),
     "ee43ecabebf20deef4bb776a405ac5b1": ("mbpp", "v0.2.0"),
@@ -39,12 +38,10 @@ VERSIONS = {
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
 OVERRIDES = {"humaneval": "HUMANEVAL_OVERRIDE_PATH", "mbpp": "MBPP_OVERRIDE_PATH"}
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "contract", "atol")
-KNOWN_FAILURES = {
-    "HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so that no solution of it can pass"
-}
+KNOWN_FAILURES = {"HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so no solution can pass"}
 LIMITS = {"memory_bytes": 4 * 2**30, "processes": 64, "file_bytes": 64 * 2**20, "cpu_s": 300}  # of one solution
 SANITIZE_S = 20.0
-LONGEST_CHECK_S = 65.0  # of one solution on one list of inputs: EvalPlus's own 60 s and what it adds
+LONGEST_CHECK_S = 65.0  # of one solution on one list of inputs: EvalPlus's limit of 60 s and its overhead
 DOWNLOADS = (
     "HumanEval+ is HumanEvalPlus.jsonl.gz of release v0.1.10 of evalplus/humanevalplus_release on GitHub, MBPP+ is "
     "MbppPlus.jsonl.gz of release v0.2.0 of evalplus/mbppplus_release"
@@ -53,7 +50,7 @@ DOWNLOADS = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set in EvalPlus's format: `content` is the unpacked file."""
+    """A data set in EvalPlus's format; `content` is the uncompressed file."""
 
     name: str
     version: str
@@ -63,9 +60,9 @@ class Dataset:
 
 
 def open_dataset(path: Path) -> Dataset:
-    """Read a .jsonl or .jsonl.gz file; its version is known by its md5. ValueError when missing or something else."""
+    """Read a .jsonl or .jsonl.gz file, whose md5 gives the version. ValueError if it is missing or not a data set."""
     if not path.is_file():
-        raise ValueError(f"no data set at {path}; {DOWNLOADS}: fetch it and give its path as --dataset")
+        raise ValueError(f"no data set at {path}; {DOWNLOADS}: download it and pass its path as --dataset")
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         problems = [problem for _, problem in json_lines(content.splitlines(), path)]
@@ -84,12 +81,12 @@ def open_dataset(path: Path) -> Dataset:
 
 
 def evalplus_environment() -> Path:
-    """The folder of EvalPlus's environment: beside the libraries that this Python uses."""
+    """The folder of EvalPlus's environment, inside this Python's."""
     return Path(sys.prefix) / f"evalplus-{EVALPLUS}"
 
 
 def set_up(environment: Path) -> None:
-    """Make EvalPlus's environment with this Python and pip; a folder that is there is whole and stays."""
+    """Create EvalPlus's environment with this Python and pip; an existing folder is complete and is kept."""
     if environment.exists():
         return
     part = environment.with_name(f"{environment.name}.{os.getpid()}")
@@ -99,7 +96,7 @@ def set_up(environment: Path) -> None:
         subprocess.run([*pip, "--no-deps", "--only-binary", ":all:", *REQUIREMENTS], check=True)
         (packages,) = part.glob("lib/python*/site-packages")
         for module in UNUSED:
-            (packages / f"{module}.py").write_text("load_dataset = None  # EvalPlus imports this for downloads only\n")
+            (packages / f"{module}.py").write_text("load_dataset = None  # EvalPlus imports it for downloads only\n")
         subprocess.run([part / "bin/python", "-c", "import evalplus.evaluate, evalplus.sanitize"], check=True)
         part.rename(environment)
     finally:
@@ -108,7 +105,7 @@ def set_up(environment: Path) -> None:
 
 @dataclass(frozen=True)
 class EvalPlus:
-    """EvalPlus on one data set. folder: where logs and work go. cache: where expected outputs stay between runs."""
+    """EvalPlus on one data set. folder: for logs and work files. cache: keeps expected outputs between runs."""
 
     dataset: Dataset
     environment: Path
@@ -116,14 +113,14 @@ class EvalPlus:
     folder: Path
     cache: Path
     parallel: int = 1
-    min_time_limit_s: float = 10.0  # EvalPlus's default of 1 s fails right solutions on a slow machine
+    min_time_limit_s: float = 10.0  # EvalPlus's default of 1 s fails correct solutions on a slow machine
 
     def __post_init__(self) -> None:
         if not (self.environment / "bin/python").exists():
-            raise ValueError(f"EvalPlus is not at {self.environment}; make it: python -m evals.code --setup")
+            raise ValueError(f"EvalPlus is not at {self.environment}; install it with: python -m evals.code --setup")
 
     def control(self) -> dict[str, Any]:
-        """The reference solutions: passed, total, known_failures {task: reason}, unexpected_failures [task]."""
+        """Score the reference solutions: passed, total, known_failures {task: reason}, unexpected_failures [task]."""
         rows = [{"task_id": p["task_id"], "solution": reference(p)} for p in self.dataset.problems]
         scored = self.evaluate(rows, "control")
         failed = [task for task, samples in scored.items() if samples[0] != (True, True)]
@@ -135,7 +132,7 @@ class EvalPlus:
         }
 
     def sanitize(self, selected: list[dict[str, str]]) -> list[str | None]:
-        """EvalPlus's sanitize of {"text", "entry_point"}; None where it took too long."""
+        """EvalPlus's sanitize of each {"text", "entry_point"}; None if it exceeds SANITIZE_S."""
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as name:
             work = Path(name)
             files = {"selected": str(work / "selected.json"), "sanitized": str(work / "sanitized.json")}
@@ -144,9 +141,9 @@ class EvalPlus:
             return json.loads((work / "sanitized.json").read_text())
 
     def evaluate(self, rows: Iterable[dict[str, Any]], name: str) -> dict[str, list[tuple[bool, bool]]]:
-        """Score {"task_id", "solution"} rows: for each task and sample whether (base, base and plus) tests pass.
+        """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base and plus) tests pass.
 
-        Leaves `name`.jsonl, `name`_eval_results.json and evalplus.log in the folder.
+        Writes `name`.jsonl, `name`_eval_results.json and evalplus.log to the folder.
         """
         listed = list(rows)
         text = "".join(json.dumps(row) + "\n" for row in listed)
@@ -162,9 +159,7 @@ class EvalPlus:
             self._run(work, "evaluate", request, timeout_s)
             if name == "control" and not (self.cache / outputs).exists():
                 (self.cache / outputs).parent.mkdir(parents=True, exist_ok=True)
-                part = self.cache / outputs.with_suffix(f".{os.getpid()}")
-                shutil.copyfile(work / "cache" / outputs, part)
-                part.rename(self.cache / outputs)
+                write_atomically(self.cache / outputs, (work / "cache" / outputs).read_bytes())
             results = (work / f"{name}_eval_results.json").read_text()
         write_atomically(self.folder / f"{name}.jsonl", text)
         write_atomically(self.folder / f"{name}_eval_results.json", results)
@@ -192,23 +187,14 @@ class EvalPlus:
 
     @cached_property
     def _base(self) -> Path:
-        """Where the Python of EvalPlus's environment has its standard library."""
+        """The installation of the environment's base Python, which has the standard library."""
         for line in (self.environment / "pyvenv.cfg").read_text().splitlines():
             key, _, value = line.partition("=")
             if key.strip() == "home":
                 return Path(value.strip()).resolve().parent
-        raise ValueError(f"{self.environment}/pyvenv.cfg names no home; remove the folder and make it again")
+        raise ValueError(f"{self.environment}/pyvenv.cfg has no home; remove the folder and run --setup again")
 
 
 def reference(problem: dict[str, Any]) -> str:
-    """The data set's own solution, whole."""
+    """The complete reference solution of a problem."""
     return problem["prompt"] + problem["canonical_solution"]
-
-
-def pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
-    """Mean over problems of the chance that k of n samples hold one of the c that pass: 1 - C(n - c, k) / C(n, k).
-
-    counts: (n, c) of every problem. The estimator of Chen et al., arXiv 2107.03374, in exact integers.
-    """
-    chances = [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
-    return fsum(chances) / len(chances)

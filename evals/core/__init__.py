@@ -1,1 +1,1 @@
-"""Core."""
+"""CORE, the metric of DCLM and nanochat."""

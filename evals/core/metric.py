@@ -1,8 +1,8 @@
-"""From right answers to CORE: accuracies centered on the baseline, their mean over 22 tasks, and how uncertain it is.
+"""CORE: accuracies centered on the guessing baseline, their mean over 22 tasks, and its standard error.
 
     centered = (accuracy - baseline) / (1 - baseline)      CORE = mean of the centered accuracies
 
-A missing task leaves CORE null: the mean of the others is another number, which cannot be compared with anything.
+CORE is null if a task is missing: the mean of the others is not comparable with anything.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ VERSIONS = ("v1", "v2")
 
 
 def baseline(task: Task, version: str) -> float:
-    """The share of right answers without a model, 0 to 1."""
+    """Accuracy of guessing, 0 to 1."""
     return 0.01 * (task.baseline_v1 if version == "v1" else task.baseline_v2)
 
 
 def centered(task: Task, accuracy: float, version: str) -> float:
-    """0 for the baseline, 1 for all answers right; below 0 when worse than the baseline."""
+    """Centered accuracy: 0 at the baseline, 1 if every answer is right, negative below the baseline."""
     return (accuracy - baseline(task, version)) / (1 - baseline(task, version))
 
 
 def task_figures(task: Task, right: Mapping[str, Sequence[bool]], n_total: int) -> dict[str, Any]:
-    """The record of a task. right: for each group, whether its items were answered right; groups weigh the same.
+    """The figures of a task. right: by group, whether each item was answered correctly; groups have equal weight.
 
-    standard_error: of the accuracy, binomial. n: items asked; n_total: rows of the file.
+    standard_error: binomial, of the accuracy. n: items asked. n_total: rows in the file.
     """
     shares = {group: sum(answers) / len(answers) for group, answers in right.items()}
     accuracy = math.fsum(shares.values()) / len(shares)
@@ -49,9 +49,9 @@ def task_figures(task: Task, right: Mapping[str, Sequence[bool]], n_total: int) 
 
 
 def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """core_v1, core_v2, their standard errors, and the mean of each category, from the figures of the tasks.
+    """core_v1, core_v2, their standard errors and the means of each category, from the figures of the tasks.
 
-    All of CORE is null unless all 22 tasks are there; a category's means are null unless all of its tasks are.
+    CORE is null unless all 22 tasks are given, a category's means unless all of its tasks are.
     """
     result: dict[str, Any] = {}
     for version in VERSIONS:
@@ -69,7 +69,7 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def means(tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], version: str) -> tuple[float, float] | None:
-    """Mean centered accuracy of some tasks and its standard error; None when one of them is missing."""
+    """Mean centered accuracy of `members` and its standard error; None if one of them is missing."""
     if any(task.label not in tasks for task in members):
         return None
     mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(members)

@@ -1,12 +1,13 @@
-"""What the model is asked: the token sequences of an item, under one of two protocols that give different scores.
+"""The token sequences of an item, in one of two protocols that give different scores.
 
-`nanochat`: rows shuffled with seed 1337, then the first n; each row draws its examples with a seed of its own; examples
-    end in a blank line; whole prompts become ids, and the answer is where the prompts of an item differ; one BOS.
-`dclm` (llm-foundry): rows in file order; one generator draws the examples of all rows, one after the other; examples
-    are lines; examples, context and answer become ids apart; special tokens as the tokenizer puts them; jeopardy
-    category by category. A subset is every k-th row, whose prompts are those of a full run.
+`nanochat`: rows are shuffled with seed 1337, the first n are asked; each row draws its few-shot examples with its own
+    seed; examples end in a blank line; whole prompts are encoded, and the answer is where the prompts of an item
+    differ; one BOS.
+`dclm` (llm-foundry): rows in file order; one generator draws the examples of all rows in turn; examples are lines;
+    examples, context and answer are encoded separately; special tokens as the tokenizer adds them; jeopardy category
+    by category. A subset is every k-th row, with the same prompts as in a full run.
 
-A prompt that is too long loses its beginning, in both.
+In both, a prompt that is too long is truncated from the left.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ ORDER_SEED = 1337
 
 
 class Unscorable(ValueError):
-    """An item that cannot be asked: its answer is longer than the model's context, or there are too few examples."""
+    """An item that cannot be scored: its answer exceeds the model's context, or there are too few examples."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, of which those from `start` on are scored."""
+    """Token ids; those from `start` on are scored."""
 
     ids: list[int]
     start: int
@@ -39,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt for each option, and the index of the right one; a single prompt where the answer is to be produced."""
+    """One prompt per option and the index of the right one; a single prompt if the answer must be produced."""
 
     prompts: list[Prompt]
     gold: int
@@ -49,14 +50,14 @@ class Item:
 def items(
     task: Task, rows: Sequence[Row], protocol: Protocol, encoder: TextEncoder, max_length: int, most: int | None = None
 ) -> Iterator[Item]:
-    """The items of a task, at most `most` of them. max_length: tokens that fit. Unscorable as there."""
+    """The items of a task, at most `most`. max_length: the context in tokens. Raises Unscorable."""
     if protocol == "nanochat":
         yield from _nanochat_items(task, rows, encoder, max_length, most)
         return
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
-    needs_space = len(encoder.encode(" a")) == 1  # GPT-2's tokens begin with their space; SentencePiece adds it itself
+    needs_space = len(encoder.encode(" a")) == 1  # GPT-2's tokens include the leading space; SentencePiece adds it
     for number, (group, members) in enumerate(groups.items()):
         share = None if most is None else (most + number) // len(groups)
         chosen = spaced(len(members), share)
@@ -77,18 +78,18 @@ def spaced(count: int, most: int | None) -> set[int]:
 
 
 def nanochat_order(count: int, most: int | None) -> list[int]:
-    """The rows that are asked, by their place in the file."""
+    """Indices of the rows that are asked."""
     order = list(range(count))
     random.Random(ORDER_SEED).shuffle(order)
     return order[:most]
 
 
 def nanochat_examples(index: int, count: int, shots: int) -> list[int]:
-    """The examples of row `index` among the `count` rows that are asked."""
+    """Indices of the few-shot examples of row `index` among the `count` rows that are asked."""
     if shots == 0:
         return []
     if shots > count - 1:
-        raise Unscorable(f"{shots} examples are needed beside each row, but only {count} rows are asked")
+        raise Unscorable(f"each row needs {shots} other rows as examples, but only {count} rows are asked")
     others = [i for i in range(count) if i != index]
     return random.Random(FEWSHOT_SEED + index).sample(others, shots)
 
@@ -97,7 +98,7 @@ def _nanochat_items(
     task: Task, rows: Sequence[Row], encoder: TextEncoder, max_length: int, most: int | None
 ) -> Iterator[Item]:
     if encoder.bos_id is None:
-        raise ValueError("the tokenizer has neither BOS nor EOS, with which each prompt of nanochat's protocol begins")
+        raise ValueError("protocol nanochat begins each prompt with BOS or EOS, but the tokenizer has neither")
     asked = [rows[i] for i in nanochat_order(len(rows), most)]
     for index, row in enumerate(asked):
         examples = [asked[i] for i in nanochat_examples(index, len(asked), task.shots)]
@@ -108,7 +109,7 @@ def _nanochat_items(
 
 
 def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
-    """The prompt of each option; for a text task those without and with the answer."""
+    """The prompt of each option; for a language_modeling task the prompts without and with the answer."""
     between = task.delimiter
     shown = "".join(
         f"{context}{between}{answer}\n\n" for context, answer in (_answered(e, task.type) for e in examples)
@@ -123,7 +124,7 @@ def nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[str]:
 
 
 def _answered(row: Row, type_: TaskType) -> tuple[str, str]:
-    """Context and right answer of an example."""
+    """Context and correct answer of an example."""
     if type_ == "multiple_choice":
         return row["query"], row["choices"][row["gold"]]
     if type_ == "schema":
@@ -132,9 +133,9 @@ def _answered(row: Row, type_: TaskType) -> tuple[str, str]:
 
 
 def answer_spans(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
-    """The answer is what differs at the end (choices), what is alike at the end (schema), or what was added (text).
+    """Locate the answer: the differing end (choices), the common end (schema), or the added text (language_modeling).
 
-    Where the added text changes the tokens before it, which nanochat refuses, the answer begins at the first change.
+    If the added text changes the tokens before it, which nanochat refuses, the answer begins at the first change.
     """
     if type_ == "language_modeling":
         without, whole = sequences
@@ -147,7 +148,7 @@ def answer_spans(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
 
 
 def cropped(prompt: Prompt, max_length: int) -> Prompt:
-    """The last `max_length` ids."""
+    """The last `max_length` ids of a prompt; Unscorable if its answer does not fit."""
     cut = max(0, len(prompt.ids) - max_length)
     if prompt.start - cut < 1:
         raise Unscorable(f"an answer of {len(prompt.ids) - prompt.start} tokens does not fit into {max_length}")
@@ -158,7 +159,7 @@ def cropped(prompt: Prompt, max_length: int) -> Prompt:
 
 
 def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
-    """The examples of rows 0, 1, ..., in the order of the set's iteration, as llm-foundry shows them."""
+    """The few-shot examples of rows 0, 1, ...; llm-foundry shows them in the set's iteration order."""
     generator = random.Random(FEWSHOT_SEED)
     for index in range(count):
         yield _dclm_draw(generator, index, count, shots)
@@ -166,7 +167,7 @@ def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
 
 def _dclm_draw(generator: random.Random, index: int, count: int, shots: int) -> set[int]:
     if shots == 0:
-        return set()  # the generator is drawn from only for examples
+        return set()  # zero-shot draws nothing from the generator
     chosen = set(generator.sample(range(count), min(count - 1, shots)))
     if index not in chosen:
         return chosen
@@ -183,7 +184,7 @@ def _dclm_draw(generator: random.Random, index: int, count: int, shots: int) -> 
 def dclm_prompts(
     task: Task, row: Row, examples: Sequence[Row], encoder: TextEncoder, needs_space: bool, max_length: int
 ) -> list[Prompt]:
-    """Examples, context and answer of each option, encoded apart."""
+    """The prompt of each option: examples, context and answer, encoded separately."""
     between = task.delimiter
     answered = [_answered({k: _stripped(v) for k, v in e.items()}, task.type) for e in examples]
     shown = "\n".join(f"{context}{between}{answer}" for context, answer in answered)

@@ -1,7 +1,7 @@
 """The 22 tasks of CORE (DCLM, https://arxiv.org/abs/2406.11794) as data, and the bundle they are read from.
 
-A baseline is the percentage of right answers that needs no model. DCLM corrected three of them in September 2025, so
-CORE has two versions: v1, in which older figures (and nanochat's) are given, and v2.
+A baseline is the accuracy of guessing, in percent. DCLM corrected three of them in September 2025, so CORE has two
+versions: v1, which older figures (and nanochat's) use, and v2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXT: TaskType = "language_modeling"
 
 @dataclass(frozen=True)
 class Task:
-    """One task: `delimiter` is between query and answer; `by_category` averages over the rows' categories (dclm)."""
+    """One task. delimiter: text between query and answer. by_category: average over the rows' categories (dclm)."""
 
     label: str
     category: str
@@ -80,6 +80,7 @@ TASKS: tuple[Task, ...] = (
     _task("boolq", "reading", CHOICE, 10, 62, 62, delimiter=QUESTION),
     _task("bigbench_language_identification", "language", CHOICE, 10, 9.1, 25),
 )
+NOT_CHOSEN = "not chosen by --tasks"
 WHERE_FROM = "scripts/eval/local_data of mosaicml/llm-foundry (or from nanochat's eval_bundle.zip, unpacked)"
 FIELDS: dict[TaskType, dict[str, type]] = {
     "multiple_choice": {"query": str, "choices": list, "gold": int},
@@ -89,16 +90,16 @@ FIELDS: dict[TaskType, dict[str, type]] = {
 
 
 class Bundle:
-    """A local folder of the tasks' rows, as llm-foundry or nanochat lay it out.
+    """A local folder with the rows of the tasks, in the layout of llm-foundry or nanochat.
 
-    `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. Where a core.yaml lies beside it, its paths,
-    shots and delimiters hold; `differs` says which of them are not CORE's own. Baselines are always CORE's, and an
-    eval_meta_data.csv that has neither of the two versions is refused. A folder of other rows in this layout says so
-    in a file NOT_CORE, whose line goes into the record (`not_core`).
+    `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. If the folder has a core.yaml, its paths, shots
+    and delimiters apply; `differs` lists those that are not CORE's. Baselines are always CORE's, and an
+    eval_meta_data.csv with other baselines is refused. A folder with other rows in this layout is marked by a file
+    NOT_CORE, whose text goes into the record (`not_core`).
     """
 
     def __init__(self, folder: Path):
-        """ValueError when the folder holds no task at all, or its core.yaml or eval_meta_data.csv cannot be read."""
+        """ValueError if the folder holds no task, or its core.yaml or eval_meta_data.csv cannot be read."""
         self.folder = folder
         inner = [folder / name for name in ("eval_data", "local_data") if (folder / name).is_dir()]
         self.root = inner[0] if inner else folder
@@ -119,19 +120,19 @@ class Bundle:
         return self.root / task.path
 
     def missing(self, task: Task) -> str | None:
-        """Why a task cannot be scored: None, or what to put where."""
+        """Why a task cannot be scored and how to fix it; None if its file exists."""
         if self.file(task).is_file():
             return None
         return f"{self.file(task)} is missing; copy {task.path} there, from {WHERE_FROM}"
 
     def sha256(self, task: Task) -> str:
-        """Of the rows' file and the settings that a core.yaml can change."""
+        """Hash of a task's rows and of the settings that core.yaml can change."""
         digest = hashlib.sha256(repr((task.type, task.shots, task.delimiter)).encode())
         digest.update(self.file(task).read_bytes())
         return digest.hexdigest()
 
     def rows(self, task: Task) -> list[Row]:
-        """The rows of a task in file order; ValueError names the line that is not a row of its type."""
+        """The rows of a task in file order; ValueError names the first line that is not a row of the task's type."""
         path = self.file(task)
         with open(path, encoding="utf-8") as file:
             rows = [checked_row(row, task.type, f"{path}:{number}") for number, row in json_lines(file, path)]
@@ -140,7 +141,7 @@ class Bundle:
         return rows
 
     def chosen(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
-        """The tasks to score (all when `labels` is empty), and why each other one is missing."""
+        """The tasks to score (all if `labels` is empty), and the reason for each task that is not scored."""
         known = [task.label for task in self.tasks]
         wanted = set(labels) or set(known)
         if not wanted <= set(known):
@@ -148,12 +149,12 @@ class Bundle:
         reasons = {task.label: self.missing(task) for task in self.tasks}
         chosen = [task for task in self.tasks if task.label in wanted and reasons[task.label] is None]
         left = [label for label in known if label not in {task.label for task in chosen}]
-        return chosen, {label: reasons[label] or "not chosen by --tasks" for label in left}
+        return chosen, {label: reasons[label] or NOT_CHOSEN for label in left}
 
     def _as_configured(self, task: Task) -> Task:
         found = next((entry for entry in self._entries() if entry.get("label") == task.label), None)
         if found is None:
-            return task  # its file may be there all the same
+            return task  # its file may exist nevertheless
         shots = found.get("num_fewshot", task.shots)
         path = str(found.get("dataset_uri", task.path)).removeprefix("local_data/").removeprefix("eval_data/")
         values = {
@@ -191,7 +192,7 @@ def check_baselines(path: Path) -> None:
 
 
 def checked_row(row: Any, type_: TaskType, where: str) -> Row:
-    """The row itself; ValueError says what it lacks."""
+    """Return the row; ValueError if it is not a row of the task's type."""
     for name, kind in FIELDS[type_].items():
         if not isinstance(row, dict) or type(row.get(name)) is not kind:
             raise ValueError(f"{where}: a {type_} row needs {name!r} of type {kind.__name__}")

@@ -1,1 +1,1 @@
-"""Lm_eval."""
+"""Stock tasks of lm-evaluation-harness."""

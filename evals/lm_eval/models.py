@@ -1,9 +1,9 @@
-"""The models that lm-eval asks: our engine in this process, or any OpenAI-compatible endpoint.
+"""lm-eval models: our engine in this process, or any OpenAI-compatible endpoint.
 
-`EngineLM` scores and generates with `laneformer.Engine`. Requests are answered in the order of their ids, so that
-those with a common prefix (the choices of one question, the shots of one task) follow each other, and its keys and
-values are reused. Nothing is cut silently: a prompt longer than the context loses its head, as in lm-eval's own
-models, but is counted in `cut_prompts` and reported.
+`EngineLM` scores and generates with `laneformer.Engine`. Requests are sorted by their ids, so that those with a common
+prefix (the choices of one question, the shots of one task) follow each other and its KV cache is reused. Nothing is
+truncated silently: a prompt longer than the context is truncated from the left, as in lm-eval's own models, but is
+counted in `cut_prompts` and reported.
 
 Importing this file registers `laneformer`: `lm_eval.simple_evaluate(model="laneformer", model_args="pretrained=DIR")`.
 """
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class EngineLM(TemplateLM):
     """A Laneformer folder as an lm-eval model.
 
-    `add_bos` puts the begin-of-text id before every prompt, as in training. `max_length` is the context in tokens, by
-    default that of config.json; a longer one lets positions run past those of training. ValueError: a bad folder.
+    add_bos: prepend BOS to every prompt, as in training. max_length: context in tokens, default config.json's; a longer
+    one extrapolates beyond the trained positions. ValueError for a folder without a tokenizer.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context follows: BOS where there is one."""
+        """The context of a text without context: BOS, or EOS if there is none."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def scoring_room(self) -> int:
-        """Ids of the longest prompt with its continuation: the last one is only predicted."""
+        """Maximum length of a prompt with its continuation: the last id is only predicted."""
         return self.max_length + 1
 
     @property
@@ -73,7 +73,7 @@ class EngineLM(TemplateLM):
         return str(self.folder).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text; with None BOS is added if the model was opened so and the text does not begin with it."""
+        """Ids of a text; None: add BOS if the model was opened with add_bos and the text does not begin with it."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = self.add_bos and not (bos and string.startswith(bos))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from evals.bits_per_byte import bits_per_byte, load_windows, main, matching_token_bytes, score_windows
+from evals.scorer import Scores
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from records.evals import About
 
@@ -25,8 +26,8 @@ class Unigram:
         weights = np.arange(1, vocab + 1, dtype=np.float64)
         self.log_p = np.log(weights / weights.sum())
 
-    def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        return self.log_p[np.asarray(ids[1:])].astype(np.float32)
+    def score(self, ids: Sequence[int], start: int) -> Scores:
+        return Scores(self.log_p[np.asarray(ids[start:])].astype(np.float32).astype(np.float64), np.zeros(0))
 
     def close(self) -> None:
         pass
@@ -72,8 +73,8 @@ def test_the_total_is_that_of_all_windows_together() -> None:
 
 def test_a_uniform_model_over_bytes_needs_8_bits() -> None:
     class Uniform:
-        def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-            return np.full(len(ids) - 1, -math.log(256))
+        def score(self, ids: Sequence[int], start: int) -> Scores:
+            return Scores(np.full(len(ids) - start, -math.log(256)), np.zeros(0))
 
     windows = np.random.default_rng(0).integers(0, 256, (4, 33))
     assert score_windows(Uniform(), windows, np.ones(256, dtype=int))["bits_per_byte"] == pytest.approx(8, rel=1e-12)
@@ -89,8 +90,8 @@ def test_scores_that_are_no_numbers_are_refused(bad: float) -> None:
 
 def test_one_score_too_few_is_refused() -> None:
     class Short(Unigram):
-        def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-            return super().logprobs(ids)[1:]
+        def score(self, ids: Sequence[int], start: int) -> Scores:
+            return super().score(ids, start + 1)
 
     with pytest.raises(ValueError, match="gave 15 log-probabilities"):
         score_windows(Short(), windows_of(1), TOKEN_BYTES)
@@ -102,17 +103,15 @@ def test_windows_without_text_are_refused() -> None:
 
 
 def test_the_command_on_real_held_out_text(
-    prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tokenizer_from_sentencepiece(prepared_data / "tokenizer.model")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     token_bytes = matching_token_bytes(tmp_path, prepared_data)
     scorer = Unigram(len(token_bytes))
-    monkeypatch.setattr("laneformer.Engine", EngineOf(scorer), raising=False)
+    monkeypatch.setattr("evals.bits_per_byte.open_scorer", lambda folder, device: scorer)
     out = tmp_path / "evals.jsonl"
-    main(tmp_path, prepared_data, windows=4, about=About(out, 3, 99, "phase1"))
-
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    record = main(tmp_path, prepared_data, windows=4, about=About(out, 3, 99, "phase1"))
     assert record == json.loads(out.read_text())
     windows, categories = load_windows(prepared_data, 4)
     assert set(record["sources"]) == set(windows) == {"web", "code", "math"}
@@ -128,16 +127,6 @@ def test_the_command_on_real_held_out_text(
         "phase1",
     )
     assert len(record["data_sha256"]) == len(record["tokenizer_sha256"]) == 64
-
-
-class EngineOf:
-    """Stands where `laneformer.Engine` stands, and opens a given model."""
-
-    def __init__(self, scorer: Unigram):
-        self.scorer = scorer
-
-    def from_pretrained(self, path: Path, device: str) -> Unigram:
-        return self.scorer
 
 
 def test_a_model_with_another_tokenizer_is_refused(prepared_data: Path, tmp_path: Path) -> None:

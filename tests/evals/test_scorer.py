@@ -125,15 +125,24 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    with pytest.raises(ValueError, match="is no Laneformer"):
+    with pytest.raises(ValueError, match="is not a Laneformer"):
         open_scorer(tmp_path, kind="engine")
     with pytest.raises(ValueError, match="kind = 'onnx' is unknown"):
         open_scorer(tmp_path, kind="onnx")  # type: ignore[arg-type]
     scorer = open_scorer(tmp_path, device="cpu")
-    for ids, start in [([1, 2], 0), ([1, 2], 2), ([1] * 129, 1)]:
-        with pytest.raises(ValueError, match="1 <= start < ids <= 128 is needed"):
+    for ids, start in [([1, 2], 0), ([1, 2], 2), ([1] * 130, 1)]:
+        with pytest.raises(ValueError, match="1 <= start < ids <= 129 is required"):
             scorer.score(ids, start)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "laneformer", "vocab_size": VOCAB}))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="export the model with it"):
         open_encoder(tmp_path)
+
+
+def test_one_id_more_than_the_context_is_only_predicted(tmp_path: Path) -> None:
+    model = write_llama(tmp_path)
+    ids = [1, *range(3, 131)]
+    scores = open_scorer(tmp_path, device="cpu").score(ids, 1)
+    assert scores.logprobs.shape == (128,)
+    exact, _ = reference(model, ids, 1, torch.float64)
+    assert np.abs(scores.logprobs - exact).max() < 1e-4

@@ -13,7 +13,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.token_bytes import SPACE, bytes_per_token
+from evals.bits_per_byte import SPACE, bytes_per_token
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 
 TEXTS = (

@@ -1,4 +1,4 @@
-"""Manual pages as prose, and their options as questions."""
+"""Manual pages as prose."""
 
 from examples import manpages
 
@@ -37,12 +37,3 @@ def test_man_page_becomes_prose():
         "-f, --force\nif an existing file cannot be opened, remove it and try again\n\none\n  two"
     )
     assert manpages.page(".so man1/other.1\n") == ""
-
-
-def test_man_options_become_questions():
-    assert manpages.options(PAGE) == (
-        "Question: What does the option -a, --archive of cp do?\n"
-        "Answer: same as -dR, and preserve everything that can be preserved\n\n"
-        "Question: What does the option -f, --force of cp do?\n"
-        "Answer: if an existing file cannot be opened, remove it and try again"
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import LaneformerConfig
-from tools.plan import sums as sums
+from tools.plan import sums
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = sums.Job(

@@ -33,6 +33,8 @@ def test_commands_and_links(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     commands = {name for name in re.findall(r"-m ([\w.]+\w)", text) if name.split(".")[0] in OURS}
     assert not [name for name in commands if not exists(name) and not name.endswith(".NAME")], "no such modules"
+    tomls = re.findall(r"(?:configs|data_mixtures|examples)/[\w-]+\.toml", text)
+    assert not [name for name in tomls if not (ROOT / name).is_file()], "no such recipe or job file"
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     assert not [link for link in links if link and not (page.parent / link).exists()], "broken links"
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.logged import train_logged
+from tests.train.runs import succeed
 from tests.train.supervised import INTERVAL, STEPS, undisturbed
 
 
@@ -13,3 +15,19 @@ from tests.train.supervised import INTERVAL, STEPS, undisturbed
 def reference(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folder of STEPS undisturbed steps on two ranks."""
     return undisturbed(tmp_path_factory.mktemp("reference"), prepared_data / "phase1.lock.json", STEPS, INTERVAL)
+
+
+@pytest.fixture(scope="session")
+def whole_run(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four uninterrupted steps of phase 1 on two ranks."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    succeed(run, prepared_data / "phase1.lock.json", "--metrics.enable_wandb")
+    return run
+
+
+@pytest.fixture(scope="session")
+def logged_run(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps on two ranks, two micro-batches each; validation and a checkpoint every third."""
+    folder = tmp_path_factory.mktemp("runs") / "seen"
+    train_logged(folder, prepared_data / "phase1.lock.json", "--metrics.enable_wandb")
+    return folder

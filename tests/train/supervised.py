@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.train.runs import run_job
+
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, RANKS = 32, 4, 2
 STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints
@@ -37,14 +39,11 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
 
 
 def undisturbed(folder: Path, lock: Path, steps: int, interval: int, *more: str) -> Path:
-    """The run as it should be: plain torchrun, no supervisor. Returns its folder."""
+    """The run as it should be, without a supervisor. Returns its folder."""
     run = folder / "run"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", "-m", "train",
-        *arguments(run, lock, steps, interval), *more,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    folder.mkdir(parents=True, exist_ok=True)
+    done = run_job(run, [*arguments(run, lock, steps, interval), *more], RANKS)
+    assert done.returncode == 0, done.stdout[-6000:]
     return run
 
 

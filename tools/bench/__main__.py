@@ -22,7 +22,10 @@ def main() -> None:
         print(f"usage: python -m tools.bench NAME [--help] ...\n\n{known}", file=sys.stderr)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     del sys.argv[1]
-    importlib.import_module(f"tools.bench.{name}").main()
+    if name == "load":
+        importlib.import_module("tools.bench.decode").load()
+    else:
+        importlib.import_module(f"tools.bench.{name}").main()
 
 
 if __name__ == "__main__":

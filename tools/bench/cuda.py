@@ -14,6 +14,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from laneformer.config import FLAVORS
+from laneformer.engine.cuda.bench import datasheet, shares
 from laneformer.engine.device import why_no_cuda
 from records.files import code_version, write_atomically
-from tools.bench.cuda_report import markdown
-from tools.bench.harness import ROOT, Candidate, Result, command_line
+from tools.bench.harness import ROOT, Candidate, Result, cell, command_line, table
 
 RESERVE_S = 5.0  # to write the report
+HOP_US = 2.0  # assumed: a word to another GPU and back into its reader's poll over NVLink
+START = """# Decode speed on one GPU
+
+Random weights of one shape, one request, greedy; a token is timed when it becomes visible to the host, after the prompt
+and the launch. "of probe": bytes read per second over the best rate that one of our kernels reached on the same bytes
+in the same run; "of datasheet": over the vendor's figure. c: exposed latency per layer in microseconds, (time per token
+- bytes / probe) / layers. Bytes are weights without the padding of the tapes' last chunks, plus keys and values."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,166 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         worker.close()
     print(json.dumps(report))
+
+
+# --- the report: what was not measured is listed as such ----------------------------------------------------------
+
+
+def markdown(report: Result) -> str:
+    """The whole page; `report["steps"]` may hold any part of the steps."""
+    verdict = verdict_of(report["steps"].get("correctness", {}))
+    parts = [
+        START, f"## {report['date']}: `{report['flavor']}` in {report['dtype']}", f"    {report['command']}",
+        machine_line(report), f"**Correctness: {verdict}.**",
+    ]  # fmt: skip
+    for name, (title, write) in SECTIONS.items():
+        parts += [f"### {title}", section(report["steps"], name, write)]
+    return "\n\n".join(parts) + "\n"
+
+
+def section(steps: Result, name: str, write: Callable[[Result, Result], str]) -> str:
+    step = steps.get(name, {"not_measured": "the run has not reached it"})
+    if "result" in step:
+        return write(step["result"], steps)
+    return f"not measured: {one_line(step.get('error') or step.get('not_measured'))}"
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())[:400].replace("|", "/")
+
+
+def verdict_of(step: Result) -> str:
+    if "result" not in step:
+        return f"not proven ({step.get('error') or step.get('not_measured') or 'not measured'})"
+    result = step["result"]
+    return "all checks hold" if result["holds"] else f"FAILED: {'; '.join(result['failed'])}"
+
+
+def bandwidth(steps: Result) -> tuple[float | None, float | None]:
+    """Measured and stated bytes/s, None where unknown."""
+    probe, machine = (steps.get(name, {}).get("result", {}) for name in ("probe", "machine"))
+    return probe.get("bytes_per_s"), datasheet(machine.get("gpu", ""))
+
+
+def machine_line(report: Result) -> str:
+    facts = report["steps"].get("machine", {}).get("result")
+    if facts is None:
+        return f"Commit {report['commit']}. Machine: not measured."
+    known = ("gpu", "multiprocessors", "l2_bytes", "memory_bytes")
+    others = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in known)
+    return (
+        f"{facts['gpu']}, {facts['multiprocessors']} multiprocessors, L2 {facts['l2_bytes'] / 2**20:.0f} MiB, "
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB; {others}. Commit {report['commit']}."
+    )
+
+
+def probe_section(result: Result, steps: Result) -> str:
+    stated = bandwidth(steps)[1]
+    names = {
+        "stream_bytes_per_s": "our ring of bulk copies", "loads_bytes_per_s": "plain 16-byte loads",
+        "torch_copy_bytes_per_s": "torch copy (reads and writes)",
+    }  # fmt: skip
+    rows = [
+        (title, result[key] / 1e9, None if stated is None else 100 * result[key] / stated)
+        for key, title in names.items()
+    ]
+    filling = (
+        f"Weights: {result['weight_bytes'] / 1e9:.3f} GB per token; {result['tape_bytes'] / 1e9:.3f} GB with the "
+        "padding of the tapes' last chunks."
+    )
+    return table(["read by", "GB/s", "% of datasheet"], rows) + f"\n\n{filling}"
+
+
+def correctness_section(result: Result, steps: Result) -> str:
+    rows: list[Sequence[Any]] = [("HF bf16", *(result["hf_bf16"][k] for k in ("relative_error", "kl")), None, None)]
+    for version in ("persistent", "graph"):
+        found = result.get(version, {})
+        greedy = found.get("greedy")
+        same = None if greedy is None else f"{greedy['same']} of {greedy['prompts']}"
+        rows.append((version, found.get("relative_error"), found.get("kl"), same, found.get("differing_runs")))
+    columns = ["against HF float32", "largest relative error", "KL, nats", "prompts alike", "runs that differ"]
+    parts = [table(columns, rows)]
+    parts += [
+        f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
+        f"(a tie below {p['tie']:.2e})."
+        for version in ("persistent", "graph")
+        for p in result.get(version, {}).get("greedy", {}).get("diverged", ())
+    ]
+    faults = [(name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()]
+    parts.append(table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults))
+    parts.append(table(["check", "holds"], result["passed"].items()))
+    return "\n\n".join(parts)
+
+
+DECODE_COLUMNS = {
+    "depth": "depth", "tokens_per_s": "tokens/s", "first_tokens_per_s": "first 32", "last_tokens_per_s": "last 32",
+    "bytes_per_token": "MB/token", "percent_of_probe": "% of probe", "percent_of_datasheet": "% of datasheet",
+    "exposed_us_per_layer": "c, us/layer", "prefill_tokens_per_s": "prompt tokens/s", "ttft_s": "s to first token",
+    "version": "version",
+}  # fmt: skip
+
+
+def decode_section(result: Result, steps: Result) -> str:
+    rows = [{**row, "bytes_per_token": row["bytes_per_token"] / 1e6} for row in result["depths"].values()]
+    return table(list(DECODE_COLUMNS.values()), ([row[key] for key in DECODE_COLUMNS] for row in rows))
+
+
+def baselines_section(result: Result, steps: Result) -> str:
+    """Medians of the rounds, and ratios within a round."""
+    probe, stated = bandwidth(steps)
+    sizes = steps.get("probe", {}).get("result", {})
+    size, layers = sizes.get("weight_bytes"), sizes.get("layers", 0)
+    ours, rows = result["tokens_per_s"].get("persistent", []), []
+    for name, speeds in result["tokens_per_s"].items():
+        median = statistics.median(speeds)
+        part = shares(median, size, probe, stated, 1, layers) if size and probe else {}
+        ratio = statistics.median(a / b for a, b in zip(ours, speeds, strict=False)) if ours else None
+        percents = (part.get(key) for key in ("percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer"))
+        rows.append((name, median, min(speeds), max(speeds), *percents, ratio))
+    columns = [f"trials of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
+               "c, us/layer", "ours over it"]  # fmt: skip
+    failed = "".join(f"\n\n{name}: not measured, {one_line(reason)}" for name, reason in result["failed"].items())
+    mode = f"torch.compile mode {result['mode']}.\n\n" if "mode" in result else ""
+    return mode + table(columns, rows) + failed
+
+
+def projection(result: Result, probe: float | None, hop_us: float = HOP_US) -> Result:
+    """{"tokens_per_s", "exposed_us_per_layer"} of one lane per GPU: the lane's own time, and a round trip between GPUs
+    wherever all lanes wait for each other; delayed outputs are assumed to arrive in time."""
+    alone_s = 1 / max(row["tokens_per_s"] for row in result["rows"])
+    whole_s = alone_s + result["blocking_exchanges"] * hop_us * 1e-6
+    exposed = None if probe is None else 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
+    return {"tokens_per_s": 1 / whole_s, "exposed_us_per_layer": exposed}
+
+
+def alone_section(result: Result, steps: Result) -> str:
+    projected = projection(result, bandwidth(steps)[0])
+    rows = [(row["blocks"], row["tokens_per_s"]) for row in result["rows"]]
+    exposed = cell(projected["exposed_us_per_layer"])
+    return table(["blocks", "tokens/s of one lane alone"], rows) + (
+        f"\n\n**A projection, not a measurement**: {result['lanes']} GPUs with one lane each would make "
+        f"{projected['tokens_per_s']:.0f} tokens/s (c {exposed} us/layer), if the other lanes' outputs arrive within "
+        f"the delay and each of {result['blocking_exchanges']} blocking exchanges a token costs {HOP_US} us (assumed)."
+    )
+
+
+def facts_section(result: Result, steps: Result) -> str:
+    simple = (bool, int, float)
+    return table(["", ""], ((k, v if isinstance(v, simple) else one_line(v)) for k, v in result.items()))
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Result, Result], str]]] = {
+    "first_persistent": ("The persistent kernel's first tokens", facts_section),
+    "first_graph": ("The graph's first tokens", facts_section),
+    "probe": ("Read bandwidth", probe_section),
+    "correctness": ("Correctness", correctness_section),
+    "decode": ("Decode", decode_section),
+    "baselines": ("Baselines, alternating", baselines_section),
+    "compiled": ("Transformers, compiled", baselines_section),
+    "fp16": ("fp16", facts_section),
+    "lane_alone": ("One lane on all multiprocessors", alone_section),
+    "sanitizer": ("compute-sanitizer", facts_section),
+}
 
 
 if __name__ == "__main__":

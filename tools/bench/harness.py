@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -218,14 +219,16 @@ def run(
 ) -> None:  # fmt: skip
     """The command `python -m tools.bench NAME`: measure, report, and end with one JSON line of every figure.
 
-    `options`: dataclass; `measure(options, console)` raises ValueError for an option that cannot be measured;
-    `section(options, result)`: title and body. `file_start` opens a new benchmark file and is the help text.
+    `options`: subclass of Options whose docstring is the help text; `measure(options, console)` raises ValueError for
+    options that cannot be measured; `section(options, result)`: title and body. `file_start` opens a new file.
     """
     import tyro  # here: a GPU machine may have neither
     from rich.console import Console
     from rich.markdown import Markdown
 
-    chosen = tyro.cli(options, args=arguments, prog=f"python -m tools.bench {name}", description=options.__doc__)
+    chosen = tyro.cli(
+        options, args=arguments, prog=f"python -m tools.bench {name}", description=inspect.cleandoc(options.__doc__)
+    )
     console = Console(stderr=True, quiet=chosen.json, width=None if sys.stderr.isatty() else 160)
     started, load = datetime.datetime.now(datetime.UTC), os.getloadavg()[0]
     try:

@@ -4,7 +4,7 @@
 
 The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32 forward on
 the same weights shows it, and the engine, which sums in another order, gets four times its largest error. The same gate
-must refuse an engine with one fault in it, else it proves nothing; and the modules' own outputs (check_modules.py) must
+must refuse an engine with one fault in it, else it proves nothing; and the modules' own outputs (modules.py) must
 name the module where the fault sits. A flavor gets random weights of unit gain, so that every module matters.
 
     S positions   V vocabulary
@@ -109,67 +109,98 @@ def load(name: str) -> tuple[LaneformerConfig, Weights]:
     return config, read_weights(folder, config)
 
 
-def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
-    """Every check on one model; the report that main prints, with `ok` and the names of what `failed`."""
-    started = time.monotonic()
+@dataclass
+class Reference:
+    """PyTorch's results on the ids: float64 logits and module outputs, Transformers' logits, and the allowed errors."""
+
+    ids: list[int]
+    positions: list[int]
+    logits: np.ndarray
+    outputs: np.ndarray
+    single: np.ndarray
+    half: np.ndarray
+    single_model: LaneformerForCausalLM
+    errors: dict[str, np.ndarray]
+    allowed: float
+    tie: float
+
+
+def reference_of(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> Reference:
+    """Run the float64 model and Transformers in bf16 and float32 on ids that reach past the ring of the cache."""
     windows = [config.window(i) or 0 for i in range(config.num_hidden_layers)]
     length = min(config.max_position_embeddings, 8 + ring_slots(max(windows)))
     positions = chosen_positions(config, length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"float64 reference on {length} positions", style="dim")
-    reference, outputs = model_outputs(plain_model(config, weights), ids, positions)
+    logits, outputs = model_outputs(plain_model(config, weights), ids, positions)
     console.print("Transformers in bf16 and float32", style="dim")
     half = hf_logits(hf_model(config, weights, torch.bfloat16), ids[:BF16_POSITIONS])
     single_model = hf_model(config, weights, torch.float32)
     single = hf_logits(single_model, ids)
-    errors = {"hf_fp32": relative_errors(single, reference), "hf_bf16": relative_errors(half, reference[: len(half)])}
+    errors = {"hf_fp32": relative_errors(single, logits), "hf_bf16": relative_errors(half, logits[: len(half)])}
     factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
-    allowed = float(factor * errors[yardstick].max())
-    # where two logits are closer than what both sides may err, either may come first
     worst = {
-        "hf_fp32": float(np.abs(single - reference).max()),
-        "hf_bf16": float(np.abs(half - reference[: len(half)]).max()),
+        "hf_fp32": float(np.abs(single - logits).max()),
+        "hf_bf16": float(np.abs(half - logits[: len(half)]).max()),
     }
-    tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])
+    tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])  # closer logits may come in either order
+    allowed = float(factor * errors[yardstick].max())
+    return Reference(ids, positions, logits, outputs, single, half, single_model, errors, allowed, tie)
 
+
+def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
+    """Every check on one model; returns the report that main prints, with `ok` and the names of what `failed`."""
+    started = time.monotonic()
+    truth = reference_of(config, weights, options, console)
     console.print("the engine", style="dim")
     with engine_of(config, weights, options) as engine:
-        isa, logits = engine.isa, engine.logits(ids)
-        modules = module_report(config, engine._partials(ids, positions), outputs, positions, options.math)
-        errors["engine"] = relative_errors(logits, reference)
-        greedy = compare_greedy(engine, single_model, options, tie)
-    kl = {"engine": mean_kl(single, logits), "hf_bf16": mean_kl(single[: len(half)], half)}
+        isa, logits = engine.isa, engine.logits(truth.ids)
+        partials = engine._partials(truth.ids, truth.positions)
+        modules = module_report(config, partials, truth.outputs, truth.positions, options.math)
+        greedy = compare_greedy(engine, truth.single_model, options, truth.tie)
+    errors = truth.errors | {"engine": relative_errors(logits, truth.logits)}
+    half = truth.half
+    kl = {"engine": mean_kl(truth.single, logits), "hf_bf16": mean_kl(truth.single[: len(half)], half)}
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
-    differing = differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
-    faults, found = {}, {}
-    near = [position for position in positions if position < FAULT_POSITIONS]
-    for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
-        console.print(f"planted: {name}", style="dim")
-        with engine_of(wrong_config, wrong_weights, options) as engine:
-            wrong, partials = engine.logits(ids[:FAULT_POSITIONS]), engine._partials(ids[:FAULT_POSITIONS], near)
-        faults[name] = float(relative_errors(wrong, reference[:FAULT_POSITIONS]).max())
-        seen = module_report(config, partials, outputs[: len(near)], near, options.math)["first_wrong"]
-        found[name] = {"planted_in": planted_in, "first_wrong": seen}
+    differing = differing_runs(config, weights, truth.ids[:REPEATED_POSITIONS], options)
+    faults, found = measure_faults(config, weights, truth, options, console)
     passed = {
         "modules": modules["first_wrong"] is None,
-        "relative error": bool(errors["engine"].max() <= allowed),
+        "relative error": bool(errors["engine"].max() <= truth.allowed),
         "KL": kl["engine"] <= kl["hf_bf16"],
         "greedy tokens": greedy["unexplained"] == 0,
         "repeated runs": differing == 0,
-        **{f"refuses: {name}": error > allowed for name, error in faults.items()},
+        **{f"refuses: {name}": error > truth.allowed for name, error in faults.items()},
         **{f"locates: {name}": where["planted_in"] == where["first_wrong"] for name, where in found.items()},
     }
     failed = [name for name, held in passed.items() if not held]
+    length = len(truth.ids)
     by_depth = {d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)}
     return {
         "model": options.model, "code_version": code_version(Path(__file__).parent), "math": options.math, "isa": isa,
-        "positions": length, "allowed": allowed, "relative_error": by_depth,
+        "positions": length, "allowed": truth.allowed, "relative_error": by_depth,
         "relative_error_max": {who: float(error.max()) for who, error in errors.items()},
         "modules": modules, "located": found, "kl": kl, "greedy": greedy,
         "runs": options.runs, "threads": list(options.threads),
         "differing_runs": differing, "faults": faults, "passed": passed, "failed": failed, "ok": not failed,
         "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
+
+
+def measure_faults(
+    config: LaneformerConfig, weights: Weights, truth: Reference, options: Options, console: Console
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """By planted fault: the engine's largest relative error, and where the fault is and was first seen."""
+    faults, found = {}, {}
+    ids, near = truth.ids[:FAULT_POSITIONS], [position for position in truth.positions if position < FAULT_POSITIONS]
+    for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
+        console.print(f"planted: {name}", style="dim")
+        with engine_of(wrong_config, wrong_weights, options) as engine:
+            wrong, partials = engine.logits(ids), engine._partials(ids, near)
+        faults[name] = float(relative_errors(wrong, truth.logits[:FAULT_POSITIONS]).max())
+        seen = module_report(config, partials, truth.outputs[: len(near)], near, options.math)["first_wrong"]
+        found[name] = {"planted_in": planted_in, "first_wrong": seen}
+    return faults, found
 
 
 # --- the sides of the comparison ---------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
+from evals.scorer import EngineScorer
 from laneformer import Engine, LaneformerConfig
 from laneformer.engine.cpu.decoder import CpuDecoder
 from records.files import code_version, file_sha256
@@ -115,21 +116,22 @@ def cost(
     folder: Path, windows: dict[str, np.ndarray], categories: dict[str, str], token_bytes: np.ndarray
 ) -> dict[str, Any]:
     """KL(bf16 || int8) in nats and equal best ids, means over positions; bits per byte of both; on windows (n, S+1)."""
-    with (
-        Engine.from_pretrained(folder, device="cpu", dtype="bf16", cache=False) as half,
-        Engine.from_pretrained(folder, device="cpu", dtype="int8", cache=False) as small,
-    ):
-        rows = np.concatenate(list(windows.values()))
-        kl, same = np.mean([compared(half, small, row[:-1].tolist()) for row in rows], axis=0)
-        scored = {e.dtype: bits_per_byte(e, windows, categories, token_bytes) for e in (half, small)}
-        return {
-            "kl": float(kl),
-            "same_best_id": float(same),
-            "bits_per_byte": {name: figures["bits_per_byte"] for name, figures in scored.items()},
-            "loss": {name: figures["loss"] for name, figures in scored.items()},
-            "tokens": sum(source["tokens"] for source in scored["int8"]["sources"].values()),
-            "weight_bytes": {e.dtype: e.weight_bytes for e in (half, small)},
-        }
+    scorers = {name: EngineScorer(folder, device="cpu", dtype=name, cache=False) for name in ("bf16", "int8")}
+    half, small = (scorer.engine for scorer in scorers.values())
+    rows = np.concatenate(list(windows.values()))
+    kl, same = np.mean([compared(half, small, row[:-1].tolist()) for row in rows], axis=0)
+    scored = {name: bits_per_byte(scorer, windows, categories, token_bytes) for name, scorer in scorers.items()}
+    weight_bytes = {name: scorer.engine.weight_bytes for name, scorer in scorers.items()}
+    for scorer in scorers.values():
+        scorer.close()
+    return {
+        "kl": float(kl),
+        "same_best_id": float(same),
+        "bits_per_byte": {name: figures["bits_per_byte"] for name, figures in scored.items()},
+        "loss": {name: figures["loss"] for name, figures in scored.items()},
+        "tokens": sum(source["tokens"] for source in scored["int8"]["sources"].values()),
+        "weight_bytes": weight_bytes,
+    }
 
 
 def compared(half: Engine, small: Engine, ids: list[int]) -> tuple[float, float]:

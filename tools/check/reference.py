@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import hf_name
 from laneformer.engine.folder import Tensor
 from laneformer.hf.configuration_laneformer import LaneformerHFConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
@@ -52,7 +53,7 @@ def plain_model(config: LaneformerConfig, weights: Weights) -> Laneformer:
 def hf_model(config: LaneformerConfig, weights: Weights, dtype: torch.dtype) -> LaneformerForCausalLM:
     with torch.device("meta"):
         model = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict())).eval()
-    named = {n if n == "lm_head.weight" else f"model.{n}": w.to(dtype) for n, w in weights.items()}
+    named = {hf_name(n): w.to(dtype) for n, w in weights.items()}
     model.load_state_dict(named, assign=True)
     return model
 

@@ -2,8 +2,8 @@
 
     python -m tools.check.structure [--root DIR]
 
-Hops are verified, not declared: every function of a chain below must exist and call the next one. "Source" is what is
-compiled or interpreted outside tests/ and docs/.
+Hops are verified: every function of the chains below must exist and call the next one (in a lambda of its own, too).
+"Source" is what is compiled or interpreted outside tests/ and docs/.
 """
 
 from __future__ import annotations

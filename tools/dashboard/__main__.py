@@ -5,7 +5,7 @@
     python -m tools.dashboard runs/phase1 --serve --port 8765             (served locally, charts updated in place)
 
 The page is one file with plotly.js inside; its policy makes the browser refuse the network. What has no figure says
-"not measured". records.run reads a run, figures.py and core.py draw, cards.py and scores.py write the cards.
+"not measured". records.run reads a run, figures.py, panels.py and core.py draw, cards.py and scores.py write the cards.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from records.page import (
     utc,
 )
 from records.run import Run, number
-from tools.dashboard import figures
+from tools.dashboard import figures, panels
 from tools.dashboard.core import points_of, where_evaluated
 
 CHIPS = 24  # more attempts than this are counted, not listed
@@ -101,14 +101,14 @@ def tiles_of(run: Run) -> str:
 def training_cards(run: Run) -> str:
     if not run.kept_rows:
         return card("Training", none("not measured: metrics.jsonl has no rows yet"))
-    attempts = figures.attempts_of(run)
+    attempts = panels.attempts_of(run)
     names = [f"{phase} · attempt {n}" if len(run.phases) > 1 else f"attempt {n}" for phase, n in attempts]
     chips = [chip(colour(i), name) for i, name in enumerate(names[:CHIPS])]
     chips += [f"and {len(names) - CHIPS} more attempts"] * (len(names) > CHIPS)
     if any(row["valid_loss"] is not None for row in run.kept_rows):
-        chips.append(chip(figures.VALID, "validation loss"))
-    training = f'<p class="chips">{"".join(chips)}</p>{chart(figures.training_figure(run), f"training-{run.name}")}'
-    machine = chart(figures.machine_figure(run), f"machine-{run.name}")
+        chips.append(chip(panels.VALID, "validation loss"))
+    training = f'<p class="chips">{"".join(chips)}</p>{chart(panels.training_figure(run), f"training-{run.name}")}'
+    machine = chart(panels.machine_figure(run), f"machine-{run.name}")
     of_machine = "Checkpoint seconds stand in the first row after the save. Waiting and memory are rank 0's."
     cards = card("Training", training, training_caption(run)) + sources_card(run)
     return cards + card("Statistics and machine", machine, of_machine)
@@ -122,7 +122,7 @@ def training_caption(run: Run) -> str:
         "logged value.": True,
         "The loss axis leaves out the steepest start and the tips of spikes.": logged >= figures.LONG,
         f"Dotted: {again:,} logged steps that a restart or roll-back repeated; they no longer count.": again,
-        "↻ marks where an attempt took over.": figures.restarts(run),
+        "↻ marks where an attempt took over.": panels.restarts(run),
         f"Drawn from {figures.BUCKETS} groups of neighbouring steps with the extremes of each; every spike is kept.":
             logged > 4 * figures.BUCKETS,
         "▾ above the loss marks an event of the job; hover over it for details.": run.events,

@@ -1,33 +1,24 @@
-"""The figures of a run's training: panels over one axis, losses of several runs and sources, bits per byte.
+"""Curves with a choice of the axis of x, and the figures made of them: losses of several runs and sources, checkpoints.
 
-A new panel is one row of TRAINING or MACHINE. A long run has more rows than a screen has pixels: `sample` keeps, of
-each bucket of neighbouring rows, those with the extremes, so that no spike is lost. Smoothing comes first, on all rows.
+A long run has more rows than a screen has pixels: `sample` keeps, of each bucket of neighbouring rows, those with the
+extremes, so that no spike is lost. Smoothing comes first, on all rows.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from html import escape
-from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
-from records.page import BAD, NEUTRAL, PLOT, colour, dash
+from records.page import PLOT, colour, dash
 from records.run import Run, number
 
 Rows = Sequence[dict[str, Any]]
 Points = Sequence[tuple[dict[str, Any], float | None]]  # (row or record, figure)
-VALID = "#a03fb8"  # validation loss
 MARKS = 100  # more points than this are a line without marks
 BUCKETS = 400  # about one for every three pixels of a wide screen
 LONG = 500  # losses; the axis of a longer curve leaves out its steep start and the tips of its spikes
-TITLE_PX = 48  # above each panel
-MANY = 30  # more restarts than this are not numbered
 AXES = {  # name -> key of a row or record, title
     "tokens": ("x_tokens", "tokens seen, all phases"),
     "steps": ("x_step", "step, all phases"),
@@ -35,43 +26,6 @@ AXES = {  # name -> key of a row or record, title
 }
 BUTTONS = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}, "x": 1,
            "xanchor": "right"}  # fmt: skip
-TROUBLE = re.compile(
-    "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quaran|roll|lost|bad|stop|error|exit"
-)
-SHAPE = {"xref": "x", "yref": "paper", "y0": 0, "layer": "below"}
-LABEL = {"yref": "paper", "showarrow": False}
-
-
-class Panel(NamedTuple):
-    """One of several plots above each other."""
-
-    title: str
-    unit: str
-    keys: tuple[str, ...]  # of a row, one a curve
-    px: int  # height
-    form: str = ".3g"  # of its figures in the hover box
-    extremes: tuple[Callable[..., int], ...] = (min, max)  # of the first key, that `sample` must keep
-    axis: dict[str, Any] = {}  # noqa: RUF012  (read only)
-
-
-SIGNED = {"rangemode": "normal"}
-TRAINING = (
-    Panel("Loss", "nats per token", ("loss", "smooth_loss"), 344, ".4f", axis={**SIGNED, "nticks": 7}),
-    Panel("Learning rate", "", ("lr",), 72, extremes=(), axis={"exponentformat": "power"}),
-    Panel("Gradient norm", "", ("grad_norm",), 96, extremes=(max,)),
-    Panel("Tokens per second", "", ("tokens_per_s",), 104, ",.0f", extremes=(min,)),
-)
-MACHINE = (
-    Panel("z-score of the loss", "robust deviations", ("loss_z",), 81, ".2f", axis=SIGNED),
-    Panel("z-score of the gradient norm", "", ("grad_norm_z",), 81, ".2f", axis=SIGNED),
-    Panel("Tokens per second and device", "", ("tokens_per_s_per_device",), 81, ",.0f"),
-    Panel("MFU", "% of the peak", ("mfu",), 81, ".1f"),
-    Panel("Waiting for data", "% of the time", ("data_percent",), 81, ".2f"),
-    Panel("Waiting for checkpoints", "s", ("checkpoint_s",), 81, ".2f"),
-    Panel("Peak memory", "GiB", ("memory_gib",), 81, ".2f"),
-)
-FAINT, BOLD, PLAIN = {"opacity": 0.3}, {"line_width": 2.4}, {"line_width": 1.8, "line_color": NEUTRAL}
-LOOKS: dict[str, dict[str, Any]] = {"loss": FAINT, "smooth_loss": BOLD, "lr": PLAIN}
 
 
 # curves
@@ -128,18 +82,21 @@ def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None 
     figure.update_xaxes(title_font_size=12, exponentformat="SI", nticks=8, zeroline=False)
 
 
-def sample(rows: Rows, buckets: int, panels: Sequence[Panel] = TRAINING) -> list[int]:
-    """Indices of the rows to draw: all when few, else of each bucket its first row and the extremes of the panels."""
+def sample(rows: Rows, buckets: int, extremes: Sequence[tuple[str, Callable[..., int]]]) -> list[int]:
+    """Indices of the rows to draw: all when few, else of each bucket its first row and those of the extremes.
+
+    extremes: (key, min or max).
+    """
     if len(rows) <= 4 * buckets:
         return list(range(len(rows)))
     chosen = {len(rows) - 1}
     for bucket in range(buckets):
         inside = range(bucket * len(rows) // buckets, (bucket + 1) * len(rows) // buckets)
         chosen.add(inside[0])
-        for panel in panels:
-            key = panel.keys[0]
-            known = [i for i in inside if rows[i][key] is not None] if panel.extremes else []
-            chosen.update(extreme(known, key=lambda i, key=key: rows[i][key]) for extreme in panel.extremes if known)
+        for key, extreme in extremes:
+            known = [i for i in inside if rows[i][key] is not None]
+            if known:
+                chosen.add(extreme(known, key=lambda i, key=key: rows[i][key]))
     return sorted(chosen)
 
 
@@ -185,169 +142,6 @@ def span(values: Sequence[float]) -> list[float] | None:
     return [min(values) - margin, max(values) + margin]
 
 
-# panels of one run
-
-
-def training_figure(run: Run) -> go.Figure:
-    """Loss with validation and events, learning rate, gradient norm and speed over one axis of steps or tokens."""
-    figure = go.Figure(layout=PLOT)
-    dropped: dict[str, Any] = {"width": 1.2, "line_dash": "dot", "opacity": 0.6, "hoverinfo": "skip"}
-    for tint, rows in _sampled(run, TRAINING, kept=False):
-        figure.add_trace(curve(points(rows, "loss"), tint, **dropped))
-    _draw_panels(figure, run, TRAINING)
-    validated = [row for row in run.kept_rows if row["valid_loss"] is not None]
-    for phase in run.phases:  # another mixture has another validation loss: no line from one to the next
-        rows = [row for row in validated if row["phase"] == phase]
-        figure.add_trace(curve(points(rows, "valid_loss"), VALID, 1.4, "diamond", hoverinfo="skip"))
-    losses = sorted(settled([row["loss"] for row in run.kept_rows]))
-    if len(losses) >= LONG:
-        losses = losses[: int(0.999 * len(losses))]
-    lowest = sorted(row["valid_loss"] for row in validated)[:1]
-    figure.update_yaxes(selector=0, range=span([*losses, *lowest]))
-    _draw_events(figure, run)
-    _mark_x(figure, run, TRAINING)
-    return figure
-
-
-def machine_figure(run: Run) -> go.Figure:
-    """z-scores, speed, waiting and memory, attempts in the colours of the training figure."""
-    figure = go.Figure(layout=PLOT)
-    _draw_panels(figure, run, MACHINE)
-    _mark_x(figure, run, MACHINE)
-    return figure
-
-
-def attempts_of(run: Run) -> list[tuple[str, int]]:
-    """(phase, attempt) in the order of the run: the place of an attempt is its colour."""
-    return list(dict.fromkeys((s.phase, s.attempt) for s in run.segments))
-
-
-def _sampled(run: Run, panels: Sequence[Panel], kept: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(colour, rows to draw) of every segment that counts, or of those that do not."""
-    attempts, total = attempts_of(run), sum(len(s.rows) for s in run.segments)
-    for s in (s for s in run.segments if s.kept == kept):
-        chosen = sample(s.rows, math.ceil(BUCKETS * len(s.rows) / total), panels)
-        yield colour(attempts.index((s.phase, s.attempt))), [s.rows[i] for i in chosen]
-
-
-def _draw_panels(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
-    """The curves of all panels, attempt by attempt, their axes and titles, and what the hover box says."""
-    drawn: list[dict[str, Any]] = []
-    for tint, rows in _sampled(run, panels, kept=True):
-        joined = [row for row in drawn[-1:] if row["phase"] == rows[0]["phase"]]  # a restart leaves no gap
-        for axis, panel in enumerate(panels, start=1):
-            for key in panel.keys:
-                line = points([*joined, *rows], key)
-                if any(value is not None for _, value in line):
-                    look = {"yaxis": f"y{axis}", "hoverinfo": "skip", **LOOKS.get(key, {})}
-                    figure.add_trace(curve(line, tint, 1.2, **look))
-        drawn += rows
-    key, axis = ("loss", 1) if panels[0].keys[0] == "loss" else ("zero", len(panels))
-    texts = [_hover_text(row, panels) for row in drawn]
-    told = curve([(row, row.get(key, 0.0)) for row in drawn], "rgba(0,0,0,0)", yaxis=f"y{axis}", text=texts)
-    figure.add_trace(told.update(hovertemplate="%{text}<extra></extra>"))
-    _lay_out(figure, panels, [p for p in panels if any(row[key] is not None for row in drawn for key in p.keys)])
-
-
-def _hover_text(row: dict[str, Any], panels: Sequence[Panel]) -> str:
-    lines = [f"{row['phase']}, attempt {row['attempt']}, step {row['step']:,}"]
-    for panel in panels:
-        values = ["not measured" if row[key] is None else format(row[key], panel.form) for key in panel.keys]
-        lines.append(f"{panel.title[0].lower() + panel.title[1:]} {', smoothed '.join(values)}")
-    if row["valid_loss"] is not None and panels is TRAINING:
-        lines.append(f"validation loss {row['valid_loss']:.4f}")
-    return "<br>".join(lines)
-
-
-def _domains(panels: Sequence[Panel]) -> list[tuple[float, float]]:
-    """(bottom, top) of each panel as shares of the height, from their heights in pixels."""
-    below = list(accumulate(panel.px + TITLE_PX for panel in panels))
-    return [(1 - low / below[-1], 1 - (low - panel.px) / below[-1]) for low, panel in zip(below, panels, strict=True)]
-
-
-def _lay_out(figure: go.Figure, panels: Sequence[Panel], with_figures: Sequence[Panel]) -> None:
-    for index, (panel, domain) in enumerate(zip(panels, _domains(panels), strict=True), start=1):
-        axis = {"domain": domain, "anchor": "x", "nticks": 3, "zeroline": False, "fixedrange": True,
-                "rangemode": "tozero", "exponentformat": "SI", **panel.axis}  # fmt: skip
-        figure.update_layout({f"yaxis{index}": axis})
-        unit = panel.unit if panel in with_figures else "not measured"
-        place = {"x": 0, "y": domain[1], "xanchor": "left", "yanchor": "bottom", "yshift": 3}
-        figure.add_annotation({**LABEL, **place, "xref": "paper", "text": f"<b>{panel.title}</b>  {unit}".strip()})
-    height = 80 + sum(panel.px + TITLE_PX for panel in panels)
-    figure.update_layout(height=height, margin={"t": 24, "b": 56}, hoversubplots="axis", xaxis_anchor=f"y{len(panels)}")
-    figure.update_xaxes(hoverformat=".4s", spikethickness=1)
-
-
-def _draw_events(figure: go.Figure, run: Run) -> None:
-    """Faults, roll-backs and starts as marks above the loss; what happened stands in their hover boxes."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for event in run.events:
-        if event["x_step"] is not None:
-            key = event["phase"], event.get("attempt"), event["x_step"], event.get("kind")
-            groups.setdefault(key, []).append(event)
-    if not groups:
-        return
-    tints = [BAD if TROUBLE.search(str(g[0].get("kind")).lower()) else NEUTRAL for g in groups.values()]
-    axis, top = len(TRAINING) + 1, _domains(TRAINING)[0][1]
-    told = {"text": list(map(event_text, groups.values())), "hovertemplate": "%{text}<extra></extra>"}
-    look = {"mode": "markers", "cliponaxis": False, "marker": {"symbol": "triangle-down", "size": 10, "color": tints}}
-    figure.add_trace(curve([(g[0], 0.0) for g in groups.values()], NEUTRAL, yaxis=f"y{axis}").update(told | look))
-    strip = {"domain": (top + 0.6 * (1 - top), 1 - 0.1 * (1 - top)), "visible": False, "fixedrange": True}
-    figure.update_layout({f"yaxis{axis}": {**strip, "range": [-1, 1]}})
-
-
-def event_text(group: Rows) -> str:
-    """What one kind of event at one step was: its first record, and how many ranks or times there were."""
-    first = group[0]
-    told = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens"}
-    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in first.items() if k not in told and v is not None}
-    details = [f"{key} {text if len(text) <= 90 else text[:89] + '…'}" for key, text in texts.items()]
-    more = f" ({len(group)} times)" if len(group) > 1 else ""
-    head = f"<b>{escape(str(first.get('kind', 'event')))}</b>{more}, attempt {first.get('attempt', '?')}"
-    return "<br>".join([f"{head}, step {first.get('step')}", *map(escape, details[:6])])
-
-
-def restarts(run: Run) -> Rows:
-    """The first row of every segment that continues a phase after a restart or a step back."""
-    pairs = [(a, b) for a, b in pairwise(run.segments) if a.phase == b.phase]
-    return [b.rows[0] for a, b in pairs if a.attempt != b.attempt or b.rows[0]["step"] <= a.rows[-1]["step"]]
-
-
-def _mark_x(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
-    """The axis of x of all panels, with shaded phases, restart lines and their labels."""
-    titles = [annotation.to_plotly_json() for annotation in figure.layout.annotations]
-    top = _domains(panels)[0][1]
-
-    def marks(axis: str) -> dict[str, Any]:
-        x, title = AXES[axis]
-        place = {"xref": "paper", "x": 0, "y": 0, "xanchor": "left", "yanchor": "top", "yshift": -26}
-        shapes, labels = _marks(run, x, top)
-        return {"shapes": shapes, "annotations": [*titles, {**LABEL, **place, "text": title}, *labels]}
-
-    switch_x(figure, marks, y=0, yanchor="top", pad={"t": 24})
-
-
-def _marks(run: Run, x: str, top: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(shapes, labels) of phases and restarts. x: the key of the axis. top: the upper end of the panels."""
-    shapes, labels, rows = [], [], restarts(run)
-    for index, phase in enumerate(run.phases):
-        start = run.origins[phase][x == "x_tokens"]
-        end = max((row[x] for row in run.kept_rows if row["phase"] == phase), default=start)
-        area = {"type": "rect", "line": {"width": 0}, "fillcolor": f"{colour(index)}14"}
-        shapes.append({**SHAPE, **area, "x0": start, "x1": end, "y1": 1})
-        parent = run.lineages.get(phase, {}).get("parent") if index == 0 else None
-        origin = f" from {'/'.join(Path(parent).parts[-3::2])}" if parent else ""
-        text = f"<b>{escape(phase)}</b>{escape(origin)}"
-        labels.append({**LABEL, "x": (start + end) / 2, "y": 1, "yanchor": "bottom", "text": text})
-    for row in rows:
-        line = {"type": "line", "line": {"color": NEUTRAL, "width": 1, "dash": "dot"}, "opacity": 0.7}
-        shapes.append({**SHAPE, **line, "x0": row[x], "x1": row[x], "y1": top})
-    for row in rows if len(rows) <= MANY else ():
-        place = {"x": row[x], "y": top, "yanchor": "top", "xanchor": "left", "xshift": 1}
-        labels.append({**LABEL, **place, "text": f"↻{row['attempt']}"})
-    return shapes, labels
-
-
 # several runs, and sources
 
 
@@ -357,9 +151,9 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
     for index, run in enumerate(runs):
         rows = [row for row in run.kept_rows if row["x_tokens"] is not None]
         losses += settled([row["smooth_loss"] for row in rows])
-        rows = [rows[i] for i in sample(rows, BUCKETS)]
-        known = [row for row in rows if row["smooth_loss"] is not None]
         validated = points([row for row in rows if row["valid_loss"] is not None], "valid_loss")
+        rows = [rows[i] for i in sample(rows, BUCKETS, [("smooth_loss", min), ("smooth_loss", max)])]
+        known = [row for row in rows if row["smooth_loss"] is not None]
         curves.append(curve(points(rows, "smooth_loss"), colour(index), name=run.name, line_dash=dash(index)))
         curves.append(curve(validated, colour(index), marks="diamond", name=f"{run.name}, validation", mode="markers"))
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
@@ -382,16 +176,17 @@ def sources_of(run: Run) -> list[str]:
 
 def sources_figure(run: Run) -> go.Figure:
     """Loss by source, smoothed (lines), and validation loss by source (diamonds)."""
-    curves, shown = [], list[float]()
+    curves, shown, sources, half_life = [], list[float](), sources_of(run), half_life_rows(run)
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         every = max(1, len(rows) // (2 * BUCKETS))
-        for index, name in enumerate(sources_of(run)):
-            losses = smooth([number(row["loss_by_source"].get(name)) for row in rows], half_life_rows(run))
-            line = [(row, float(f"{y:.6g}")) for row, y in zip(rows, losses, strict=True) if y is not None]
+        for index, name in enumerate(sources):
+            losses = smooth([number(row["loss_by_source"].get(name)) for row in rows], half_life)
+            line = [(row, y) for row, y in zip(rows, losses, strict=True) if y is not None]
+            line = [(row, float(f"{y:.6g}")) for row, y in (*line[::every], *line[-1:])]
             valid = [(row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None]
             look: dict[str, Any] = {"name": name, "line_dash": dash(index)}
-            curves.append(curve([*line[::every], *line[-1:]], colour(index), 1.8, **look))
+            curves.append(curve(line, colour(index), 1.8, **look))
             look |= {"name": f"{name}, validation", "opacity": 0.8}
             curves.append(curve(valid, colour(index), 0.8, "diamond", **look))
             shown += [*settled([y for _, y in line]), *sorted(y for _, y in valid)[:1]]

@@ -80,21 +80,19 @@ def _handler(live: Live) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             address = urlsplit(self.path)
-            host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
-            if host not in (HOST, "localhost"):  # a name that some web page made point here
-                self.send_error(403)
-            elif address.path == "/":
+            if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+                self.send_error(403)  # a name that some web page made point here
+            elif address.path not in ("/", "/data.json"):
+                self.send_error(404)
+            else:
                 version, main = live.newest()
-                self._answer(live.page(main, version), "text/html; charset=utf-8")
-            elif address.path == "/data.json":
-                version, main = live.newest()
-                if parse_qs(address.query).get("version") == [version]:
+                if address.path == "/":
+                    self._answer(live.page(main, version), "text/html; charset=utf-8")
+                elif parse_qs(address.query).get("version") == [version]:
                     self.send_response(204)
                     self.end_headers()
                 else:
                     self._answer(json.dumps({"version": version, "main": main}), "application/json")
-            else:
-                self.send_error(404)
 
         def _answer(self, text: str, kind: str) -> None:
             content = text.encode()

@@ -33,8 +33,4 @@ MODEL = "Laneformer 2B"
 CODE = {("humaneval+", "v0.1.10"): 0.451, ("mbpp+", "v0.2.0"): 0.516}
 # lm-eval task -> (metric, value); 0-shot
 LM_EVAL = {"arc_challenge": ("acc_norm", 0.3106), "arc_easy": ("acc_norm", 0.4790)}
-RULER_TASKS = (
-    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-    "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
-)  # fmt: skip
 RULER_LENGTHS = ("2048", "4096")

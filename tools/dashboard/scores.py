@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from evals.lm_eval.tasks import RULER_TASKS
 from records.evals import PROVENANCE
 from records.page import card, code, measured, missing, none, percent, short, table, utc
 from records.run import Run, number
 from tools.dashboard.core import Point, core_card, newest, points_of, where_evaluated
-from tools.dashboard.published import CODE, LM_EVAL, MODEL, RULER_LENGTHS, RULER_TASKS
+from tools.dashboard.published import CODE, LM_EVAL, MODEL, RULER_LENGTHS
 
 LISTED = 40  # more evaluations than this are counted, not listed
 # in the list of evaluations: which figures come first, and what is said of how it was made
@@ -51,7 +52,7 @@ def code_card(run: Run) -> str:
         ])  # fmt: skip
     head = ("set", "how", "problems × answers", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k base / plus",
             "control", "sandbox", "checkpoint")  # fmt: skip
-    return card("Code", table(head, rows)) if rows else ""
+    return card("Code", table(head, rows, "wrap")) if rows else ""
 
 
 def pass_at_k_text(point: Point) -> str:

@@ -1,10 +1,10 @@
-"""Starts a run on a cluster, or here: an isolated snapshot, a batch script, `sbatch`.
+"""Start a run on a cluster or on this machine: an isolated snapshot, a batch script, `sbatch`.
 
     python -m tools.launch configs/phase1.toml --nodes 24 --gpus-per-node 8 --spares 1 [--training.steps 1000 ...]
-    python -m tools.launch --phase-switch runs/phase1 --config configs/phase2.toml     # queued behind phase 1's end
+    python -m tools.launch --phase-switch runs/phase1 --config configs/phase2.toml     # queued after phase 1
     python -m tools.launch --decay-from runs/phase1/checkpoint/step-400000 --steps 40000
 
-A run launched from another takes over what that one asked of Slurm. What is not one of our options goes to TorchTitan.
+A run launched from another inherits its Slurm options. Unknown options are passed to TorchTitan.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True)
 class Options:
-    """Launch a run: snapshot, batch script, sbatch. Other --section.key value pairs go to TorchTitan."""
+    """Launch a run: snapshot, batch script, sbatch. Other --section.key value pairs are passed to TorchTitan."""
 
     config: Path | None = None
-    """Job file, also without --config as the first argument; for --phase-switch, the file of the next phase"""
+    """Job file, also accepted as the first argument; with --phase-switch, the job file of the next phase"""
     run: str | None = None
     """Name of the run, or a path to its folder; default: the job file's job.dump_folder"""
     phase_switch: Path | None = None
-    """Run folder whose last checkpoint the new run starts from, as soon as its job has ended well"""
+    """Run folder; the new run starts from its last checkpoint, once its job has succeeded"""
     decay_from: Path | None = None
-    """Checkpoint (RUN/checkpoint/step-N) from which the learning rate falls to its minimum over --steps"""
+    """Checkpoint (RUN/checkpoint/step-N) from which the learning rate decays to its minimum over --steps"""
     steps: int | None = None
-    """Steps of the decay"""
+    """Number of steps of the decay"""
 
     nodes: int | None = None
-    """Nodes that train"""
+    """Number of nodes that train"""
     gpus_per_node: int | None = None
-    """GPUs, and ranks, on each node"""
+    """GPUs (and ranks) per node"""
     spares: int | None = None
-    """Nodes more than that, to take the place of a lost or a bad one"""
+    """Additional nodes that replace lost or bad ones"""
     cpu: bool = False
-    """The nodes have no GPUs (tests): the ranks run on CPUs"""
+    """Run the ranks on CPUs, for nodes without GPUs (tests)"""
     partition: str | None = None
     time: str | None = None
-    """Slurm's time limit of one job, e.g. 2-00:00:00; the run goes on in the next one"""
+    """Slurm's time limit of one job, e.g. 2-00:00:00; the run continues in the next job"""
     account: str | None = None
     qos: str | None = None
     dependency: str | None = None
     """Slurm's --dependency, e.g. afterok:1234"""
     requeue: bool = True
-    """Whether the job goes back into the queue when its time ends or its first node dies"""
+    """Requeue the job when its time ends or its first node dies"""
     signal_before_s: int | None = None
-    """Seconds before the time limit at which a checkpoint is written; default 600, at least what one takes"""
+    """Seconds before the time limit at which a checkpoint is written; longer than writing one takes; default: 600"""
     env: tuple[str, ...] = ()
-    """KEY=VALUE for the job; never secrets, which sbatch takes from the shell"""
+    """KEY=VALUE pairs for the job's environment; no secrets: sbatch inherits those from the shell"""
 
     allow_dirty: bool = False
-    """Launch from uncommitted changes; they are kept in the snapshot"""
+    """Launch with uncommitted changes, which are kept in the snapshot"""
     dry_run: bool = False
-    """Print what would run, leave nothing behind"""
+    """Print what would run without creating anything"""
     local: bool = False
-    """Run here and now, without Slurm, from the same kind of snapshot"""
+    """Run on this machine, without Slurm, from the same kind of snapshot"""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def launch(options: Options, overrides: list[str]) -> None:
     for argument in overrides:
         if argument.split("=")[0] in OWNED:
             raise ValueError(
-                f"{argument} is the launcher's to set; give the run folder as --run, the job file as first argument"
+                f"{argument} is set by the launcher; pass the run folder as --run and the job file as first argument"
             )
     start = choose_start(options)
     run = run_folder(options, start)
@@ -109,7 +109,7 @@ def launch(options: Options, overrides: list[str]) -> None:
         show_dry_run(run, start, overrides, script)
         return
     if not options.local and not shutil.which("sbatch"):
-        raise ValueError("there is no sbatch here; launch from a login node, or with --local or --dry-run")
+        raise ValueError("sbatch is not installed; launch from a login node, or with --local or --dry-run")
     snapshot = take_snapshot(run, start.config, [*start.overrides, *overrides], options.allow_dirty, script)
     if start.skip_list is not None:
         shutil.copy(start.skip_list, run)
@@ -134,14 +134,14 @@ def choose_start(options: Options) -> Start:
     """The job file and what the new run begins with. Raises ValueError for options that do not fit together."""
     config = options.config
     if options.phase_switch and options.decay_from:
-        raise ValueError("--phase-switch and --decay-from are two different starts; give one")
+        raise ValueError("--phase-switch and --decay-from exclude each other")
     if (options.steps is None) != (options.decay_from is None):
-        raise ValueError("--decay-from and --steps belong together: where the decay begins and how long it is")
+        raise ValueError("--decay-from and --steps belong together: the start and the length of the decay")
     if options.phase_switch:
         return next_phase(options.phase_switch.resolve(), config or Path("configs/phase2.toml"))
     if options.decay_from:
         if config:
-            raise ValueError(f"--decay-from goes on with the run's own job file; leave {config} away")
+            raise ValueError(f"--decay-from uses the run's own job file; remove {config}")
         assert options.steps is not None
         return decay_branch(options.decay_from.resolve(), options.steps)
     if config is None:
@@ -160,12 +160,12 @@ def run_folder(options: Options, start: Start) -> Path:
     else:
         folder = read_job(["--job.config_file", str(start.config)]).run
     if folder.resolve() == start.parent:
-        raise ValueError(f"{folder} is the run to start from; give the new one a name of its own with --run")
+        raise ValueError(f"{folder} is the run to start from; name the new one with --run")
     return folder.resolve()
 
 
 def cluster_of(options: Options, parent: Path | None) -> Cluster:
-    """What is asked of Slurm: the options, else what the parent run asked for, else the defaults."""
+    """The Slurm options: those given, else the parent run's, else the defaults."""
     asked: dict[str, Any] = dict((last_launch(parent) or {}).get("cluster", {})) if parent else {}
     for field in dataclasses.fields(Cluster):
         value = getattr(options, field.name)
@@ -173,7 +173,7 @@ def cluster_of(options: Options, parent: Path | None) -> Cluster:
             asked[field.name] = value
     for needed in ("nodes", "gpus_per_node"):
         if asked.get(needed, 0) < 1:
-            raise ValueError(f"--{needed.replace('_', '-')} is missing; give a number of at least 1")
+            raise ValueError(f"--{needed.replace('_', '-')} is missing; it must be at least 1")
     asked["env"] = tuple(asked.get("env", ()))
     return Cluster(**asked)
 
@@ -184,7 +184,7 @@ def refuse_second_job(run: Path) -> None:
     if before and before["job_id"] is not None:
         state = job_state(before["job_id"])
         if state not in ENDED:
-            raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or give another --run")
+            raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run")
 
 
 def show_dry_run(run: Path, start: Start, overrides: list[str], script: Any) -> None:

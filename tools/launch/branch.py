@@ -1,6 +1,6 @@
-"""Runs that begin where another run is or will be: the next phase, or a decay from a checkpoint of the stable part.
+"""Runs that start from another run: the next phase, or a decay from a checkpoint of the stable part of the schedule.
 
-Both are ordinary launches; this file only works out the job file, the overrides and the Slurm dependency.
+Both are ordinary launches; this file only determines the job file, the overrides and the Slurm dependency.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Start:
     config: Path
     overrides: list[str] = field(default_factory=list)
     parent: Path | None = None  # run folder
-    checkpoint: str | None = None  # step folder, which a running parent may still have to write
+    checkpoint: str | None = None  # step folder, which a running parent may not have written yet
     dependency: str | None = None
-    run: Path | None = None  # folder of the new run, where its name follows from the parent's
-    skip_list: Path | None = None  # data that the parent has left out, and so the branch must
+    run: Path | None = None  # folder of the new run, if its name derives from the parent's
+    skip_list: Path | None = None  # data that the parent skips, and so must the branch
 
 
 def last_launch(run: Path) -> dict[str, Any] | None:
-    """The newest line of launches.jsonl; None for a run that was started by hand."""
+    """The last row of launches.jsonl; None for a run that was not started by tools.launch."""
     return next(reversed(read_lines(run / "launches.jsonl")), None)
 
 
@@ -47,14 +47,14 @@ def resolved_job(run: Path) -> JobSections:
 
 
 def final_checkpoint(run: Path) -> Path:
-    """The checkpoint that a run ends with, written or not."""
+    """The path of a run's final checkpoint, whether it exists or not."""
     return run / f"checkpoint/step-{resolved_job(run).training.steps}"
 
 
 def next_phase(run: Path, config: Path) -> Start:
-    """A phase that starts from the final checkpoint of `run`, queued behind its job if that is not over.
+    """A phase that starts from the final checkpoint of `run`, queued after its job if that has not finished.
 
-    Raises ValueError when the checkpoint does not exist and no job is on its way to write it.
+    Raises ValueError if the checkpoint does not exist and no job will write it.
     """
     checkpoint = final_checkpoint(run)
     launch = last_launch(run)
@@ -72,16 +72,16 @@ def next_phase(run: Path, config: Path) -> Start:
 
 
 def decay_branch(checkpoint: Path, steps: int) -> Start:
-    """A copy of a run that goes on from one of its checkpoints and lets the learning rate fall over `steps` steps.
+    """A copy of a run that continues from one of its checkpoints and decays the learning rate over `steps` steps.
 
-    The schedule is rebuilt from the job file at every start, so the branch needs only other numbers. TorchTitan reaches
-    the minimum one step after the last of total_steps; one less makes the last step of the run the minimum's.
+    The schedule is rebuilt from the job file at every start, so the branch only overrides numbers. TorchTitan reaches
+    the minimum one step after total_steps; one less reaches it at the last step of the run.
     """
     run = checkpoint.parent.parent
     job = resolved_job(run)
     name, separator, number = checkpoint.name.partition("-")
     if name != "step" or not separator or not number.isdecimal():
-        raise ValueError(f"{checkpoint} is no checkpoint; give RUN/checkpoint/step-N")
+        raise ValueError(f"{checkpoint} is not a checkpoint; pass RUN/checkpoint/step-N")
     at = int(number)
     first, last = stable_steps(job.lr_scheduler, job.training.steps)
     if steps < 1:
@@ -105,7 +105,7 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
 
 
 def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
-    """First and last step N whose checkpoint has seen the whole warmup and nothing of the decay."""
+    """First and last step whose checkpoint is after the warmup and before the decay."""
     total = schedule.total_steps or training_steps
     ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
     decay = total - warmup if ratio is None else round(total * ratio)

@@ -1,11 +1,11 @@
-"""The batch script of a job, and the few questions that a launch asks Slurm.
+"""The batch script of a job, its submission, and the state of a Slurm job.
 
-The script runs on the first node and does little: it checks the snapshot, starts the supervisor (train.supervise),
-passes Slurm's warning and the end of the job on to it, and puts the job back into the queue when the supervisor says
-that it was told to stop but is not done (exit status 85). Without Slurm (`--local`) it is the same script.
+The script runs on the first node. It checks the snapshot, starts the supervisor (train.supervise), forwards Slurm's
+signals to it, and requeues the job if the supervisor was stopped before the run was done (exit status 85). The same
+script runs without Slurm (`--local`).
 
-With --no-kill a job survives the loss of any node, of its first one too, but then nobody is left to lead it, and Slurm
-keeps it until its time ends (seen with 22.05). So the last node watches a pulse that the first one writes.
+With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any more, and Slurm
+keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat file that the first one touches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from records.events import STOPPED
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 SLURM_TIMEOUT_S = 60
-# None: Slurm has forgotten it. A state that is not here counts as alive
+# None: Slurm no longer knows the job. Any other state counts as alive
 ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
          "PREEMPTED", "REVOKED")  # fmt: skip
 
@@ -65,7 +65,7 @@ fi
 exit $code
 """
 
-# On the last node, with the pulse file as $0. Its time is only compared for a change: clocks may differ.
+# On the last node, with the heartbeat file as $0. Its time is only compared for changes, as clocks may differ.
 WATCHER = """last= still=0
 while sleep "$1"; do
   now=$(stat -c %y "$0") || continue
@@ -77,7 +77,7 @@ done"""
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is asked of Slurm; every field that is None is left to the cluster."""
+    """The Slurm options of a job; None leaves the choice to the cluster."""
 
     nodes: int
     gpus_per_node: int
@@ -93,7 +93,7 @@ class Cluster:
 
 
 def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | None) -> str:
-    """The text of submit.sbatch. Raises ValueError for an --env that is no KEY=VALUE or sounds like a secret."""
+    """The text of submit.sbatch. ValueError if an --env is not KEY=VALUE or looks like a secret."""
     options = {
         "job-name": run.name,
         "nodes": cluster.nodes + cluster.spares,
@@ -139,14 +139,14 @@ def _export(pair: str) -> str:
         raise ValueError(f"--env {pair!r} is not KEY=VALUE")
     if SECRET.search(key):
         raise ValueError(
-            f"--env {key}=... sounds like a secret and would be written into the run folder; export it in the shell "
-            "instead, sbatch hands the environment on to the job"
+            f"--env {key}=... sounds like a secret and would be written to the run folder; export it in the shell "
+            "instead: the job inherits the environment of sbatch"
         )
     return f"{key}={shlex.quote(value)}"
 
 
 def submit(script: Path) -> int:
-    """sbatch; returns the job id. Raises ValueError with Slurm's words when it refuses."""
+    """Submit with sbatch; returns the job id. ValueError with Slurm's message if it refuses."""
     done = subprocess.run(
         ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SLURM_TIMEOUT_S
     )
@@ -156,7 +156,7 @@ def submit(script: Path) -> int:
 
 
 def job_state(job_id: int) -> str | None:
-    """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm has forgotten."""
+    """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm does not know."""
     command = ["scontrol", "show", "job", "-o", str(job_id)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
     found = re.search(r"\bJobState=(\S+)", done.stdout)

@@ -1,4 +1,4 @@
-"""The snapshot of a launch: all that a job runs from, in one read-only folder that no later edit can reach.
+"""The snapshot of a launch: everything a job runs from, in one read-only folder that later edits do not affect.
 
     runs/NAME/snapshot/<time>-<commit>/
         code/             the tracked files of the commit (with --allow-dirty: of the working tree)
@@ -10,8 +10,8 @@
         snapshot.json     commit, command, mixture fingerprint                  submit.sbatch  the job script
         SHA256SUMS        of every file; `sha256sum --check SHA256SUMS` is the first thing that the job does
 
-Why env/: an editable install puts an import hook in front of sys.path, which neither PYTHONPATH nor `-P` can beat. A
-virtual environment of three small files has no hooks, and every child of it (torchrun's workers) is the same program.
+Why env/: an editable install adds an import hook that takes precedence over PYTHONPATH and `-P`. A virtual environment
+of three small files has no hooks, and child processes (torchrun's workers) use the same interpreter.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ RESOLVE_TIMEOUT_S = 300
 def take_snapshot(
     run: Path, config: Path, overrides: list[str], allow_dirty: bool, script: Callable[[Path], str]
 ) -> Path:
-    """Make run/snapshot/<id>/ whole or not at all; returns it. script: text of submit.sbatch for the final folder.
+    """Create run/snapshot/<id>/ atomically and return it. script: text of submit.sbatch for the final folder.
 
     Raises ValueError for a dirty tree, a job file that TorchTitan refuses, or a mixture that was edited.
     """
     code = code_tree(allow_dirty)
     final = run / "snapshot" / f"{time.strftime('%Y%m%dT%H%M%S')}-{code['version']}"
     if final.exists():
-        raise ValueError(f"{final} exists already: this second has its snapshot; launch again")
+        raise ValueError(f"{final} exists already: another launch took this second; launch again")
     partial = final.with_name(f".{final.name}.partial")
     partial.mkdir(parents=True)
     try:
@@ -61,9 +61,9 @@ def take_snapshot(
             (partial / "changes.diff").write_bytes(code["diff"])
         write_interpreter(partial / "env")
         job = read_job(["--job.config_file", str(config), *overrides])
+        fingerprint = copy_mixture(Path(job.mixture.lock), partial / "mixture")
         resolved = resolve(partial, config, [*overrides, *pinned(job, run, final)])
         (partial / "job.toml").write_text(resolved, encoding="utf-8")
-        fingerprint = copy_mixture(Path(job.mixture.lock), partial / "mixture")
         (partial / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
         facts = {"code_version": code["version"], "commit": code["commit"], "mixture_fingerprint": fingerprint,
                  "config": str(config), "overrides": overrides, "argv": sys.argv, "time": time.time()}  # fmt: skip
@@ -82,7 +82,7 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
     """The git tree to run: HEAD's, or the working tree's with its difference from HEAD. Raises ValueError if dirty."""
     if not (ROOT / ".git").exists():
         raise ValueError(
-            f"{ROOT} is not a git checkout, so its code has no name; launch from a clone of the repository"
+            f"{ROOT} is not a git checkout, so its code has no version; launch from a clone of the repository"
         )
     commit = git("rev-parse", "HEAD").decode().strip()
     changed = git("status", "--porcelain").decode()
@@ -93,7 +93,7 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
                 f"the checkout differs from its commit {commit[:12]}:\n{changed}commit the changes, so that the run "
                 "can be repeated, or launch with --allow-dirty, which keeps the difference in the snapshot"
             )
-        with tempfile.TemporaryDirectory() as folder:  # an index of our own: the user's staging area stays as it is
+        with tempfile.TemporaryDirectory() as folder:  # a temporary index keeps the user's staging area unchanged
             index = {"GIT_INDEX_FILE": f"{folder}/index"}
             git("read-tree", commit, **index)
             git("add", "--all", **index)
@@ -117,7 +117,7 @@ def write_code(folder: Path, code: dict[str, Any]) -> None:
 
 
 def write_interpreter(env: Path) -> None:
-    """A virtual environment by hand: this Python, the snapshot's code, the packages that are importable now."""
+    """A minimal virtual environment: this Python, the snapshot's code, the packages that are importable now."""
     base = Path(sys._base_executable)  # type: ignore[attr-defined]
     (env / "bin").mkdir(parents=True)
     (env / "bin/python").symlink_to(base)
@@ -128,7 +128,7 @@ def write_interpreter(env: Path) -> None:
     ours, standard = {ROOT, ROOT / "models"}, Path(os.__file__).parent
     installed = [p for p in map(Path, sys.path) if p.is_absolute() and p.is_dir() and p.resolve() not in ours]
     installed = [p for p in installed if p != standard and p.name != "lib-dynload"]
-    # a path in a .pth file is searched, but its own .pth files are not run: no import hook comes along
+    # a path in a .pth file is searched, but its own .pth files are not executed, so no import hook is inherited
     (packages_folder / "snapshot.pth").write_text("\n".join([f"{up}/models", up, *map(str, installed)]) + "\n")
 
 
@@ -178,7 +178,7 @@ def packages() -> list[str]:
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what this was launched; variables whose name sounds like a secret are left out."""
+    """The machine, Python and environment variables of this launch, without variables that look like secrets."""
     kept = {k: v for k, v in sorted(os.environ.items()) if KEPT_VARIABLES.match(k) and not SECRET.search(k)}
     modules = [module for module in os.environ.get("LOADEDMODULES", "").split(":") if module]
     return {"python": sys.version, "executable": sys.executable, "host": list(os.uname()), "modules": modules,
@@ -186,7 +186,7 @@ def environment() -> dict[str, Any]:
 
 
 def seal(folder: Path) -> None:
-    """Write SHA256SUMS over every regular file, then take the right to write from everything."""
+    """Write SHA256SUMS of every regular file, then make everything read-only."""
     paths = [p for p in sorted(folder.rglob("*")) if not p.is_symlink()]
     files = [p for p in paths if p.is_file()]
     sums = "".join(f"{file_sha256(p)}  {p.relative_to(folder)}\n" for p in files)
@@ -196,7 +196,7 @@ def seal(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder that may be sealed already."""
+    """Delete a folder that may be read-only."""
     for path in (folder, *folder.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o755)

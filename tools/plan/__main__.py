@@ -1,12 +1,12 @@
-"""What a training run will cost, before anything runs.
+"""Estimates what a training run costs, before anything runs.
 
     python -m tools.plan configs/phase1.toml configs/phase2.toml
     python -m tools.plan configs/phase1.toml --gpu h200 --mfu 40 --training.local_batch_size 8
     python -m tools.plan configs/phase1.toml --dry-run
 
-Several job files are phases of one run: their tokens, days and sources add up. TorchTitan's own flags go behind the job
-files. With --dry-run the real trainer takes one step as rank 0 of the whole world, on this machine's CPU with a fake
-network (tools.plan.dry_run says what that checks). The last line of stdout is JSON.
+Several job files are phases of one run: their tokens, days and sources add up. TorchTitan's flags follow the job files.
+With --dry-run the real trainer takes one step as rank 0 of the whole world, on this machine's CPU with a fake network
+(tools/plan/dry_run.py lists what that checks). The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from data_mixtures import recipe
 from data_mixtures.mixture import read_lock
-from tools.plan import sums as sums
+from tools.plan import sums
 from tools.plan.dry_run import dry_run
 from train.job_config import load_job
 
@@ -38,19 +38,19 @@ class Options:
     configs: tyro.conf.Positional[tuple[Path, ...]]
     """Job files, in the order in which they run."""
     gpus: int = 192
-    """GPUs of the job; the mesh must have as many."""
+    """GPUs of the job; must equal the size of the mesh."""
     gpus_per_node: int = 8
     """GPUs that share NVLink."""
     gpu: Literal["h100", "h200", "a100"] = "h100"
-    """The datasheet to compare with."""
+    """GPU model, for its datasheet figures."""
     tokens_per_s_per_gpu: float = 17_000
-    """Expected speed; what the published run reports."""
+    """Expected speed; the default is the published run's."""
     mfu: float | None = None
     """Expected speed as a percentage of the GPU's dense BF16 FLOPs, in place of tokens per second."""
     network_gbit_per_s: float = 400
     """Network bandwidth of each GPU, in each direction."""
     restart_minutes: float = 10
-    """From a failure to the first step of the next attempt."""
+    """Minutes from a failure to the first step of the next attempt."""
     mixture: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="TOML")] = ()
     """Mixture recipes, one a job file; default: the job's lock, or data_mixtures/NAME.toml for data/NAME/."""
     dry_run: bool = False
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Ours, and TorchTitan's: from the first `--section.key` on, which no flag of ours looks like."""
+    """(our arguments, TorchTitan's): TorchTitan's begin with the first `--section.key`."""
     first = next((i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0]), len(arguments))
     return arguments[:first], arguments[first:]
 

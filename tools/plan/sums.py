@@ -1,7 +1,7 @@
 """The arithmetic of a training run before it runs: tokens, FLOPs, time, memory, checkpoints, data, network traffic.
 
-Everything follows from the job file, the architecture and a datasheet. What no sum can know is an estimate and named
-one: the tensors alive inside a layer's backward pass, and the share of a GPU that is usable.
+Everything follows from the job file, the architecture and a datasheet, but for two estimates, named as such: the
+tensors alive inside a layer's backward pass, and the usable share of a GPU's memory.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
@@ -41,7 +41,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the job runs on, and the speed that is expected of it."""
+    """The hardware of a job, and its expected speed."""
 
     gpus: int
     gpus_per_node: int
@@ -53,7 +53,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job file says, as far as the sums need it. `shard` and `replicate` are the mesh: HSDP, or FSDP with 1."""
+    """The job settings that the sums need. `shard` and `replicate` are the mesh: HSDP, or FSDP with replicate 1."""
 
     config: LaneformerConfig
     seq_len: int
@@ -136,7 +136,7 @@ def kept_per_token(job: Job, layer: int) -> int:
 
     Inputs: the streams (layer 0's are views of the embedding) and the delayed attention output, from which the streams
     in front of the MLP follow. Selective adds the narrow products; without checkpointing those streams and both normed
-    inputs are kept as well (at most: the compiler may compute them anew).
+    inputs are kept as well (at most: the compiler may recompute them).
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
@@ -185,14 +185,14 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
     """Size, cadence, storage under retention, and what a failure costs on average."""
     full_bytes = job.config.parameter_count()["total"] * FP32 * (1 + MOMENTS)
     step_s = compute(job, cluster)["step_s"]
-    kept_for_ever = job.steps // job.keep_every if job.keep_every else 1  # the last one at least
+    kept_milestones = job.steps // job.keep_every if job.keep_every else 1  # the last one at least
     lost_s = job.checkpoint_interval / 2 * step_s + cluster.restart_s
     return {
         "bytes": full_bytes,
         "every_s": job.checkpoint_interval * step_s,
         "written": -(-job.steps // job.checkpoint_interval),
         "bytes_written": -(-job.steps // job.checkpoint_interval) * full_bytes,
-        "bytes_kept": (job.keep_latest + kept_for_ever) * full_bytes,
+        "bytes_kept": (job.keep_latest + kept_milestones) * full_bytes,
         "hours_lost_per_failure": lost_s / 3600,
         "gpu_hours_lost_per_failure": cluster.gpus * lost_s / 3600,
     }

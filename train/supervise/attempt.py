@@ -87,9 +87,7 @@ class Attempt:
         outcome = read_outcome(self.job.run)
         if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
-        said = (
-            outcome["reason"] if outcome else f"no worker recorded an outcome, exit status {self.workers.returncode}"
-        )
+        said = outcome["reason"] if outcome else f"no worker recorded an outcome, exit status {self.workers.returncode}"
         console = self.logs / "console.log"
         found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
         if found:

@@ -1,9 +1,9 @@
 """Attention for training: FlexAttention on a GPU, where a window or document mask would cost SDPA its fast kernels.
 
 On CUDA, SDPA's flash kernel takes no mask and its memory-efficient one no grouped KV heads; what is left is cuDNN,
-where it accepts the shapes, or the math kernel, which writes out every score. FlexAttention skips the blocks that a
-window or a document boundary empties and has one fused kernel, if it is compiled; without compile it writes out the
-scores, too. On the CPU, and where no mask is needed, it is SDPA as in the plain model.
+where it accepts the shapes, or the math kernel, which materializes all scores. FlexAttention skips the blocks that a
+window or a document boundary empties and has one fused kernel, if it is compiled; without compile it materializes
+the scores, too. On the CPU, and where no mask is needed, it is SDPA as in the plain model.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ degree divides; with 8 shards (HSDP, one node) that is the lane axis itself, one
 
 The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is D or F
 wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective checkpointing keeps the first
-kind and computes the second anew: wo is small, and what w2 yields is only added, so that no gradient asks for it.
+kind and recomputes the second: wo is small, and the result of w2 is only added, so that no gradient needs it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEPT_OPS = {
 
 
 def keeps(operation: Any, *operands: Any) -> bool:
-    """Whether selective checkpointing keeps the result: attention, and products no wider than what they are made of."""
+    """Whether selective checkpointing keeps the result: attention, and products no wider than their inputs."""
     if operation in PRODUCTS:
         inner, outer = operands[1].shape[-2:]
         return outer <= inner
@@ -77,7 +77,7 @@ def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_c
 
 
 def apply_selective_checkpointing(model: Laneformer) -> None:
-    """Wrap every layer so that its backward pass keeps what `keeps` names and computes the rest anew."""
+    """Wrap every layer so that its backward pass keeps what `keeps` names and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if keeps(operation, *operands) else CheckpointPolicy.PREFER_RECOMPUTE

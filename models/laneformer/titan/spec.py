@@ -82,7 +82,7 @@ class TitanLaneformer(Laneformer):
         return self.lm_head(h, self.norm, labels)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Draw the parameters where they lie; there are no buffers to place."""
+        """Initialize the parameters in place; there are no buffers."""
         for name, parameter in self.named_parameters():
             # checkpointed layers have a wrapper in their names, which must not change the numbers drawn
             plain = name.replace("_checkpoint_wrapped_module.", "")

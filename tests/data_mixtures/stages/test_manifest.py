@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -164,3 +165,15 @@ def test_smaller_data_replaces_larger(data):
     prepared(data, plan, fewer)
     assert len(list((data / "notes").iterdir())) < before
     assert {path.name for path in (data / "notes").iterdir()} == {*in_memory(fewer["notes"], plan), "source.json"}
+
+
+def test_the_version_of_the_code_leaves_out_only_modules_that_exist(data, tmp_path, monkeypatch):
+    assert all((manifest.PACKAGE / name).is_file() for name in manifest.NOT_IN_VERSION)
+    before = manifest.code_version()
+    shutil.copytree(manifest.PACKAGE, tmp_path / "package")
+    monkeypatch.setattr(manifest, "PACKAGE", tmp_path / "package")
+    assert manifest.code_version() == before
+    for name, same in (("stages/verify.py", True), ("prepare.py", True), ("stages/shuffle.py", False)):
+        with (tmp_path / "package" / name).open("a") as file:
+            file.write("# a comment\n")
+        assert (manifest.code_version() == before) == same

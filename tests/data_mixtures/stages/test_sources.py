@@ -14,7 +14,7 @@ from rich.console import Console
 
 from data_mixtures import recipe as recipes
 from data_mixtures.readers import files, hub
-from data_mixtures.stages import executors, fetch, plan, run, stage
+from data_mixtures.stages import decontaminate, executors, fetch, filter, plan, run, stage, tokenize
 from data_mixtures.stages.fetch import Fetch
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.conftest import write_sums
@@ -356,3 +356,32 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, notes, quiet
     assert [p.name for p in (out / "fetch").rglob("*")] == ["notes"]
     fetched(path, out, None, quiet)
     assert len(texts(out)) > 1000
+
+
+CORPUS = """
+import argparse, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=pathlib.Path)
+out = parser.parse_args().out
+out.mkdir(parents=True)
+(out / "notes.jsonl").write_text('{"text": "a line of the corpus"}\\n')
+"""
+
+
+def test_a_program_of_the_recipe_writes_text_before_it_is_looked_for(tmp_path, quiet, monkeypatch):
+    (tmp_path / "our_corpus.py").write_text(CORPUS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = local(tmp_path, '{ kind = "jsonl", paths = ["{corpus}/*.jsonl"] }')
+    path.write_text(path.read_text().replace("seed = 11", 'seed = 11\ncorpus = "our_corpus"'))
+    fetched(path, tmp_path / "out", None, quiet)
+    assert texts(tmp_path / "out") == ["a line of the corpus"]
+    with pytest.raises(ValueError, match=r"(?s)corpus = 'our_corpus' ended with exit status 1:.*FileExistsError"):
+        planned(path, tmp_path / "out")
+
+
+def test_what_a_result_depends_on_must_exist():
+    assert stage.key_of(("stages/fetch.py",)) != stage.key_of(("stages/plan.py",))
+    with pytest.raises(FileNotFoundError, match=r"stages/no_such\.py"):
+        stage.key_of(("stages/no_such.py",))
+    for modules in (fetch._READERS, decontaminate.CODE, tokenize._MODULES, filter._MODULES):
+        stage.key_of(modules)

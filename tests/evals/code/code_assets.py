@@ -6,6 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from evals.code.sandbox import KINDS, why_not
+from evals.code.score import evalplus_environment
+
+needs_evalplus = pytest.mark.skipif(
+    not evalplus_environment().exists(), reason="no EvalPlus here: python -m evals.code --setup"
+)
+missing_sandboxes = {kind: why_not(kind) for kind in KINDS}
+needs_sandbox = pytest.mark.skipif(all(missing_sandboxes.values()), reason=f"no sandbox here: {missing_sandboxes}")
+
 
 def problem(number: int, name: str, body: str, base: list[Any], plus: list[Any]) -> dict[str, Any]:
     return {

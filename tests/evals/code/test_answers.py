@@ -175,14 +175,14 @@ def test_a_run_continues_where_it_ended(endpoint: Endpoint, tmp_path: Path) -> N
     collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
     assert len(endpoint.seen) == 2
     other = Sampling(seed=1)
-    with pytest.raises(ValueError, match="other settings: seed 0, not 1; give another --results"):
+    with pytest.raises(ValueError, match="other settings: seed 0, not 1; choose another --results"):
         collect(dataset, ask(endpoint, other), other, True, tmp_path / "r")
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_a_refusal_is_not_asked_again(endpoint: Endpoint, tmp_path: Path, status: int) -> None:
     endpoint.failures = [status]
-    with pytest.raises(ValueError, match=f"refused a question, HTTP {status}"):
+    with pytest.raises(ValueError, match=f"refused the request, HTTP {status}"):
         ask(endpoint, Sampling()).answer(PROBLEMS[0]["prompt"], 0, ())
     assert len(endpoint.seen) == 1
 

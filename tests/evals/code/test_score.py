@@ -1,57 +1,37 @@
-"""EvalPlus in its sandbox: right, wrong and hostile solutions for real, and the command from end to end."""
+"""EvalPlus in its sandbox: correct, wrong and hostile solutions."""
 
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import os
 import socket
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from evals.code import __main__ as code
 from evals.code import sandbox
-from evals.code.sandbox import KINDS, find_sandbox, run_sandboxed, why_not
-from evals.code.score import LIMITS, EvalPlus, evalplus_environment, open_dataset, pass_at_k, reference
-from records.evals import About
-from records.run import read_run
+from evals.code.evaluate import figures_of
+from evals.code.sandbox import find_sandbox, run_sandboxed
+from evals.code.score import LIMITS, EvalPlus, evalplus_environment, open_dataset, reference
 from tests.evals.code.code_assets import (
     ANSWER,
     HOSTILE,
     PROBLEMS,
     connects,
     deletes,
+    missing_sandboxes,
+    needs_evalplus,
+    needs_sandbox,
     problem,
     reads,
     write_dataset,
     writes,
 )
-from tests.evals.code.test_answers import Endpoint, endpoint  # noqa: F401
-from tools.dashboard.scores import code_card
 
-needs_evalplus = pytest.mark.skipif(
-    not evalplus_environment().exists(), reason="no EvalPlus here: python -m evals.code --setup"
-)
-missing = {kind: why_not(kind) for kind in KINDS}
-needs_sandbox = pytest.mark.skipif(all(missing.values()), reason=f"no sandbox here: {missing}")
 each_sandbox = pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.skipif(bool(why), reason=why)) for k, why in missing.items()]
+    "kind", [pytest.param(k, marks=pytest.mark.skipif(bool(why), reason=why)) for k, why in missing_sandboxes.items()]
 )
-
-
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (5, 2), (6, 6), (20, 10)])
-def test_pass_at_k_is_the_mean_over_all_choices(n: int, k: int) -> None:
-    for passed in range(n + 1):
-        if n > 6:
-            continue
-        choices = list(itertools.combinations([i < passed for i in range(n)], k))
-        exact = Fraction(sum(map(any, choices)), len(choices))
-        # one division and one subtraction of numbers up to 1
-        assert pass_at_k([(n, passed)], k) == pytest.approx(float(exact), abs=2**-52)
-    assert pass_at_k([(n, n), (n, 0)], k) == 0.5
 
 
 def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
@@ -166,7 +146,7 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
     rows += [{"task_id": PROBLEMS[i]["task_id"], "solution": reference(PROBLEMS[i])} for i in (0, 2)]
     scored = evalplus.evaluate(rows, "samples")
     assert scored["HumanEval/901"] == [(True, False), (True, True)]
-    figures = code.figures_of(scored, 1)
+    figures = figures_of(scored, 1)
     assert figures["pass@1_base"] == 1
     # 1/2, 1 and 1 of three problems: one rounding each in the sum and in the mean
     assert figures["pass@1_plus"] == pytest.approx(2.5 / 3, rel=2**-51)
@@ -195,44 +175,6 @@ def test_sanitize_keeps_the_function_and_gives_up_in_time(tmp_path: Path, monkey
     got = scorer(tmp_path, find_sandbox()).sanitize([{"text": t, "entry_point": "double"} for t in texts])
     assert got[0] == ANSWER.strip()
     assert got[1] is None
-
-
-@needs_evalplus
-@needs_sandbox
-def test_the_command(
-    endpoint: Endpoint,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Chat answers of an endpoint, in two calls: the second one finds its answers and its expected outputs."""
-    path = write_dataset(tmp_path / "d.jsonl")
-    out = tmp_path / "evals.jsonl"
-    for step in (1, 2):
-        code.main(
-            dataset=path, results=tmp_path / "r", base_url=endpoint.url, cache=tmp_path / "cache",
-            about=About(out, step),
-        )  # fmt: skip
-    assert len(endpoint.seen) == 3
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == records[1]
-    record = records[1]
-    assert (record["kind"], record["step"], record["dataset"]) == ("code", 2, "humaneval+")
-    assert (record["pass@1_base"], record["pass@1_plus"]) == (1, 1)
-    assert record["control"] == {"passed": 3, "total": 3, "known_failures": {}, "unexpected_failures": []}
-    assert (record["protocol"], record["n"], record["sandbox"]) == ("greedy", 1, find_sandbox())
-    (outputs,) = (tmp_path / "cache/evalplus").iterdir()
-    assert outputs.name == f"{open_dataset(path).md5}.pkl"
-    (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
-    shown = code_card(read_run(tmp_path))
-    for told in (
-        f"<td>humaneval+ {record['version']}</td><td>greedy, chat</td><td>3 × 1</td>",
-        "3 / 3",
-        find_sandbox(),
-    ):
-        assert told in shown, "the dashboard reads the record"
-    samples = [json.loads(line) for line in (tmp_path / "r/samples.jsonl").read_text().splitlines()]
-    assert all(s["selected"].startswith("def ") and s["sanitized"] for s in samples)
-    assert (tmp_path / "r/samples_eval_results.json").exists()
 
 
 @needs_evalplus

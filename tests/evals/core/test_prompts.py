@@ -115,7 +115,7 @@ def test_nanochat_choices_follow_the_rule(count: int, shots: int) -> None:
 
 
 def test_too_few_examples() -> None:
-    with pytest.raises(Unscorable, match="10 examples are needed beside each row, but only 6 rows"):
+    with pytest.raises(Unscorable, match="needs 10 other rows as examples, but only 6 rows"):
         asked("bigbench_operators", TEXT_ROWS, "nanochat")
     assert all(len(chosen) == 5 for chosen in dclm_examples(6, 10)), "dclm shows as many as there are"
 

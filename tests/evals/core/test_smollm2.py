@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.core.__main__ import score_task
+from evals.core.evaluate import score_task
 from evals.core.tasks import Bundle
 from evals.scorer import Scorer, open_scorer
 from tests.evals.core.core_assets import eval_data, task

@@ -18,7 +18,7 @@ from laneformer.engine.cuda.geometry import H200, Machine, plan
 from laneformer.engine.cuda.memory import DeviceMemory
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
-from tools.bench import cuda_report, cuda_steps
+from tools.bench import cuda, cuda_steps
 from tools.bench.cuda_steps import Session, first_lane, one_lane, paired
 from tools.check.reference import plain_model, random_weights, tensors_of
 
@@ -33,7 +33,7 @@ PROPERTIES = SimpleNamespace(
 
 
 class StandIn(PlainDecoder):
-    """CudaDecoder's interface over model.py in float64."""
+    """SequenceDecoder's interface over model.py in float64."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = ("cuda:0",),
@@ -69,7 +69,7 @@ class Event:
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on the CPU in which a token takes 1/800 s."""
     monkeypatch.setattr(cuda_steps, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_steps, "CudaDecoder", StandIn)
+    monkeypatch.setattr(cuda_steps, "SequenceDecoder", StandIn)
     monkeypatch.setattr(cuda_steps, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
     monkeypatch.setattr(cuda_steps, "load_gpu", lambda: None)
     monkeypatch.setattr(cuda_steps, "GREEDY_PROMPTS", 2)
@@ -96,7 +96,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert steps["compiled"]["result"]["failed"] == {}
     assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
     head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
-    page = cuda_report.markdown({**head, "steps": steps})
+    page = cuda.markdown({**head, "steps": steps})
     assert "not measured" not in page
     assert "compute-sanitizer is not on the PATH" in page
 

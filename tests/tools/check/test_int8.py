@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
+from evals.scorer import EngineScorer
 from laneformer import Engine, LaneformerConfig
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from tests.laneformer.engine.assets import random_model, write_folder
@@ -37,7 +38,8 @@ def test_a_folder_is_checked_and_measured(prepared_data, tmp_path, capsys):
             kl.append((np.exp(p) * (p - q)).sum(1).mean())
             same.append((p.argmax(1) == q.argmax(1)).mean())
         for engine in (half, small):
-            scored = bits_per_byte(engine, windows, categories, matching_token_bytes(tmp_path, prepared_data))
+            scorer = EngineScorer(tmp_path, dtype=engine.dtype)
+            scored = bits_per_byte(scorer, windows, categories, matching_token_bytes(tmp_path, prepared_data))
             assert report["bits_per_byte"][engine.dtype] == scored["bits_per_byte"]
             assert report["weight_bytes"][engine.dtype] == engine.weight_bytes
     # a difference of float64 log-probabilities of size 10, so with 1e-15 of error, over the figure's own size

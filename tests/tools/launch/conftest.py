@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.launch.launch_assets import SMALL, launch, make_checkout
+from tests.tools.launch.launch_assets import SMALL, environment, launch, make_checkout
 
 
 @pytest.fixture(scope="session")
@@ -16,10 +16,17 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(checkout: Path, prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of 40 steps of phase 1 on two ranks here, `--local`, from a snapshot."""
+    """The run folder of 40 steps of phase 1 on two ranks, `--local`, from a snapshot; the environment holds secrets."""
     run = tmp_path_factory.mktemp("runs") / "undisturbed"
     arguments = ("--run", str(run), "--nodes", "1", "--gpus-per-node", "2", "--cpu", "--local")
     lock = ("--mixture.lock", str(prepared_data / "phase1.lock.json"))
-    done = launch(checkout, "configs/debug_phase1.toml", *arguments, *SMALL, *lock)
+    env = {
+        **environment(),
+        "WANDB_API_KEY": "hush",
+        "HF_TOKEN": "hush",
+        "NCCL_DEBUG": "WARN",
+        "LOADEDMODULES": "cuda/13",
+    }
+    done = launch(checkout, "configs/debug_phase1.toml", *arguments, *SMALL, *lock, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return run

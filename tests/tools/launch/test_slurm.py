@@ -112,6 +112,7 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
         requeued = cluster.job(id1)
         there.wait_for_steps(1, attempt=2, steps=3)
         cluster.lose_node("n2")
+        (folder / "code.fast").touch()  # nothing more has to happen between steps
         job1 = there.wait_for_end(id1)
         cluster.start_node("n2")
         cluster.make_bad("n2")

@@ -16,9 +16,9 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
-from evals.lm_eval.__main__ import evaluate
+from evals.lm_eval.evaluate import evaluate
 from evals.lm_eval.models import EngineLM
-from evals.lm_eval.offline_tasks import data_folder
+from evals.lm_eval.tasks import data_folder
 from laneformer.engine import Engine
 from tests.evals.lm_eval.lm_eval_assets import export_tiny, write_data
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from evals.core import __main__ as core
-from evals.core.__main__ import is_right, main, score_task
+from evals.core import evaluate as core
+from evals.core.__main__ import main
+from evals.core.evaluate import Settings, is_right, remarks, score_task
 from evals.core.prompts import Item, Prompt, Protocol, items
-from evals.core.tasks import TASKS, Task
+from evals.core.tasks import TASKS, Bundle, Task
 from evals.scorer import EngineScorer, Scores, open_scorer
 from laneformer import Laneformer
-from records.evals import About
+from records.evals import NOWHERE, About
 from tests.evals.core.core_assets import ROWS, task, write_bundle, write_laneformer, write_llama
 
 LABELS = ["copa", "winograd", "coqa"]
@@ -101,9 +102,8 @@ def test_choices_have_the_lowest_mean_and_texts_every_token() -> None:
     assert is_right(model, Item([Prompt([1], 1), Prompt([1, 5], 1)], gold=0))
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> dict[str, Any]:
-    main(*arguments, **options)
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+def run(model: Path, bundle: Path, about: About = NOWHERE, **settings: Any) -> dict[str, Any]:
+    return main(model, bundle, Settings(**settings), about)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_bundle(tmp_path, LABELS)
     out = tmp_path / "run" / "evals.jsonl"
-    record = run(capsys, model_dir, tmp_path, max_per_task=3, about=About(out, 7, 70, "phase1"))
+    record = run(model_dir, tmp_path, max_per_task=3, about=About(out, 7, 70, "phase1"))
     assert [json.loads(line) for line in out.read_text().splitlines()] == [record]
     assert list(out.parent.iterdir()) == [out], "nothing else stays"
     assert (record["kind"], record["protocol"], record["seed"], record["max_per_task"]) == ("core", "nanochat", 1234, 3)
@@ -129,25 +129,34 @@ def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "copy commonsense_reasoning/piqa.jsonl there" in record["missing"]["piqa"]
     assert len(record["data_sha256"]) == len(record["tokenizer_sha256"]) == 64
     assert "not_core" not in record
-    shutil.copy(core.__file__.replace("core.py", "demo_bundle/NOT_CORE"), tmp_path)
-    dclm = run(capsys, model_dir, tmp_path, protocol="dclm", tasks=("copa",))
+    said = capsys.readouterr().err
+    assert "19 of 22 tasks are not in this bundle: CORE is not computed." in said
+    assert "Missing: hellaswag_zeroshot" in said
+    assert "N/A" not in said
+    shutil.copy(Path(core.__file__).with_name("demo_bundle") / "NOT_CORE", tmp_path)
+    dclm = run(model_dir, tmp_path, protocol="dclm", tasks=("copa",))
     assert (dclm["protocol"], list(dclm["tasks"])) == ("dclm", ["copa"])
     assert dclm["missing"]["winograd"] == "not chosen by --tasks"
     assert dclm["not_core"].startswith("not CORE: a toy bundle")
+    said = capsys.readouterr().err
+    assert "not CORE: a toy bundle" in said
+    assert "2 tasks were not chosen by --tasks" in said
+    assert "Missing" not in said
 
 
-def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path: Path) -> None:
     write_laneformer(tmp_path / "model", context=6)
     write_bundle(tmp_path, LABELS)
-    record = run(capsys, tmp_path / "model", tmp_path)
+    record = run(tmp_path / "model", tmp_path)
     assert "coqa" in record["tasks"]
     assert "does not fit into 6" in record["missing"]["copa"]
+    assert any(line.startswith("copa could not be scored: an answer") for line in remarks(record, Bundle(tmp_path)))
     assert record["core_v1"] is None
 
 
-def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_tasks_give_core(model_dir: Path, tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, [t.label for t in TASKS])
-    record = run(capsys, model_dir, tmp_path, protocol="dclm")
+    record = run(model_dir, tmp_path, protocol="dclm")
     assert record["missing"] == {}
     assert len(record["tasks"]) == len(bundle.tasks) == 22
     for version in ("v1", "v2"):
@@ -156,12 +165,10 @@ def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, capsys: pytest.Cap
     assert record["core_v2"] != record["core_v1"]
 
 
-def test_an_interrupted_evaluation_goes_on(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_evaluation_goes_on(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_bundle(tmp_path / "data", LABELS)
     out = tmp_path / "evals.jsonl"
-    whole = run(capsys, model_dir, tmp_path / "data")
+    whole = run(model_dir, tmp_path / "data")
     scored: list[str] = []
 
     def interrupted(chosen: Task, *arguments: Any) -> dict[str, Any]:
@@ -173,13 +180,13 @@ def test_an_interrupted_evaluation_goes_on(
     monkeypatch.setattr(core, "score_task", interrupted)
     stop_at = "winograd"
     with pytest.raises(KeyboardInterrupt):
-        main(model_dir, tmp_path / "data", about=About(out))
+        run(model_dir, tmp_path / "data", about=About(out))
     assert not out.exists()
     assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 1
     stop_at = ""
     # another protocol has other figures, and does not take them
-    run(capsys, model_dir, tmp_path / "data", protocol="dclm", tasks=("copa",))
-    record = run(capsys, model_dir, tmp_path / "data", about=About(out))
+    run(model_dir, tmp_path / "data", protocol="dclm", tasks=("copa",))
+    record = run(model_dir, tmp_path / "data", about=About(out))
     assert sorted(scored) == ["copa", "copa", "coqa", "winograd"], "copa again only for the other protocol"
     assert record["tasks"] == whole["tasks"]
     assert not list(tmp_path.glob(".evals.jsonl.core-*"))
@@ -187,16 +194,16 @@ def test_an_interrupted_evaluation_goes_on(
 
 @pytest.mark.parametrize("change", ["model", "data"])
 def test_kept_tasks_of_another_model_or_data_are_not_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     write_laneformer(tmp_path / "model")
     bundle = write_bundle(tmp_path / "data", ["copa"])
     out = tmp_path / "evals.jsonl"
     monkeypatch.setattr(core.Partial, "remove", lambda self: None)
-    run(capsys, tmp_path / "model", tmp_path / "data", about=About(out))
+    run(tmp_path / "model", tmp_path / "data", about=About(out))
     changed = tmp_path / "model" / "config.json" if change == "model" else bundle.file(task("copa"))
     changed.write_text(changed.read_text() + "\n")
-    run(capsys, tmp_path / "model", tmp_path / "data", about=About(out))
+    run(tmp_path / "model", tmp_path / "data", about=About(out))
     assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 2
 
 
@@ -205,8 +212,9 @@ def test_the_plan_counts_what_the_engine_reads(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: Protocol
 ) -> None:
     bundle = write_bundle(tmp_path, LABELS)
-    got = run(capsys, model_dir, tmp_path, protocol=protocol, plan_only=True, tokens_per_s=1000.0)
-    scorer = EngineScorer(model_dir, "cpu")
+    got = main(model_dir, tmp_path, Settings(protocol=protocol), plan_only=True, tokens_per_s=1000.0)
+    assert "at 1,000 tokens/s" in capsys.readouterr().err
+    scorer = EngineScorer(model_dir, device="cpu")
     asked = whole = fresh = 0
     for chosen in (task(label) for label in got["tasks"]):
         for item in items(chosen, bundle.rows(chosen), protocol, scorer, 128):
@@ -214,7 +222,7 @@ def test_the_plan_counts_what_the_engine_reads(
             for prompt in item.prompts:
                 scorer.score(prompt.ids, prompt.start)
                 whole += len(prompt.ids) - 1
-                fresh += len(prompt.ids) - 1 - scorer._engine.statistics.reused_tokens
+                fresh += len(prompt.ids) - 1 - scorer.engine.statistics.reused_tokens
     scorer.close()
     assert (got["items"], got["tokens"], got["tokens_shared"]) == (asked, whole, fresh)
     assert fresh < whole
@@ -223,9 +231,9 @@ def test_the_plan_counts_what_the_engine_reads(
 
 def test_bad_input(model_dir: Path, tmp_path: Path) -> None:
     write_bundle(tmp_path, ["copa"])
-    with pytest.raises(ValueError, match="at least 1 item"):
-        main(model_dir, tmp_path, max_per_task=0)
+    with pytest.raises(ValueError, match="--max-per-task 0 must be at least 1"):
+        Settings(max_per_task=0)
     with pytest.raises(ValueError, match="are not in CORE"):
-        main(model_dir, tmp_path, tasks=("mmlu",))
+        run(model_dir, tmp_path, tasks=("mmlu",))
     with pytest.raises(ValueError, match="holds none of CORE's tasks"):
         main(model_dir, tmp_path / "nothing")

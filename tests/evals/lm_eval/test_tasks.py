@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from lm_eval.tasks import _yaml_loader
 from lm_eval.tasks.ruler import vt_utils
 
 import evals.lm_eval.models
-from evals.lm_eval.__main__ import load_tasks, main
-from evals.lm_eval.models import EngineLM
-from evals.lm_eval.offline_tasks import RULER_TASKS, data_folder
-from evals.lm_eval.ruler_room import check_room
+from evals.lm_eval.__main__ import main
+from evals.lm_eval.evaluate import Questions, lengths_of
+from evals.lm_eval.models import CheckedCompletions, EngineLM
+from evals.lm_eval.tasks import (
+    ARC_TASKS,
+    RULER_TASKS,
+    check_room,
+    data_folder,
+    expand_tasks,
+    first_documents,
+    load_tasks,
+)
 from laneformer.hf.tokenizer import write_tokenizer
 from records.evals import About
 from records.run import read_run
-from tests.evals.lm_eval.lm_eval_assets import export_tiny, write_data
+from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, export_tiny, write_data
 from tests.laneformer.hf.hf_assets import sentencepiece_model
 from tools.dashboard.scores import ruler_card
 
@@ -73,12 +83,11 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(
     tmp_path: Path,
     one_document: None,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(evals.lm_eval.models, "EngineLM", HalfRight)
     (tmp_path / "metrics.jsonl").touch()
-    main(hf_dir, "ruler", limit=1, data=data, about=About(tmp_path / "evals.jsonl", 7, phase="phase1"))
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    asked = Questions("ruler", limit=1, data=data)
+    record = main(hf_dir, asked, about=About(tmp_path / "evals.jsonl", 7, phase="phase1"))
     assert record == json.loads((tmp_path / "evals.jsonl").read_text())
     assert (record["kind"], record["haystack"], record["add_bos"]) == ("lm_eval", "offline", True)
     assert record["protocol"].endswith("with BOS")
@@ -115,11 +124,55 @@ def short_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_lm_eval_would_try_for_ever_is_refused(hf_dir: Path, short_pieces: Path) -> None:
-    with pytest.raises(ValueError, match=r"ruler_vt cannot be made: .* 500 tokens for its worked .* it takes 5"):
+def test_lengths_at_which_lm_eval_would_hang_are_refused(hf_dir: Path, short_pieces: Path) -> None:
+    with pytest.raises(ValueError, match=r"ruler_vt cannot be generated: .* 500 tokens for its worked .* takes 5"):
         load_tasks(["ruler_vt"], [2048, 4096], short_pieces)
-    with pytest.raises(ValueError, match=r"ruler_cwe cannot be made at a length of 4096: .* take 4\d\d\d tokens"):
+    with pytest.raises(ValueError, match=r"ruler_cwe cannot be generated at a length of 4096: .* take 4\d\d\d tokens"):
         load_tasks(["ruler_cwe"], [2048, 4096], short_pieces)
-    with pytest.raises(ValueError, match="ruler_vt cannot be made at a length of 512"):
+    with pytest.raises(ValueError, match="ruler_vt cannot be generated at a length of 512"):
         load_tasks(["ruler_vt"], [512, 2048], hf_dir)
     check_room([name for name in RULER_TASKS if name.startswith("niah")], [512], short_pieces)  # these come to an end
+
+
+def test_a_limit_counts_each_length() -> None:
+    documents = [{"max_length": length} for length in (2048, 4096) for _ in range(5)]
+    task: Any = SimpleNamespace(eval_docs=documents)
+    assert first_documents(task, 2) == [0, 1, 5, 6]
+    assert first_documents(task, None) == list(range(10))
+    task.eval_docs = [{"question": "x"}] * 3
+    assert first_documents(task, 2) == [0, 1]
+    with pytest.raises(ValueError, match="--limit 0 must be at least 1"):
+        Questions("arc_easy", limit=0)
+
+
+def test_names_and_lengths() -> None:
+    assert expand_tasks("arc_easy, ruler") == ["arc_easy", *RULER_TASKS]
+    assert len(RULER_TASKS) == 11
+    assert lengths_of("2048,4096") == [2048, 4096]
+    for bad in ("arc_easy,", "ruler,niah_single_1"):
+        with pytest.raises(ValueError, match="empty or repeated name"):
+            expand_tasks(bad)
+    for bad in ("4096,2048", "many", "100", ""):
+        with pytest.raises(ValueError, match="ascending token counts"):
+            lengths_of(bad)
+    assert get_model("laneformer") is EngineLM
+    assert issubclass(CheckedCompletions, get_model("local-completions"))
+
+
+def test_data_of_another_folder_is_never_taken(hf_dir: Path, data: Path, tmp_path: Path) -> None:
+    """`datasets` keeps what it has prepared under the data set's name, which folders share."""
+    other = write_data(tmp_path, [("Which is wet?", ["water", "sand"], 0)])
+    for folder, count in ((data, len(QUESTIONS)), (other, 1), (data, len(QUESTIONS))):
+        with data_folder(folder, ["arc_easy"]):
+            _, (task,) = load_tasks(["arc_easy"], [2048], hf_dir)
+            assert len(task.eval_docs) == count
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    for tasks, name in ((ARC_TASKS, "allenai/ai2_arc"), (RULER_TASKS, "baber/paul_graham_essays")):
+        with (
+            pytest.raises(ValueError, match=f"download the data set {name} from the hub"),
+            data_folder(tmp_path, tasks),
+        ):
+            pass
+    assert not list(tmp_path.iterdir())

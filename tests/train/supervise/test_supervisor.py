@@ -6,20 +6,14 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
-import psutil
 import pytest
 
 from records.events import BAD_STEP, CRASHED, DONE, STOPPED, read_events
 from records.job import JobSections, read_job
-from train.supervise.attempt import Attempt
-from train.supervise.heartbeat import laggards
-from train.supervise.signals import StopSignals
 from train.supervise.supervisor import Supervisor, only_supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +31,7 @@ def job(tmp_path: Path) -> JobSections:
 
 @pytest.fixture
 def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
-    """Run a supervisor whose starts live these lives: (its exit status, how many starts it made)."""
+    """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
 
     def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
         begun: list[Life] = []
@@ -118,37 +112,6 @@ def test_one_supervisor_a_run(job: JobSections) -> None:
     only_supervisor(job).close()
 
 
-def test_a_second_wish_kills_what_does_not_end(
-    job: JobSections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
-    child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(tmp_path / "pid")
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
-    monkeypatch.setattr(
-        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen([sys.executable, "-c", parent])
-    )
-    stop = StopSignals(on_force=lambda: None)
-    attempt = Attempt(job, 1, stop)
-    attempt.start(None, 1, [])
-    while not (tmp_path / "pid").exists():
-        time.sleep(0.05)
-    stop.asked = "SIGTERM"
-    Timer(1.0, stop._force).start()
-    assert attempt.watch().reason.startswith("killed")
-    assert (job.run / "stop").exists(), "they were asked first"
-    pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def test_who_lags() -> None:
-    beat = {"host": "n", "pid": 1, "interval_s": 5.0}
-    living, silent = {**beat, "rank": 0, "step": 7, "time": 100.0}, {**beat, "rank": 1, "step": 7, "time": 70.0}
-    behind = {**beat, "rank": 2, "step": 6, "time": 99.0}
-    assert [b["rank"] for b in laggards([living, silent, behind])] == [1]
-    assert [b["rank"] for b in laggards([living, behind])] == [2]
-    assert laggards([]) == []
-
-
 def test_the_job_file_and_its_overrides() -> None:
     path = str(ROOT / "configs/phase1.toml")
     job = read_job(["--job.config_file", path, "--resilience.skip-steps", "9", "--training.steps", "5"])
@@ -159,3 +122,9 @@ def test_the_job_file_and_its_overrides() -> None:
         read_job([f"--job.config_file={path}", "--checkpoint.load_step", "5"])
     with pytest.raises(ValueError, match="is missing"):
         read_job([])
+
+
+def test_the_supervisor_imports_no_torch() -> None:
+    """It has to outlive a broken installation of the workers, and starts in a fraction of a second."""
+    program = "import sys, train.supervise.__main__; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -12,22 +12,12 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
-from evals.lm_eval.__main__ import (
-    Endpoint,
-    evaluate,
-    expand_tasks,
-    first_documents,
-    lengths_of,
-    load_tasks,
-    open_endpoint,
-)
-from evals.lm_eval.figures import figures_of, prompt_figures
-from evals.lm_eval.models import CheckedCompletions, EngineLM
-from evals.lm_eval.offline_tasks import ARC_TASKS, RULER_TASKS, data_folder
+from evals.lm_eval.evaluate import Endpoint, evaluate, figures_of, open_endpoint, prompt_figures
+from evals.lm_eval.models import EngineLM
+from evals.lm_eval.tasks import ARC_TASKS, data_folder
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
@@ -301,45 +291,3 @@ def test_cuts_of_recorded_prompts_are_counted(model: EngineLM) -> None:
         return prompt_figures(view, samples)["cut"]
 
     assert (cut(ids + 10), cut(ids + 9), cut(1)) == (0, 1, 2)
-
-
-def test_a_limit_counts_each_length() -> None:
-    documents = [{"max_length": length} for length in (2048, 4096) for _ in range(5)]
-    task: Any = SimpleNamespace(eval_docs=documents)
-    assert first_documents(task, 2) == [0, 1, 5, 6]
-    assert first_documents(task, None) == list(range(10))
-    task.eval_docs = [{"question": "x"}] * 3
-    assert first_documents(task, 2) == [0, 1]
-
-
-def test_names_and_lengths() -> None:
-    assert expand_tasks("arc_easy, ruler") == ["arc_easy", *RULER_TASKS]
-    assert len(RULER_TASKS) == 11
-    assert lengths_of("2048,4096") == [2048, 4096]
-    for bad in ("arc_easy,", "ruler,niah_single_1"):
-        with pytest.raises(ValueError, match="empty name or names a task twice"):
-            expand_tasks(bad)
-    for bad in ("4096,2048", "many", "100", ""):
-        with pytest.raises(ValueError, match="ascending token counts"):
-            lengths_of(bad)
-    assert get_model("laneformer") is EngineLM
-    assert issubclass(CheckedCompletions, get_model("local-completions"))
-
-
-def test_data_of_another_folder_is_never_taken(hf_dir: Path, data: Path, tmp_path: Path) -> None:
-    """`datasets` keeps what it has prepared under the data set's name, which folders share."""
-    other = write_data(tmp_path, [("Which is wet?", ["water", "sand"], 0)])
-    for folder, count in ((data, len(QUESTIONS)), (other, 1), (data, len(QUESTIONS))):
-        with data_folder(folder, ["arc_easy"]):
-            _, (task,) = load_tasks(["arc_easy"], [2048], hf_dir)
-            assert len(task.eval_docs) == count
-
-
-def test_missing_data_is_named(tmp_path: Path) -> None:
-    for tasks, name in ((ARC_TASKS, "allenai/ai2_arc"), (RULER_TASKS, "baber/paul_graham_essays")):
-        with (
-            pytest.raises(ValueError, match=f"download the data set {name} from the hub"),
-            data_folder(tmp_path, tasks),
-        ):
-            pass
-    assert not list(tmp_path.iterdir())

@@ -1,0 +1,231 @@
+"""lm-eval's stock tasks: their documents, from the hub or a local folder, and the room that RULER needs.
+
+A local folder replaces the hub, so that tasks run without a network:
+
+    DIR/allenai/ai2_arc/                        README.md whose `configs:` name the files of ARC-Easy and ARC-Challenge
+    DIR/baber/paul_graham_essays/train.jsonl    {"text": ...}: the haystack of five RULER tasks
+    DIR/nltk_data/tokenizers/punkt_tab/english/ RULER's sentence splitter; trained on the essays if it is missing
+
+`hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one. lm-eval opens data sets
+by name, and `datasets` prefers a folder of that name in the working directory. Sentence tables trained here are not
+NLTK's, so RULER's haystacks differ slightly: such scores are marked "offline".
+
+RULER shortens a text until it fits. If even the shortest does not, its needle tasks raise an error, but `ruler_vt`
+loops forever (a bare `except` swallows Ctrl-C as well) and `ruler_cwe` samples from an empty list. So the shortest
+prompts of these two are generated here, by lm-eval's own functions, and measured first; they depend on the tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from records.files import json_lines
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+
+ESSAYS = "baber/paul_graham_essays"
+RULER_TASKS = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
+)  # fmt: skip
+ARC_TASKS = ("arc_easy", "arc_challenge")
+TABLES = Path("tokenizers") / "punkt_tab" / "english"
+# lm-eval's defaults; the first two determine RULER's texts
+SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
+DRAWS = 20  # prompt lengths vary by a few tokens with the words drawn
+# hard-coded in lm-eval's ruler/vt_utils.py and ruler/cwe_utils.py: tokens of vt's worked example and of the answers,
+# and the smallest number of units (sentences, words) that is tried
+VT_EXAMPLE_TOKENS, VT_EXAMPLE_UNITS, VT_UNITS, VT_ANSWER_TOKENS = 500, 5, 10, 30
+CWE_UNITS, CWE_ANSWER_TOKENS = 10, 120
+
+
+def expand_tasks(names: str) -> list[str]:
+    """The task names of a comma-separated list, with `ruler` replaced by its eleven tasks."""
+    found: list[str] = []
+    for name in (part.strip() for part in names.split(",")):
+        found += RULER_TASKS if name == "ruler" else [name]
+    if "" in found or len(set(found)) < len(found):
+        raise ValueError(
+            f"--tasks {names} has an empty or repeated name; use a list such as arc_easy,arc_challenge,ruler"
+        )
+    return found
+
+
+def load_tasks(names: Sequence[str], lengths: Sequence[int], tokenizer: Path) -> tuple[TaskManager, list[Task]]:
+    """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
+    import lm_eval.tasks
+
+    check_room(names, lengths, tokenizer)
+    random.seed(SEEDS["random"])
+    np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
+    metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
+    if set(names) <= {*ARC_TASKS, *RULER_TASKS}:  # indexing all of lm-eval's tasks takes half a minute
+        paths: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in ("arc", "ruler")]
+        manager = lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
+    else:
+        manager = lm_eval.tasks.TaskManager(metadata=metadata)
+    return manager, list(manager.load(list(names))["tasks"].values())
+
+
+def first_documents(task: Task, limit: int | None) -> list[int]:
+    """Indices of a task's first `limit` documents, per length if it has several."""
+    seen: dict[Any, int] = {}
+    chosen = []
+    for i, document in enumerate(task.eval_docs):
+        length = document.get("max_length")
+        seen[length] = seen.get(length, 0) + 1
+        if limit is None or seen[length] <= limit:
+            chosen.append(i)
+    return chosen
+
+
+# --- a local folder of data sets
+
+
+@contextlib.contextmanager
+def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
+    """Use `data` as the source of all data sets; ValueError names missing files and how to get them."""
+    check_present(data, tasks)
+    before = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
+    os.environ.update(dict.fromkeys(before, "1"))  # read at import: missing data fails at once
+    try:
+        if set(tasks) & set(RULER_TASKS):
+            use_sentence_tables(data)
+        with tempfile.TemporaryDirectory() as cache, prepared_in(Path(cache)), contextlib.chdir(data):
+            yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextlib.contextmanager
+def prepared_in(cache: Path) -> Iterator[None]:
+    """Let `datasets` use this cache: its own may hold a data set of the same name from elsewhere."""
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = cache
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = before
+
+
+def check_present(data: Path, tasks: Sequence[str]) -> None:
+    needed = {}
+    if set(tasks) & set(ARC_TASKS):
+        needed["allenai/ai2_arc/README.md"] = "a README.md that names the files of ARC-Easy and ARC-Challenge"
+    if set(tasks) & set(RULER_TASKS):
+        needed[f"{ESSAYS}/train.jsonl"] = 'lines of {"text": ...}'
+    for name, what in needed.items():
+        if not (data / name).is_file():
+            raise ValueError(
+                f"{data / name} is missing ({what}); download the data set {name.rsplit('/', 1)[0]} from the hub to "
+                f"{(data / name).parent}, or run without --data to fetch it"
+            )
+
+
+def use_sentence_tables(data: Path) -> None:
+    """Let NLTK find the sentence tables of `data`; train them if they are missing."""
+    import nltk
+
+    folder = (data / "nltk_data").resolve()
+    if not (folder / TABLES).is_dir():
+        make_sentence_tables(data / ESSAYS / "train.jsonl", folder)
+    if str(folder) not in nltk.data.path:
+        nltk.data.path.insert(0, str(folder))
+
+
+def make_sentence_tables(essays: Path, folder: Path) -> None:
+    """Train NLTK's Punkt on the essays and write its four tables atomically."""
+    from nltk.tabdata import TabEncoder
+    from nltk.tokenize.punkt import PunktTrainer
+
+    with open(essays, encoding="utf-8") as file:
+        found = PunktTrainer("\n".join(essay["text"] for _, essay in json_lines(file, essays))).get_params()
+    tables = {
+        "collocations.tab": TabEncoder().tups2tab(sorted(found.collocations)),
+        "sent_starters.txt": "\n".join(sorted(found.sent_starters)),
+        "abbrev_types.txt": "\n".join(sorted(found.abbrev_types)),
+        "ortho_context.tab": TabEncoder().ivdict2tab(dict(sorted(found.ortho_context.items()))),
+    }
+    place = folder / TABLES
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=".english-", dir=place.parent))
+    try:
+        for name, text in tables.items():
+            (part / name).write_text(text, encoding="utf-8")
+        part.chmod(0o755)
+        part.rename(place)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+# --- the room that RULER needs
+
+
+def check_room(names: Sequence[str], lengths: Sequence[int], folder: Path) -> None:
+    """ValueError if a RULER task cannot be generated at one of the lengths with the folder's tokenizer."""
+    for name, shortest in (("ruler_vt", shortest_vt), ("ruler_cwe", shortest_cwe)):
+        if name not in names:
+            continue
+        from lm_eval.tasks.ruler.common_utils import get_tokenizer
+
+        for length in lengths:
+            needed = shortest(get_tokenizer(str(folder)), length)
+            if needed > length:
+                raise ValueError(
+                    f"{name} cannot be generated at a length of {length}: with the tokenizer of {folder} its shortest "
+                    f"prompt and answer take {needed} tokens; use longer --lengths, or remove it from --tasks"
+                )
+
+
+def shortest_vt(tokenizer: Any, length: int) -> int:
+    """Tokens of the shortest variable-tracking prompt, which includes a worked example, and its answer."""
+    from lm_eval.tasks.ruler import vt_utils
+
+    def longest(units: int, example: bool) -> int:
+        drawn = [vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
+        return max(tokens(tokenizer, f"{text} {answer}") for text, answer in drawn) + VT_ANSWER_TOKENS
+
+    needed = longest(VT_EXAMPLE_UNITS, example=True)
+    if needed > VT_EXAMPLE_TOKENS:
+        raise ValueError(
+            f"ruler_vt cannot be generated: lm-eval allows {VT_EXAMPLE_TOKENS} tokens for its worked example, which "
+            f"takes {needed} with the tokenizer of {tokenizer.name_or_path}; remove it from --tasks"
+        )
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints every attempt
+        (example,) = vt_utils.sys_vartrack_w_noise_random(
+            tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
+        )
+    worked = tokens(tokenizer, f"{example['input']} {' '.join(example['outputs'])}\n\n")
+    return worked + longest(VT_UNITS, example=False)
+
+
+def shortest_cwe(tokenizer: Any, length: int) -> int:
+    """Tokens of the shortest common-words prompt for this length, its worked example and its answer."""
+    from lm_eval.tasks.ruler import cwe_utils
+
+    state = cwe_utils.RNG.getstate()  # seeded at import; the documents depend on it
+    drawn = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
+    cwe_utils.RNG.setstate(state)
+    return CWE_ANSWER_TOKENS + max(
+        tokens(tokenizer, f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}")
+        for example, text, answer in drawn
+    )
+
+
+def tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text).input_ids)

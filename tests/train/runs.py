@@ -1,0 +1,112 @@
+"""Real torchrun jobs on CPU at toy size, and what their run folders hold: shared by the tests of the trainer."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from data_mixtures.mixture import Mixture
+from laneformer import Laneformer, LaneformerConfig
+from train.supervise.attempt import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SEQ_LEN, GLOBAL_BATCH, STEPS = 32, 4, 4
+# small enough that a launch costs its imports; a window shorter than the sequence, and partials that are broadcast
+ARCHITECTURE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "sliding_window": 8, "max_position_embeddings": SEQ_LEN, "vocab_size": 512,
+}  # fmt: skip
+SMALL = LaneformerConfig.from_flavor("tiny", swa_layers=(0, 1, 2), **ARCHITECTURE)
+
+
+@functools.cache
+def fork_server() -> subprocess.Popen[str]:
+    """One for all jobs of this test process."""
+    command = [sys.executable, "-m", "tests.train.fork_server"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def launch(
+    run: Path, lock: Path, *overrides: str, ranks: int = 2, config: str = "debug_phase1"
+) -> subprocess.CompletedProcess[str]:
+    """One training job in processes of its own; `overrides` are TorchTitan's command-line flags."""
+    arguments = [
+        "--job.config_file", f"configs/{config}.toml", "--job.dump_folder", str(run), "--mixture.lock", str(lock),
+        "--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", str(GLOBAL_BATCH),
+        "--training.local_batch_size", "2", "--training.steps", str(STEPS), "--lr_scheduler.total_steps", str(STEPS),
+        "--lr_scheduler.warmup_steps", "1", "--lr_scheduler.decay_ratio", "0.5", "--checkpoint.interval", "2",
+        "--architecture.swa_layers", "0", "1", "2",
+        *(a for k, v in ARCHITECTURE.items() for a in (f"--architecture.{k}", str(v))), *overrides,
+    ]  # fmt: skip
+    return run_job(run, arguments, ranks)
+
+
+def run_job(run: Path, arguments: list[str], ranks: int) -> subprocess.CompletedProcess[str]:
+    """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all."""
+    server, log = fork_server(), run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
+    job = {"arguments": arguments, "ranks": ranks, "port": free_port(), "log": str(log),
+           "environment": {"WANDB_MODE": "offline"}}  # fmt: skip
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps(job), file=server.stdin, flush=True)
+    statuses = json.loads(server.stdout.readline())
+    return subprocess.CompletedProcess(arguments, next(filter(None, statuses), 0), log.read_text(), "")
+
+
+def succeed(run: Path, lock: Path, *overrides: str, **options) -> list[dict]:
+    job = launch(run, lock, *overrides, **options)
+    assert job.returncode == 0, job.stdout[-2000:] + job.stderr[-4000:]
+    return metrics(run)
+
+
+def fail(run: Path, lock: Path, *overrides: str, **options) -> str:
+    job = launch(run, lock, *overrides, **options)
+    assert job.returncode != 0, "the job was expected to refuse"
+    return job.stdout + job.stderr
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    target = run / f"step-{step}.pt"
+    dcp_to_torch_save(run / f"checkpoint/step-{step}", target)
+    state = torch.load(target, weights_only=False)
+    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    assert len(a) == len(Laneformer(SMALL).state_dict())
+    return max((a[k] - b[k]).abs().max().item() for k in a)
+
+
+def copy_stopped_at(step: int, whole: Path, run: Path) -> None:
+    """The run folder as it would be, had the job died after saving `step`."""
+    shutil.copytree(whole, run)
+    for path in run.glob("checkpoint/step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+def batch_loss(model: Laneformer, mixture: Mixture) -> float:
+    tokens = torch.from_numpy(mixture.sequences(0, GLOBAL_BATCH)[0])
+    with torch.no_grad():
+        logits = model(tokens[:, :-1])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten()).item()

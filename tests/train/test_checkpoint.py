@@ -1,0 +1,118 @@
+"""Real jobs: bit-exact resume, other rank counts, the phase switch, damaged checkpoints, starts that must fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from data_mixtures.mixture import Mixture
+from laneformer import Laneformer
+from tests.train.runs import (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    SMALL,
+    STEPS,
+    batch_loss,
+    copy_stopped_at,
+    fail,
+    largest_difference,
+    launch,
+    metrics,
+    succeed,
+    weights,
+)  # fmt: skip
+
+
+def test_resume_is_bit_exact(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "resumed"
+    copy_stopped_at(2, whole_run, run)
+    rows = succeed(run, prepared_data / "phase1.lock.json")
+    assert [(r["step"], r["attempt"]) for r in rows[-2:]] == [(3, 2), (4, 2)]
+    for resumed, whole in zip(rows[-2:], rows[2:4], strict=True):
+        assert {k: resumed[k] for k in ("loss", "lr", "grad_norm", "tokens")} == {
+            k: whole[k] for k in ("loss", "lr", "grad_norm", "tokens")
+        }
+    assert largest_difference(weights(run), weights(whole_run)) == 0.0
+    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    assert attempts[1]["started_from"].endswith("checkpoint/step-2")
+
+
+def test_resume_on_one_rank_and_without_accumulation(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """One rank takes two micro-batches where two ranks took one each: the same step, to rounding."""
+    run = tmp_path / "one"
+    copy_stopped_at(2, whole_run, run)
+    rows = succeed(run, prepared_data / "phase1.lock.json", ranks=1)
+    # AdamW divides by the root of the second moment: an element with a tiny gradient may move by up to lr either way,
+    # so losses are compared to rounding, weights to a fraction of the two steps' learning rates
+    for resumed, whole in zip(rows[-2:], rows[2:4], strict=True):
+        assert abs(resumed["loss"] - whole["loss"]) < 1e-5
+    moved = largest_difference(weights(whole_run), weights(whole_run, step=2))
+    assert largest_difference(weights(run), weights(whole_run)) < 0.01 * moved
+
+
+def test_damaged_newest_checkpoint_is_skipped(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "damaged"
+    shutil.copytree(whole_run, run)
+    victim = max((run / "checkpoint/step-4").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    os.truncate(victim, victim.stat().st_size // 2)
+    job = launch(run, prepared_data / "phase1.lock.json")
+    assert job.returncode == 0, job.stderr[-3000:]
+    assert "Skipping a checkpoint" in job.stdout + job.stderr
+    assert victim.name in job.stdout + job.stderr
+    assert [r["step"] for r in metrics(run)[-2:]] == [3, 4]
+
+
+def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """The first loss of phase 2 is the loss of phase 1's last weights on that batch; the schedule starts anew."""
+    parent = whole_run / "checkpoint/step-4"
+    run, lock = tmp_path / "phase2", prepared_data / "phase2.lock.json"
+    arguments = ("--checkpoint.initial_load_path", str(parent), "--optimizer.weight_decay", "0.05")
+    rows = succeed(run, lock, *arguments, config="debug_phase2")
+    model = Laneformer(SMALL)
+    model.load_state_dict(weights(whole_run))
+    used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
+    mixture = Mixture.open(lock)
+    mixture = Mixture.open(lock, {k: used[k] for k in mixture.source_names if k in used})
+    expected = batch_loss(model, mixture)
+    assert abs(rows[0]["loss"] - expected) < 8 * torch.finfo(torch.float32).eps * expected
+    assert rows[0]["phase"] == "phase2"
+    assert rows[0]["lr"] == 1.5e-3, "the schedule and the learning rate are phase 2's"
+    assert rows[0]["tokens_total"] == (STEPS + 1) * GLOBAL_BATCH * SEQ_LEN
+    assert json.loads((run / "lineage.json").read_text())["parent"] == str(parent)
+    weights(run)  # as a plain file, step-4.pt
+    # DCP brings the old settings along with the moments; the checkpoint must hold this job's, and the moments too
+    optimizer = torch.load(run / "step-4.pt", weights_only=False)["optimizer"]
+    assert optimizer["param_groups.tok_embeddings.weight.weight_decay"] == 0.05
+    assert optimizer["param_groups.norm.weight.weight_decay"] == 0.0
+    assert optimizer["param_groups.norm.weight.initial_lr"] == 1.5e-3
+    assert "state.tok_embeddings.weight.exp_avg" in optimizer
+
+    resumed = tmp_path / "phase2_resumed"
+    copy_stopped_at(2, run, resumed)
+    rows_resumed = succeed(resumed, lock, *arguments, config="debug_phase2")
+    assert [r["loss"] for r in rows_resumed[-2:]] == [r["loss"] for r in rows[2:4]]
+    assert largest_difference(weights(resumed), weights(run)) == 0.0
+
+
+def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    lock = prepared_data / "phase2.lock.json"
+    missing = tmp_path / "nowhere/checkpoint/step-9"
+    said = fail(tmp_path / "a", lock, "--checkpoint.initial_load_path", str(missing), config="debug_phase2")
+    assert "is not a complete checkpoint" in said
+    damaged = tmp_path / "all_damaged"
+    shutil.copytree(whole_run, damaged)
+    for metadata in damaged.glob("checkpoint/*/.metadata"):
+        metadata.write_bytes(b"")
+    said = fail(damaged, prepared_data / "phase1.lock.json")
+    assert "checkpoints in" in said
+    assert "are incomplete" in said
+
+
+def test_another_mixture_is_refused_on_resume(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "other"
+    copy_stopped_at(2, whole_run, run)
+    assert "was trained on mixture" in fail(run, prepared_data / "phase2.lock.json")

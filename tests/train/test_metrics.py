@@ -1,0 +1,131 @@
+"""metrics.jsonl, TensorBoard and wandb: loss by source, z-scores, tokens by source, memory, checkpoint time."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from data_mixtures.mixture import Mixture
+from laneformer import Laneformer
+from records.files import append_line
+from tests.train.logged import (
+    EPSILON,
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    SMALL,
+    plain_loss,
+    rows_of,
+)  # fmt: skip
+from train.guard import RunningZ
+from train.metrics import Z_WINDOW, RunMetrics, sequence_losses
+
+
+def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Path) -> None:
+    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    for row in rows_of(logged_run):
+        _, source = mixture.sequences((row["step"] - 1) * GLOBAL_BATCH, GLOBAL_BATCH)
+        share = {name: float((source == i).mean()) for i, name in enumerate(mixture.source_names)}
+        assert set(row["loss_by_source"]) == {name for name in share if share[name]}
+        mean = sum(share[name] * loss for name, loss in row["loss_by_source"].items())
+        # both sum the same losses in float32, whole micro-batches here and sequences there: at most one rounding for
+        # each of the GLOBAL_BATCH * SEQ_LEN additions
+        assert abs(mean - row["loss"]) < GLOBAL_BATCH * SEQ_LEN * EPSILON * row["loss"]
+        assert math.log(512) * 0.5 < min(row["loss_by_source"].values())
+
+
+def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
+    model = Laneformer(SMALL)
+    model.init_weights(seed=1)
+    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    tokens, source = mixture.sequences(0, GLOBAL_BATCH)
+    logged = rows_of(logged_run)[0]["loss_by_source"]
+    for index, name in enumerate(mixture.source_names):
+        if name in logged:
+            expected = plain_loss(model, tokens[source == index])
+            assert abs(logged[name] - expected) < SEQ_LEN * EPSILON * expected
+            another = plain_loss(model, tokens[source != index])
+            assert abs(logged[name] - another) > SEQ_LEN * EPSILON * expected, "sources would not be told apart"
+
+
+def test_tokens_by_source_are_the_mixtures_closed_form(logged_run: Path, prepared_data: Path) -> None:
+    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    for row in rows_of(logged_run):
+        windows = mixture.windows_per_source(row["step"] * GLOBAL_BATCH)
+        assert row["tokens_by_source"] == {name: n * SEQ_LEN for name, n in windows.items()}
+        assert sum(row["tokens_by_source"].values()) == row["tokens_total"]
+
+
+def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
+    rows = rows_of(logged_run)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert 0.05 < row["memory_gib"] < 64
+        assert row["loss_z"] == row["grad_norm_z"] == 0.0, "a quarter of the window is not filled yet"
+        assert 0 <= row["data_s"] < row["seconds"]
+    assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, False, True, False, False]
+    finished = [r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None]
+    assert len(finished) <= 1, "the save of step 3; the last one ends after the last row"
+    assert all(total > 0 for total in finished)
+
+
+def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
+    (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
+    board = EventAccumulator(str(events))
+    board.Reload()
+    rows = rows_of(logged_run)
+
+    def logged(tag: str) -> list[tuple[int, float]]:
+        return [(e.step, e.value) for e in board.Scalars(tag)]
+
+    def kept(*path: str) -> list[tuple[int, float]]:
+        values = []
+        for row in rows:
+            value = row
+            for key in path:
+                value = value.get(key, {})
+            if value != {}:
+                values.append((row["step"], float(np.float32(value))))  # an event holds a float32
+        return values
+
+    assert logged("loss_metrics/global_avg_loss") == kept("loss")
+    assert logged("valid_loss") == kept("valid_loss")
+    for key in ("loss_z", "grad_norm_z", "checkpoint_s", "tokens_total"):
+        assert logged(key) == kept(key)
+    for name in ("web", "code"):
+        for key in ("loss_by_source", "tokens_by_source", "valid_loss_by_source"):
+            assert logged(f"{key}/{name}") == kept(key, name)
+    assert list((logged_run / "tb").rglob("offline-run-*/*.wandb")), "wandb was asked for, and WANDB_MODE is offline"
+
+
+def test_sequence_losses_add_up_to_the_loss() -> None:
+    logits, labels = torch.randn(3, 7, 11, dtype=torch.float64).float(), torch.randint(0, 11, (3, 7))
+    labels[1, 2:5] = -100  # left out of the loss
+    expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    by_sequence = sequence_losses(losses)
+    assert by_sequence.shape == (3,)
+    # every loss was rounded to float32 once or twice, the sums are exact beside that
+    assert torch.allclose(by_sequence.sum(), expected, rtol=21 * EPSILON, atol=0)
+
+
+def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the rows that led to the step where the attempt begins; those behind it are taken back."""
+    metrics = object.__new__(RunMetrics)
+    metrics.path = tmp_path / "metrics.jsonl"
+    metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
+    for step, loss in steps:
+        append_line(metrics.path, json.dumps({"step": step, "loss": loss, "grad_norm": 0.5}))
+    with open(metrics.path, "a") as file:
+        file.write('{"step": 5, "lo')
+    metrics.begin_attempt(attempt=2, step=3, tokens_before=0)
+    assert list(metrics.loss_z.values) == [1.0, 2.5, 3.5]
+    assert list(metrics.grad_norm_z.values) == [0.5] * 3
+    assert metrics.last_logged_step == 3

@@ -1,0 +1,34 @@
+"""Norm scales do not decay, and a loaded checkpoint's settings give way to the job's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Section
+
+import torch
+
+from laneformer import Laneformer, LaneformerConfig
+from train.optimizer import apply_optimizer_settings, build_laneformer_optimizers
+
+CONFIG = LaneformerConfig.from_flavor("tiny", vocab_size=512)
+SETTINGS = {"name": "AdamW", "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
+            "implementation": "for-loop", "early_step_in_backward": False}  # fmt: skip
+
+
+def test_groups_and_settings() -> None:
+    model = Laneformer(CONFIG)
+    container = build_laneformer_optimizers([model], Section(**SETTINGS), None)  # type: ignore[arg-type]
+    (optimizer,) = container.optimizers
+    matrices, scales = optimizer.param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)].rsplit(".", 2)[-2][-4:] for p in scales["params"]} == {"norm"}
+    assert len(matrices["params"]) + len(scales["params"]) == len(names)
+    assert (matrices["weight_decay"], scales["weight_decay"]) == (0.1, 0.0)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    for group in optimizer.param_groups:  # as DCP leaves them
+        group.update(lr=9.0, initial_lr=9.0, betas=(0.1, 0.1), eps=1.0, weight_decay=9.0)
+    wanted = Section(**{**SETTINGS, "lr": 2e-3, "weight_decay": 0.2})
+    apply_optimizer_settings(container, Section(schedulers=[schedule]), wanted)  # type: ignore[arg-type]
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert all(group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in optimizer.param_groups)

@@ -1,0 +1,101 @@
+"""Real jobs: the run folder, the losses of the plain model, sharding and checkpointing that change no number."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from data_mixtures.mixture import Mixture
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import BOS
+from tests.train.runs import (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    SMALL,
+    STEPS,
+    batch_loss,
+    metrics,
+    succeed,
+)  # fmt: skip
+
+
+def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
+    rows = metrics(whole_run)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert all(r["attempt"] == 1 and r["phase"] == "phase1" for r in rows)
+    assert rows[-1]["tokens"] == STEPS * GLOBAL_BATCH * SEQ_LEN == rows[-1]["tokens_total"]
+    assert abs(rows[0]["loss"] - math.log(SMALL.vocab_size)) < 0.1  # a fresh model knows nothing
+    assert [r["lr"] for r in rows] == sorted((r["lr"] for r in rows), reverse=True)
+    assert rows[0]["lr"] == 3e-3
+    assert rows[-1]["lr"] < rows[0]["lr"]
+    assert rows[0]["mfu"] is None, "a CPU has no datasheet peak to compare with"
+    for name in ("config.toml", "model.json", "lineage.json", "attempts.jsonl", "tokenizer.model"):
+        assert (whole_run / name).is_file(), name
+    assert LaneformerConfig.from_dict(json.loads((whole_run / "model.json").read_text())) == SMALL
+    assert list((whole_run / "tb").rglob("events*")), "TensorBoard is on in the debug config"
+    assert list((whole_run / "tb").rglob("offline-run-*/*.wandb")), "wandb was asked for, and WANDB_MODE is offline"
+
+
+def test_first_loss_is_the_plain_models(whole_run: Path, prepared_data: Path) -> None:
+    """Sharded initialisation draws what one process draws: the first loss is that of the plain, seeded model."""
+    model = Laneformer(SMALL)
+    model.init_weights(seed=1)
+    expected = batch_loss(model, Mixture.open(prepared_data / "phase1.lock.json"))
+    rounding = 8 * torch.finfo(torch.float32).eps * expected  # sums of two ranks in another order
+    assert abs(metrics(whole_run)[0]["loss"] - expected) < rounding
+    model.init_weights(seed=2)
+    assert abs(batch_loss(model, Mixture.open(prepared_data / "phase1.lock.json")) - expected) > rounding
+
+
+def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Path) -> None:
+    """With mask_documents the job's loss is that of every document alone, also of one that its window cuts."""
+    lock = prepared_data / "phase1.lock.json"
+    tokens = torch.from_numpy(Mixture.open(lock).sequences(0, 200)[0])
+    inside = (tokens[:, 1:SEQ_LEN] == BOS).sum(1)
+    first = int(inside.unfold(0, GLOBAL_BATCH, 1).sum(1).argmax())  # the batch in which most documents begin
+    skip = ("--resilience.skip_sequences", "0", str(first)) if first else ()
+    (row,) = succeed(tmp_path / "masked", lock, "--model.mask_documents", "--training.steps", "1", *skip, ranks=1)
+    tokens = tokens[first : first + GLOBAL_BATCH]
+    begins = [[0, *(at for at in range(1, SEQ_LEN) if window[at] == BOS)] for window in tokens]
+    assert any(len(each) > 1 for each in begins), "a document begins inside a window"
+    assert any(window[0] != BOS for window in tokens), "a window begins inside a document"
+    model = Laneformer(SMALL)
+    model.init_weights(seed=1)
+    alone = 0.0
+    for window, starts in zip(tokens, begins, strict=True):
+        for first, end in zip(starts, [*starts[1:], SEQ_LEN], strict=True):
+            alone += loss_sum(model, window[None, first : end + 1])
+    expected = alone / (GLOBAL_BATCH * SEQ_LEN)
+    rounding = 8 * torch.finfo(torch.float32).eps * expected  # as above; rotations by other positions among them
+    assert abs(row["loss"] - expected) < rounding
+    unmasked = sum(loss_sum(model, window[None]) for window in tokens) / (GLOBAL_BATCH * SEQ_LEN)
+    assert abs(unmasked - expected) > rounding, "without the mask it would be another loss"
+
+
+def loss_sum(model: Laneformer, tokens: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = model(tokens[:, :-1])
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).double(), tokens[:, 1:].flatten(), reduction="sum"
+    ).item()
+
+
+def test_checkpointed_layers_start_from_the_same_numbers(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Recomputing activations changes neither the initialisation nor the gradients."""
+    selective = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+    rows = succeed(tmp_path / "ac", prepared_data / "phase1.lock.json", *selective, "--training.steps", "2")
+    assert [r["loss"] for r in rows] == [r["loss"] for r in metrics(whole_run)[:2]]
+    assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
+
+
+def test_hybrid_sharding_is_the_same_job(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Two replicas of two shards, as the 2B recipe has 24 of 8: the losses of plain FSDP, to rounding."""
+    hybrid = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
+    small = ("--training.local_batch_size", "1", "--training.steps", "2")
+    rows = succeed(tmp_path / "hsdp", prepared_data / "phase1.lock.json", *hybrid, *small, ranks=4)
+    for row, whole in zip(rows, metrics(whole_run)[:2], strict=True):
+        assert abs(row["loss"] - whole["loss"]) < 1e-5
+        assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]

@@ -1,0 +1,71 @@
+"""Validation: the checkpoint's loss on every held-out window once, on any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace as Section
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_mixtures.mixture import Mixture, valid_windows
+from tests.train.logged import (
+    EPSILON,
+    SEQ_LEN,
+    STEPS,
+    WINDOWS,
+    checkpoint_model,
+    plain_loss,
+    rows_of,
+    train_logged,
+)  # fmt: skip
+from train.validate import HeldOutValidator, deal_out
+
+
+def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, prepared_data: Path) -> None:
+    """Fifteen windows on two ranks of four: one more is padded, which must not count."""
+    rows = rows_of(logged_run)
+    assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
+    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    weights = dict(zip(mixture.source_names, mixture.weights, strict=True))
+    model = checkpoint_model(logged_run, STEPS)
+    expected = {name: plain_loss(model, valid_windows(prepared_data, name, WINDOWS)) for name in weights}
+    total = sum(weights[name] * expected[name] for name in weights) / sum(weights.values())
+    rounding = 2 * SEQ_LEN * EPSILON * total  # a sum of float32 over a sequence, and the logits' own
+    for name, loss in rows[-1]["valid_loss_by_source"].items():
+        assert abs(loss - expected[name]) < rounding, name
+    assert abs(rows[-1]["valid_loss"] - total) < rounding
+    assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
+
+
+def test_one_rank_validates_and_resumes_the_same(logged_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """From the checkpoint of step 3 on one rank: tokens, losses by source and validation of step 6, to rounding."""
+    alone = tmp_path / "alone"
+    shutil.copytree(logged_run, alone)
+    shutil.rmtree(alone / "checkpoint/step-6")
+    train_logged(alone, prepared_data / "phase1.lock.json", ranks=1)
+    whole, last = rows_of(logged_run)[-1], rows_of(alone)[-1]
+    assert (last["step"], last["attempt"]) == (6, 2)
+    assert last["tokens_by_source"] == whole["tokens_by_source"]
+    # three steps of AdamW apart, with gradients summed in another order: the bound of the tests of resuming
+    assert abs(last["valid_loss"] - whole["valid_loss"]) < 1e-5
+    for name, loss in whole["loss_by_source"].items():
+        assert abs(last["loss_by_source"][name] - loss) < 1e-4
+
+
+def test_validation_off_the_logged_steps_is_refused() -> None:
+    job: object = Section(validation=Section(freq=5), metrics=Section(log_freq=2))
+    with pytest.raises(ValueError, match=r"freq = 5 is not a multiple of metrics.log_freq = 2"):
+        HeldOutValidator(job, 1, 0, None, None, None)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
+def test_every_held_out_window_is_read_once_whatever_the_ranks(windows: int, ranks: int, batch: int) -> None:
+    tokens, source = np.arange(windows)[:, None], np.zeros(windows, dtype=np.int64)
+    dealt, sources = deal_out(tokens, source, ranks, batch, unread=1)
+    assert dealt.shape[1:3] == (ranks, batch)
+    assert sorted(dealt[sources == 0].ravel()) == list(range(windows))
+    assert (sources == 1).sum() < ranks * batch
