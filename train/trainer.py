@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
+import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +24,14 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from records.events import BAD_STEP, DONE, STOPPED, crash_on_record, next_attempt, record_event, write_outcome
-from records.files import write_atomically
+from records.files import append_line, code_version, write_atomically
 
 from .checkpoint import PhaseCheckpointManager
 from .data import Batch
 from .guard import BadStep, Guard
 from .in_loop import InLoop
+from .job_config import resolved_toml
 from .metrics import loss_sums_by_source
-from .run_folder import open_run_folder, record_attempt
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
 
@@ -91,17 +94,33 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         metrics.begin_attempt(self.attempt, self.step, loader.tokens_before())
         if torch.distributed.get_rank() != 0:
             return
-        open_run_folder(self.run, self.job_config, self.model_args.config, loader.tokenizer)
+        self._describe_run()
         source = self.checkpointer.started_from
         if not (self.run / "lineage.json").is_file():
             lineage = {"parent": str(source.resolve()) if source else None, "tokens_before": metrics.tokens_before}
             write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
-        record_attempt(
-            self.run,
-            step=self.step,
-            started_from=str(source) if source else "random weights",
-            mixture_fingerprint=loader.mixture.fingerprint,
-        )
+        facts = {
+            "attempt": self.attempt,
+            "time": time.time(),
+            "code_version": code_version(Path(__file__).parent),
+            "argv": sys.argv,
+            "world_size": torch.distributed.get_world_size(),
+            "torch": torch.__version__,
+            "step": self.step,
+            "started_from": str(source) if source else "random weights",
+            "mixture_fingerprint": loader.mixture.fingerprint,
+        }
+        append_line(self.run / "attempts.jsonl", json.dumps(facts))
+
+    def _describe_run(self) -> None:
+        """config.toml, model.json, tokenizer.model; an earlier, different config.toml is kept as its attempt's."""
+        resolved, config = resolved_toml(self.job_config), self.run / "config.toml"
+        if config.is_file() and config.read_text(encoding="utf-8") != resolved:
+            shutil.copy(config, self.run / f"config.attempt-{self.attempt - 1}.toml")
+        write_atomically(config, resolved)
+        write_atomically(self.run / "model.json", json.dumps(self.model_args.config.to_dict(), indent=2) + "\n")
+        if self.dataloader.tokenizer.is_file():
+            write_atomically(self.run / "tokenizer.model", self.dataloader.tokenizer.read_bytes())
 
     def train(self) -> None:
         """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `records.events` has a code."""

@@ -143,8 +143,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from train.cpu import patch_torch_for_cpu
-if not torch.accelerator.is_available(): patch_torch_for_cpu()
+from train.job_config import patch_torch_for_cpu
+patch_torch_for_cpu()
 from train.data import MixtureLoader
 from train.skips import SkipList
 

@@ -24,6 +24,7 @@ import tyro
 
 from data_mixtures.mixture import Mixture, read_lock
 from tools.bench.harness import serve
+from train.job_config import patch_torch_for_cpu
 
 BATCH = 8
 EPOCH = 20_000  # samples, where a baseline asks for it
@@ -289,10 +290,7 @@ MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
 def main(name: str, data: Path) -> None:
     """Answer what to measure until stdin ends. Started by tools.bench.loader."""
     torch.set_num_threads(1)
-    if not torch.accelerator.is_available():
-        from train.cpu import patch_torch_for_cpu
-
-        patch_torch_for_cpu()
+    patch_torch_for_cpu()
     loader = functools.cache(lambda: LOADERS[name](data))
 
     def answer(do: str, argument: Any) -> dict[str, Any]:

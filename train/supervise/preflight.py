@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from records.files import host_name
 
-from .nodes import srun
+from .attempt import srun
 
 FIRST_REPORT_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
