@@ -84,8 +84,8 @@ class Attempt:
             if self.stop.forced:
                 ended = Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
             elif (waited_s := hang.hung_for_s()) is not None:
-                if read_outcome(self.job.run) is not None:
-                    break  # a worker recorded why the job ends, but the processes do not exit
+                if read_outcome(self.job.run) is not None or self._workers_are_gone():
+                    break  # a worker recorded why the job ends, or all have died, but not everything exits
                 ended = self._on_hang(waited_s)
             if ended:
                 break
@@ -122,6 +122,10 @@ class Attempt:
     def _note_workers(self) -> None:
         with suppress(psutil.NoSuchProcess):
             self.known |= set(psutil.Process(self.workers.pid).children(recursive=True))
+
+    def _workers_are_gone(self) -> bool:
+        """Whether torchrun, on this machine, has outlived all its workers."""
+        return not self.on_nodes and bool(self.known) and all(map(_is_gone, self.known))
 
     def _kill(self) -> None:
         """Kill all processes of this attempt: a survivor would write into the run folder of the next.
