@@ -24,16 +24,15 @@ import torch
 from laneformer.config import LaneformerConfig
 from records.job import JobSections, job_file
 
-
-def _architecture_section() -> type:
-    """Every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor."""
-    hints = typing.get_type_hints(LaneformerConfig)
-    names = [f.name for f in dataclasses.fields(LaneformerConfig) if f.name != "rope_scaling"]
-    optional = [(name, typing.Optional[hints[name]], field(default=None)) for name in names]  # noqa: UP045
-    return dataclasses.make_dataclass("Architecture", optional)
-
-
-Architecture = _architecture_section()
+# every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor
+Architecture = dataclasses.make_dataclass(
+    "Architecture",
+    [
+        (name, typing.Optional[hint], field(default=None))  # noqa: UP045
+        for name, hint in typing.get_type_hints(LaneformerConfig).items()
+        if name in LaneformerConfig.__dataclass_fields__ and name != "rope_scaling"
+    ],
+)
 
 
 @dataclass

@@ -85,19 +85,19 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
         """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
-        self._begin_attempt()
+        loader, training = self.dataloader, self.job_config.training
+        loader.check_epochs(training.steps * training.global_batch_size)
+        self.metrics_processor.begin_attempt(self.attempt, self.step, loader.tokens_before())
+        if torch.distributed.get_rank() == 0:
+            self._describe_run()
+            self._describe_attempt()
         return super().batch_generator(data_iterable)
 
-    def _begin_attempt(self) -> None:
-        metrics, loader, training = self.metrics_processor, self.dataloader, self.job_config.training
-        loader.check_epochs(training.steps * training.global_batch_size)
-        metrics.begin_attempt(self.attempt, self.step, loader.tokens_before())
-        if torch.distributed.get_rank() != 0:
-            return
-        self._describe_run()
-        source = self.checkpointer.started_from
+    def _describe_attempt(self) -> None:
+        """One line in attempts.jsonl; the first attempt leaves lineage.json."""
+        source, tokens_before = self.checkpointer.started_from, self.metrics_processor.tokens_before
         if not (self.run / "lineage.json").is_file():
-            lineage = {"parent": str(source.resolve()) if source else None, "tokens_before": metrics.tokens_before}
+            lineage = {"parent": str(source.resolve()) if source else None, "tokens_before": tokens_before}
             write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
         facts = {
             "attempt": self.attempt,
@@ -108,7 +108,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             "torch": torch.__version__,
             "step": self.step,
             "started_from": str(source) if source else "random weights",
-            "mixture_fingerprint": loader.mixture.fingerprint,
+            "mixture_fingerprint": self.dataloader.mixture.fingerprint,
         }
         append_line(self.run / "attempts.jsonl", json.dumps(facts))
 
@@ -213,18 +213,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             self.guard.check(loss, grad_norm)
         except BadStep as problem:
             if torch.distributed.get_rank() == 0:
-                self._record_bad_step(loss, grad_norm, str(problem))
+                # every sequence of the refused batch by source and offset, in a file of its own beside the event
+                size = self.job_config.training.global_batch_size
+                batch = self.dataloader.locate(self.dataloader.sequences - size, size)
+                path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.json"
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
+                facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": str(problem), "batch": str(path)}
+                record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
             raise
-
-    def _record_bad_step(self, loss: float, grad_norm: float, reason: str) -> None:
-        """The refused batch, every sequence by source and offset, in a file of its own beside the event."""
-        size = self.job_config.training.global_batch_size
-        batch = self.dataloader.locate(self.dataloader.sequences - size, size)
-        path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
-        facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": reason, "batch": str(path)}
-        record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
 
     def _after_step(self) -> None:
         self.heartbeat.beat(self.step)
