@@ -58,12 +58,9 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     words = [str(record[key]) for key in SETTINGS.get(kind, ()) if record.get(key) is not None]
     prefix = "/".join([kind, *words])
     found = [pair for key, value in record.items() for pair in numbers_in(key, value)]
-    kept = {path: value for path, value in found if re.fullmatch(FIGURES.get(kind, ""), path)}
-    return {tag(f"{prefix}/{path}"): value for path, value in kept.items()}
-
-
-def tag(name: str) -> str:
-    return re.sub(r"[^-./\w]+", "_", name.replace("@", "_at_").replace("+", "_plus"))
+    kept = {f"{prefix}/{path}": value for path, value in found if re.fullmatch(FIGURES.get(kind, ""), path)}
+    plain = {name.replace("@", "_at_").replace("+", "_plus"): value for name, value in kept.items()}
+    return {re.sub(r"[^-./\w]+", "_", name): value for name, value in plain.items()}
 
 
 def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:
@@ -114,12 +111,10 @@ class Trackers:
     """The trackers that `[metrics]` of a run enables; one that fails is reported through `say` and then left alone."""
 
     def __init__(self, job: JobSections, say: Callable[[str], None]):
-        on = job.metrics
-        choices = {
-            "wandb": (on.enable_wandb, send_to_wandb), "TensorBoard": (on.enable_tensorboard, send_to_tensorboard)
-        }  # fmt: skip
-        self.senders = {name: send for name, (wanted, send) in choices.items() if wanted}
-        self.run, self.folder, self.say = job.run, job.run / on.save_tb_folder / "evals", say
+        enabled = job.metrics
+        self.senders = {"wandb": send_to_wandb} if enabled.enable_wandb else {}
+        self.senders |= {"TensorBoard": send_to_tensorboard} if enabled.enable_tensorboard else {}
+        self.run, self.folder, self.say = job.run, job.run / enabled.save_tb_folder / "evals", say
 
     def give(self, records: Sequence[dict[str, Any]]) -> None:
         """Send each tracker the records of evals.jsonl that it lacks."""
@@ -130,11 +125,10 @@ class Trackers:
                 continue
             try:
                 send(self.run, self.folder, points, 0 if given > len(points) else given)
+                write_atomically(self.run / SENT, json.dumps({**self.given(), name: len(points)}))
             except Exception as problem:  # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")
-                continue
-            write_atomically(self.run / SENT, json.dumps({**self.given(), name: len(points)}))
 
     def given(self) -> dict[str, int]:
         """{tracker: number of records that it has}."""

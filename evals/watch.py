@@ -117,7 +117,7 @@ class Watcher:
         """Export one checkpoint and run its commands; failures are reported and do not end the watcher."""
         begun = time.monotonic()
         with scratch_folder(self.run) as scratch:
-            hf = scratch / "hf"
+            hf = scratch / f"{os.getpid()}/hf"  # the export of a watcher that was killed may still be running
             export = ["laneformer.hf.export", "--checkpoint", str(work.checkpoint), "--out", str(hf)]
             if self.call(work.step, [*export, "--dtype", self.job.evals.dtype]):
                 if work.checkpoint.is_dir():
@@ -182,12 +182,12 @@ def scratch_folder(run: Path) -> Iterator[Path]:
     A command may keep finished work next to its --out and continue from there (evals.core does).
     """
     folder = run / SCRATCH
-    shutil.rmtree(folder / "hf", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder / "hf", ignore_errors=True)
+        for models in folder.glob("[0-9]*"):
+            shutil.rmtree(models, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
 

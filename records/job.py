@@ -191,8 +191,8 @@ class Evals:
     """Evaluate checkpoints of multiples of this step, and the last one; 0: none"""
 
     commands: list[str] = field(default_factory=list)
-    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --windows 8"; the watcher adds
-    the model folder, --out, --step, --tokens-total, --phase and --device"""
+    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --windows 8"; {step} in an option
+    becomes the step. The watcher adds the model folder, --out, --step, --tokens-total, --phase and --device"""
 
     device: str = "auto"
     """Device of the evaluations: auto, cpu or cuda"""

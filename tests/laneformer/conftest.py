@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(scope="session")
-def cuda_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for built kernels, the same in all workers of this run."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_builds"
+def cuda_builds() -> Path:
+    """A folder for built kernels, kept from run to run: each is named by a hash of all that decides it."""
+    return ROOT / "build" / "emulated"

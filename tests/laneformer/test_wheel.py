@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
     random_model,

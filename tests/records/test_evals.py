@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from records.evals import PROVENANCE, EvalCommand, append_record
+from records.evals import PROVENANCE, About, AboutFlags, EvalCommand, append_record
 
 
 def add(path: Path | None, **figures: Any) -> dict[str, Any]:
@@ -61,24 +61,25 @@ def test_no_path_writes_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def count(number: int) -> dict[str, int] | None:
+def measure(number: int, about: AboutFlags = About()) -> dict[str, Any] | None:  # noqa: B008
+    """A made-up evaluation."""
     if number < 0:
         raise ValueError(f"number = {number} must not be negative")
-    return {"number": number} if number else None
+    return {"number": number, "step": about.step} if number else None
 
 
-def test_the_record_of_a_command_is_printed(
+def test_a_command_prints_its_record_and_errors_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "--number", "3"])
-    EvalCommand("count", count).run()
-    assert json.loads(capsys.readouterr().out) == {"number": 3}
-    monkeypatch.setattr(sys, "argv", ["x", "--number", "0"])
-    EvalCommand("count", count).run()
-    assert capsys.readouterr().out == ""
-
-
-def test_a_user_error_of_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = EvalCommand("measure", measure)
+    for number, said in (("3", '{"number": 3, "step": 7}\n'), ("0", "")):
+        monkeypatch.setattr(sys, "argv", ["x", "--number", number, *About(step=7).flags()])
+        command.run()
+        assert capsys.readouterr().out == said
     monkeypatch.setattr(sys, "argv", ["x", "--number", "-1"])
-    with pytest.raises(SystemExit, match=r"^count: number = -1 must not be negative$"):
-        EvalCommand("count", count).run()
+    with pytest.raises(SystemExit, match=r"^measure: number = -1 must not be negative$"):
+        command.run()
+    assert [(o.flag, o.required, o.positional) for o in command.options()] == [
+        ("--number", True, False), ("--out", False, False), ("--step", False, False), ("--tokens-total", False, False),
+        ("--phase", False, False),
+    ]  # fmt: skip

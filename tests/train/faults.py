@@ -86,7 +86,7 @@ def commit(self: LaneformerTrainer) -> None:
     elif kind == "nan":
         next(self.model_parts[0].parameters()).grad.mul_(float("nan"))
     elif kind == "truncate":  # as a file system does that lost its last pages in a power cut
-        self.checkpointer.finish()  # on one rank only this would wait for ever: the plan names no rank
+        self.checkpointer.finish()  # on one rank alone this would never return: the plan names no rank
         torch.distributed.barrier()
         if RANK == 0:
             newest = next(iter(step_folders(Path(self.checkpointer.folder)).values()))

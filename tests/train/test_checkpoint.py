@@ -67,7 +67,7 @@ def test_damaged_newest_checkpoint_is_skipped(whole_run: Path, prepared_data: Pa
 
 
 def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """The first loss of phase 2 is the loss of phase 1's last weights on that batch; the schedule starts anew."""
+    """The first loss of phase 2 is the loss of phase 1's last weights on that batch; the schedule starts again."""
     parent = whole_run / "checkpoint/step-4"
     run, lock = tmp_path / "phase2", prepared_data / "phase2.lock.json"
     arguments = ("--checkpoint.initial_load_path", str(parent), "--optimizer.weight_decay", "0.05")

@@ -77,6 +77,8 @@ class Attempt:
             if self.stop.forced:
                 ended = Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
             elif (waited_s := hang.hung_for_s()) is not None:
+                if read_outcome(self.job.run) is not None:
+                    break  # a worker recorded why the job ends, but the processes do not exit
                 ended = self._on_hang(waited_s)
             if ended:
                 break

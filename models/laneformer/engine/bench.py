@@ -1,11 +1,11 @@
 """Decode speed next to what the memory gives at the same moment.
 
 A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of three within
-minutes. So the decode loop stops every few tokens and lets the same threads read a large buffer from end to end; a
-stretch of tokens is compared with the probes on both sides of it.
+minutes. So the decode loop stops every few tokens and lets the same threads read a large buffer from end to end; each
+segment of tokens is compared with the probes before and after it.
 
-The ablation runs every second stretch with a barrier of all threads after each module, as tensor parallelism without a
-delay would: neighbouring stretches then show what the delay is worth at that moment.
+The ablation runs every second segment with a barrier of all threads after each module, as tensor parallelism without a
+delay would: neighbouring segments then show what the delay is worth at that moment.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .decoder import CUDA, Request
 from .engine import Engine
 from .options import GenerationOptions
 
-STRETCHES = 12
-MIN_STRETCH_S = 0.25  # long enough that one tick of another process does not decide it
+SEGMENTS = 12
+MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not decide it
 
 
 def benchmark(
@@ -33,7 +33,7 @@ def benchmark(
 ) -> dict[str, Any]:
     """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`.
 
-    `barriers` adds the ablation: as many stretches again, which are in no other figure. On GPUs: cuda/bench.py.
+    `barriers` adds the ablation: as many segments again, which no other figure includes. On GPUs: cuda/bench.py.
     """
     if engine.isa == CUDA:
         return on_gpus(engine, depth, progress, barriers)
@@ -46,18 +46,18 @@ def benchmark(
     prompt = random_prompt(engine, max(depth, 1))
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
     token_s = measured(engine, prompt, 9, 0)[0]
-    stretch = max(1, round(MIN_STRETCH_S / float(np.median(token_s))))
-    stretch = max(1, min(stretch, (context - len(prompt)) // (2 * STRETCHES)))
-    progress(f"{STRETCHES} stretches of {stretch} tokens, a read probe before and after each")
-    token_s, probes = measured(engine, prompt, STRETCHES * stretch + 1, stretch)
+    segment = max(1, round(MIN_SEGMENT_S / float(np.median(token_s))))
+    segment = max(1, min(segment, (context - len(prompt)) // (2 * SEGMENTS)))
+    progress(f"{SEGMENTS} segments of {segment} tokens, a read probe before and after each")
+    token_s, probes = measured(engine, prompt, SEGMENTS * segment + 1, segment)
 
-    stretches = len(token_s) // stretch
-    seconds = token_s[: stretches * stretch].reshape(stretches, stretch).sum(1)
-    tokens_per_s = stretch / seconds
-    probe = (probes[:stretches] + probes[1 : stretches + 1]) / 2
-    bytes_per_token = engine.weight_bytes + cached_bytes(engine, len(prompt) + stretches * stretch / 2)
+    segments = len(token_s) // segment
+    seconds = token_s[: segments * segment].reshape(segments, segment).sum(1)
+    tokens_per_s = segment / seconds
+    probe = (probes[:segments] + probes[1 : segments + 1]) / 2
+    bytes_per_token = engine.weight_bytes + cached_bytes(engine, len(prompt) + segments * segment / 2)
     percent = 100 * bytes_per_token * tokens_per_s / probe
-    ablation = measure_barriers(engine, prompt, stretch) if barriers else {}
+    ablation = measure_barriers(engine, prompt, segment) if barriers else {}
     return {
         "tokens_per_s": float(np.median(tokens_per_s)),
         "tokens_per_s_p10": float(np.percentile(tokens_per_s, 10)),
@@ -71,8 +71,8 @@ def benchmark(
         "token_s_p99": float(np.percentile(token_s, 99)),
         "prefill_tokens_per_s": prefill_tokens_per_s,
         "ttft_s": ttft_s,
-        "stretches": stretches,
-        "tokens_per_stretch": stretch,
+        "stretches": segments,
+        "tokens_per_stretch": segment,
         "depth": depth,
         "dtype": engine.dtype,
         "math": engine.math,
@@ -96,14 +96,14 @@ def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barrier
     return bench.benchmark(decoder.gpu, depth, progress)
 
 
-def measure_barriers(engine: Engine, prompt: list[int], stretch: int) -> dict[str, float]:
-    """Tokens/s of stretches with a barrier after every module, and how much faster their neighbours without are."""
-    pairs = min(STRETCHES, (engine.config.max_position_embeddings - len(prompt)) // (2 * stretch))
-    token_s, _ = measured(engine, prompt, 2 * pairs * stretch + 1, stretch, compare_barriers=True)
-    delayed_s, barrier_s = token_s[: 2 * pairs * stretch].reshape(pairs, 2, stretch).sum(2).T
+def measure_barriers(engine: Engine, prompt: list[int], segment: int) -> dict[str, float]:
+    """Tokens/s of segments with a barrier after every module, and how much faster their neighbours without are."""
+    pairs = min(SEGMENTS, (engine.config.max_position_embeddings - len(prompt)) // (2 * segment))
+    token_s, _ = measured(engine, prompt, 2 * pairs * segment + 1, segment, compare_barriers=True)
+    delayed_s, barrier_s = token_s[: 2 * pairs * segment].reshape(pairs, 2, segment).sum(2).T
     ratio = barrier_s / delayed_s
     return {
-        "barriers_tokens_per_s": float(np.median(stretch / barrier_s)),
+        "barriers_tokens_per_s": float(np.median(segment / barrier_s)),
         "delay_over_barriers": float(np.median(ratio)),
         "delay_over_barriers_p10": float(np.percentile(ratio, 10)),
         "delay_over_barriers_p90": float(np.percentile(ratio, 90)),

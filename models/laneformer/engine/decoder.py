@@ -115,7 +115,7 @@ class Statistics:
     """Of one request, all its sequences together.
 
     reused_tokens: prompt tokens whose keys and values were still there. passes: reads of all the weights.
-    proposed_tokens: guesses of `speculate`; accepted_tokens: those that were right.
+    proposed_tokens: draft tokens of `speculate`; accepted_tokens: those that were right.
     """
 
     reused_tokens: int

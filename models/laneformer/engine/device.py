@@ -14,7 +14,7 @@ DRIVER = "libcuda.so.1"
 def cuda_devices(device: str) -> tuple[str, ...]:
     """The GPUs that `device` means, such as ("cuda:0", "cuda:1"); none: the CPU.
 
-    "auto" is the CPU until the CUDA engine has run on a GPU: nobody is to get unproven kernels unasked.
+    "auto" is the CPU until the CUDA engine has run on a GPU: nobody should get unproven kernels without asking.
 
     ValueError: not one of "auto", "cpu", "cuda", "cuda:0", "cuda:0,cuda:1"..., or what to install for it.
     """

@@ -32,7 +32,15 @@ DEVICE uint32_t philox(uint64_t seed, uint32_t position, uint32_t token) {
   return x[0];
 }
 
-constexpr float kMostNoise = 16.64f;  // -log(-log(1 - 2^-24)), rounded up
+// Gumbel noise of random bits
+DEVICE float noise(uint32_t bits) {
+  const float uniform = (bits >> 9) * 0x1p-23f + 0x1p-24f;  // exact: never 0, never 1
+  return -logf(-logf(uniform));
+}
+
+// Bits that begin with n ones are below 1 - 2^-(n+1), and -log(-log(1 - p)) <= -log(p): their noise is at most (n + 1)
+// times this, which is log(2), rounded up. No noise is more than 24 times this.
+constexpr float kNoisePerOne = 0.6932f;
 
 struct Sampling {
   uint64_t seed = 0;
@@ -51,9 +59,7 @@ struct Sampling {
 
   // `position`: of the token that was read last, counted from the start of the text
   DEVICE float score(float logit, int position, int token) const {
-    if (greedy()) return logit;
-    const float uniform = (philox(seed, position, token) >> 9) * 0x1p-23f + 0x1p-24f;  // exact: never 0, never 1
-    return logit * inverse_temperature - logf(-logf(uniform));
+    return greedy() ? logit : logit * inverse_temperature + noise(philox(seed, position, token));
   }
 };
 

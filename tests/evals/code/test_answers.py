@@ -25,7 +25,7 @@ from evals.code.answers import (
 )
 from evals.code.score import open_dataset
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
-from tests.laneformer.engine.engine_assets import random_model, small_config, write_folder
+from tests.laneformer.engine.assets import random_model, small_config, write_folder
 
 ADD = "def add(a, b):\n    return a + b"
 HELPER = "import math\n\nclass Helper:\n    def one(self):\n        return 1\n\n    def two(self):\n        return 2"

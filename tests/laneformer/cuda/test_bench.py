@@ -16,9 +16,9 @@ from laneformer.engine.cuda.compile import INCLUDES, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import H200, plan
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.probe import KERNELS, expected_sum, probe_argument
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_harness import SMALL, random_model, small_config, tensors_of
-from tests.laneformer.cuda.cuda_stand_ins import EmulatedDecoder
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
+from tests.laneformer.cuda.stand_ins import EmulatedDecoder
 
 # --- figures -----------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.Monke
         bench.benchmark(decoder, 4033, lambda text: None, 4.4e12)
 
 
-@pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+@pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 def test_every_token_has_a_time_while_the_kernel_still_runs(cuda_builds: Path) -> None:
     EmulatedDecoder.cache = cuda_builds
     config = small_config()
@@ -102,12 +102,12 @@ def test_every_token_has_a_time_while_the_kernel_still_runs(cuda_builds: Path) -
 
 @pytest.fixture(scope="module")
 def probe_library(cuda_builds: Path) -> tuple[DeviceMemory, Any]:
-    if cuda_emulator.MISSING:
-        pytest.skip(cuda_emulator.MISSING)
+    if emulator.MISSING:
+        pytest.skip(emulator.MISSING)
     geometry = plan(small_config(), "bf16", SMALL, warps=2, chunk_bytes=1024)
     memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
     source = source_of("probe", memory.geometry) + "".join(f"EMULATE({kernel}, Probe)\n" for kernel in KERNELS)
-    return memory, cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
+    return memory, emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -119,7 +119,7 @@ def test_the_probe_reads_every_byte_as_often_as_it_says(
     geometry = memory.geometry
     sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32)
     launched = {"blocks": geometry.blocks, "threads": 32 * geometry.warps, "shared_bytes": geometry.shared_bytes}
-    cuda_emulator.launch(library, kernel, probe_argument(memory, sums, rounds), seed=rounds, **launched)
+    emulator.launch(library, kernel, probe_argument(memory, sums, rounds), seed=rounds, **launched)
     assert int(sums.sum(dtype=torch.int64)) % 2**32 == expected_sum(memory, rounds)
     memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this
     assert int(sums.sum(dtype=torch.int64)) % 2**32 != expected_sum(memory, rounds)

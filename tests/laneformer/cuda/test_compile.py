@@ -18,7 +18,7 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import Geometry, Machine, plan
-from tests.laneformer.cuda.cuda_harness import KERNELS, small_config
+from tests.laneformer.cuda.harness import KERNELS, small_config
 
 pytest.importorskip("cuda.core", reason="needs the cuda extra: pip install 'laneformer[cuda]'")
 pytest.importorskip("cuda.bindings.nvrtc")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from laneformer.engine.decoder import Sampling
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_harness import Emulated, small_config
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import Emulated, small_config
 
-pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 IDS = [7, 80, 33, 2]
 
 

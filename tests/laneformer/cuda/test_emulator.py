@@ -1,4 +1,4 @@
-"""The CUDA emulator on toy kernels (cuda_toys.cu): right ones give the right numbers, each wrong one is found.
+"""The CUDA emulator on toy kernels (toys.cu): right ones give the right numbers, each wrong one is found.
 
 What the emulator claims for every order of the threads must be found with every seed; what depends on the order, with
 some seed of a few.
@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.laneformer.cuda import cuda_emulator as emulator
-from tests.laneformer.cuda.cuda_emulator import EmulationError, Report
+from tests.laneformer.cuda import emulator as emulator
+from tests.laneformer.cuda.emulator import EmulationError, Report
 
 pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 PRIMITIVES = Path(__file__).resolve().parents[3] / "models/laneformer/engine/cuda/primitives.cuh"
-TOYS = (Path(__file__).parent / "cuda_toys.cu").read_text()
+TOYS = (Path(__file__).parent / "toys.cu").read_text()
 SEEDS = range(40)
 
 
@@ -53,8 +53,8 @@ class Toys:
 
 
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
-    return Toys(tmp_path_factory.mktemp("toys"))
+def toys(cuda_builds: Path) -> Toys:
+    return Toys(cuda_builds)
 
 
 def aligned(values: np.ndarray) -> np.ndarray:
@@ -219,7 +219,7 @@ def test_every_primitive_is_offered_as_it_is() -> None:
         return {(name, re.sub(r" ?\b\w+(?=,|$)", "", types) if types else "") for name, types in found}
 
     primitives = offered(PRIMITIVES)
-    missing = primitives - offered(PRIMITIVES.parents[4] / "tests/laneformer/cuda/cuda_emulator.h")
+    missing = primitives - offered(PRIMITIVES.parents[4] / "tests/laneformer/cuda/emulator.h")
     assert missing == {("uint32_t shared_address", "const void*")}  # for PTX alone
     assert len(primitives) > 25
 

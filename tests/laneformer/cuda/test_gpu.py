@@ -20,8 +20,8 @@ from laneformer import LaneformerConfig
 from laneformer.engine import Engine, device
 from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
 from laneformer.engine.decoder import Sampling
-from tests.laneformer.cuda.cuda_stand_ins import gpu_of
-from tests.laneformer.engine.engine_assets import byte_tokenizer, write_folder
+from tests.laneformer.cuda.stand_ins import gpu_of
+from tests.laneformer.engine.assets import byte_tokenizer, write_folder
 from tools.check.cuda import check, check_faults, reference, score, scored_length
 from tools.check.reference import Weights, hf_logits, hf_model, random_weights, tensors_of
 

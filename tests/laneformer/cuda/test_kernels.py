@@ -1,6 +1,6 @@
 """The decode kernels on the emulator: every logit of every position, in any order of threads, cut in any way.
 
-test_cuda_order.py shows that the checks here and in the emulator find planted faults.
+test_order.py shows that the checks here and in the emulator find planted faults.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from laneformer.engine.cuda.geometry import Machine, plan
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_harness import Emulated, small_config
-from tests.laneformer.cuda.cuda_reference import expected, read_one_by_one
-from tests.laneformer.cuda.cuda_shapes import SHAPES
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import Emulated, small_config
+from tests.laneformer.cuda.reference import expected, read_one_by_one
+from tests.laneformer.cuda.shapes import SHAPES
 
-pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 
 
 def text(emulated: Emulated, count: int) -> list[int]:

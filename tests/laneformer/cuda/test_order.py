@@ -1,7 +1,7 @@
 """Random shapes of the decode kernels, and faults planted in their source: each is found, by a check that is named.
 
 The proof that every word is written before it is read, that none is overwritten early and that nobody waits for ever
-is the emulator's, for all orders of the threads that a launch can have (cuda_order.h). Here it is asked for, and shown
+is the emulator's, for all orders of the threads that a launch can have (order.h). Here it is asked for, and shown
 to fail where it must.
 """
 
@@ -22,13 +22,13 @@ import torch
 
 from laneformer.engine.cuda.compile import FOLDER, source_of
 from laneformer.engine.cuda.memory import EXCHANGES
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_emulator import EmulationError
-from tests.laneformer.cuda.cuda_harness import Emulated
-from tests.laneformer.cuda.cuda_shapes import SHAPES, drawn
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulator import EmulationError
+from tests.laneformer.cuda.harness import Emulated
+from tests.laneformer.cuda.shapes import SHAPES, drawn
 from tests.laneformer.cuda.test_kernels import check, text
 
-pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 COUNT = int(os.environ.get("CUDA_SHAPES", "6"))
 TOKENS = 6
 SEEDS = range(3)
@@ -130,13 +130,14 @@ FAULTS = {
 
 def rebuild(emulated: Emulated, builds: Path, patches: list[tuple[str, str, str]], source: str) -> None:
     """The same shape from this text and from sources in which each (file, was, now) is changed."""
-    folder = Path(tempfile.mkdtemp(dir=builds))
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True)
-    for file, was, now in patches:
-        content = (folder / file).read_text()
-        assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
-        (folder / file).write_text(content.replace(was, now))
-    emulated.library = emulated.build(source, builds, folder)
+    with tempfile.TemporaryDirectory() as copy:
+        folder = Path(copy)
+        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True)
+        for file, was, now in patches:
+            content = (folder / file).read_text()
+            assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
+            (folder / file).write_text(content.replace(was, now))
+        emulated.library = emulated.build(source, builds, folder)
 
 
 def outcome(emulated: Emulated, seed: int, right: tuple[list[int], torch.Tensor]) -> str:

@@ -20,12 +20,12 @@ from laneformer.engine.cuda import prefill
 from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
 from laneformer.engine.cuda.sequence import SequenceDecoder
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_harness import SMALL, Emulated, random_model, small_config, tensors_of
-from tests.laneformer.cuda.cuda_reference import expected, kept_at
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import SMALL, Emulated, random_model, small_config, tensors_of
+from tests.laneformer.cuda.reference import expected, kept_at
 
 TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).tolist()  # the rings hold six
-emulated_only = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+emulated_only = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 
 
 class PlainCache:

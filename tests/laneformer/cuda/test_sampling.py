@@ -20,10 +20,10 @@ from laneformer.engine.cpu import _core
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.decoder import Sampling
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_harness import SMALL, Emulated, small_config
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import SMALL, Emulated, small_config
 
-pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 
 VOCAB, COUNT = 152, 200  # some threads have three logits, some two
 LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
@@ -45,8 +45,8 @@ class Sampler:
 
     def __init__(self, builds: Path):
         self.geometry = plan(small_config(vocab_size=VOCAB), "bf16", SMALL, warps=2)
-        source = f'#define GRAPH 0\n{self.geometry.constants()}#include "cuda_sampler.cu"\n'
-        self.library = cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
+        source = f'#define GRAPH 0\n{self.geometry.constants()}#include "sampler.cu"\n'
+        self.library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
     def __call__(
         self, logits: np.ndarray, how: Sampling, count: int = COUNT, order: int = 0, first: int = 0
@@ -54,7 +54,7 @@ class Sampler:
         """The tokens of `count` positions from `first` on."""
         words, tokens = np.zeros(VOCAB, np.uint64), np.full(count, -1, np.int32)
         argument = Picks(how, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, first, count)
-        cuda_emulator.launch(self.library, "pick", argument, blocks=1, threads=64, shared_bytes=1024, seed=order)
+        emulator.launch(self.library, "pick", argument, blocks=1, threads=64, shared_bytes=1024, seed=order)
         return tokens
 
 

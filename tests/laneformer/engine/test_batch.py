@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.laneformer.engine.engine_assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 SWITCHES = [{}, {"lm_head_type": "replicate"}, {"lm_head_type": "lane"}, {"broadcast_delay": 0}]
 

@@ -11,7 +11,7 @@ import pytest
 from laneformer.cli import main
 from laneformer.engine import Engine, TextStream
 from laneformer.engine.cpu.packed import FOLDER
-from tests.laneformer.engine.engine_assets import byte_tokenizer, random_model, small_config, write_folder
+from tests.laneformer.engine.assets import byte_tokenizer, random_model, small_config, write_folder
 
 KEYS = {
     "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",

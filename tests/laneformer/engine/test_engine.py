@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
     float32_error,

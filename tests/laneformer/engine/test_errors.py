@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from laneformer.engine import Engine
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
     random_model,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
 from laneformer.engine.options import RANGES
-from tests.laneformer.engine.engine_assets import byte_tokenizer, engine_of, random_model, small_config
+from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
 
 NAMES = [field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"]
 LIMITS = {"deadline": 20_000, "max_examples": 150}  # ms: a hang fails

@@ -11,7 +11,7 @@ import torch
 
 from laneformer.engine import Engine, GenerationOptions
 from laneformer.engine.cpu import _core
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
     random_ids,

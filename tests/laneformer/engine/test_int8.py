@@ -15,7 +15,7 @@ from laneformer.config import MATRICES
 from laneformer.engine import Engine
 from laneformer.engine.cpu.decoder import RandomTensors
 from laneformer.engine.cpu.packed import FOLDER, PackedWeights
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
     random_ids,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     engine_of,
     float32_error,
     random_ids,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from laneformer.config import MODULES
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
     random_ids,

@@ -23,8 +23,9 @@ pytestmark = pytest.mark.slow
 only_when_asked = pytest.mark.skipif("SANITIZE" not in os.environ, reason="minutes: make sanitize, or set SANITIZE")
 
 
-def build(folder: Path, check: str, **definitions: str) -> Path:
-    """The check program with these sanitizers (or "none")."""
+def build(check: str, **definitions: str) -> Path:
+    """The check program with these sanitizers (or "none"); its folder is kept, so what is unchanged stays compiled."""
+    folder = ROOT / "build" / f"check-{check}"
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:
@@ -50,9 +51,9 @@ def hashes(*command: str | Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+def watched() -> tuple[Path, dict[str, str]]:
     """The program under AddressSanitizer and UBSan with every instruction set, and the hashes that it gives."""
-    program = build(tmp_path_factory.mktemp("address"), "address,undefined")
+    program = build("address,undefined")
     return program, hashes(program)
 
 
@@ -65,8 +66,8 @@ def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(watched):
 
 
 @only_when_asked
-def test_a_race_is_caught_and_nothing_else_is(tmp_path):
-    program = build(tmp_path, "thread")
+def test_a_race_is_caught_and_nothing_else_is():
+    program = build("thread")
     assert "portable" in hashes(program)
     caught = run(program, "race")
     assert caught.returncode != 0
@@ -75,7 +76,7 @@ def test_a_race_is_caught_and_nothing_else_is(tmp_path):
 
 @only_when_asked
 @pytest.mark.skipif(not ON_X86, reason="compares with x86")
-def test_neon_gives_the_bits_of_avx2(tmp_path, watched):
+def test_neon_gives_the_bits_of_avx2(watched):
     """NEON fuses multiply-adds as AVX2 does and every sum has the same order, so nothing may differ."""
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if emulator is None or shutil.which(AARCH64["CMAKE_CXX_COMPILER"]) is None:
@@ -83,6 +84,6 @@ def test_neon_gives_the_bits_of_avx2(tmp_path, watched):
     here = watched[1]
     if "avx2" not in here:
         pytest.skip("this CPU has no AVX2 to compare with")
-    there = hashes(emulator, build(tmp_path, "none", **AARCH64))
+    there = hashes(emulator, build("none", **AARCH64))
     assert (there["portable"], there["fp16"], there["fp32"]) == (here["avx2"], here["fp16"], here["fp32"])
     assert here["avx2"] != here["portable"], "fused and unfused sums cannot agree: the comparison sees nothing"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from laneformer.engine import Engine
-from tests.laneformer.engine.engine_assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 # a window of 7, blocks of 32 and the padding to 16 make rings of 48 positions: 192 positions overwrite them four times
 LONG = {"max_position_embeddings": 192}

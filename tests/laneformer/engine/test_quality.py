@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from laneformer import LaneformerConfig
-from tests.laneformer.engine.engine_assets import random_model, small_config, write_folder
+from tests.laneformer.engine.assets import random_model, small_config, write_folder
 from tools.check import engine as check_engine
 from tools.check.engine import Options, check, random_weights
 

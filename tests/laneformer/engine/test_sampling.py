@@ -9,7 +9,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
-from tests.laneformer.engine.engine_assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 
 def reference_logits(logits, prompt, output, options: GenerationOptions) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.laneformer.engine.engine_assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 REPEATING = {"logit_bias": {3: 2.0, 4: 2.0}}
 SAMPLING = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer.engine import Engine, StopStrings, TextStream
-from tests.laneformer.engine.engine_assets import byte_tokenizer, engine_of, random_model, small_config
+from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
 
 LONG = {"max_position_embeddings": 20_000, "swa_layers": (0, 1)}  # long requests, slower with every token
 

@@ -13,7 +13,7 @@ import pytest
 
 from laneformer.engine.cpu.decoder import MAX_THREADS
 from laneformer.engine.device import default_threads, one_cpu_a_core_first
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
     random_ids,

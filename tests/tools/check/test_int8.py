@@ -11,7 +11,7 @@ from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_byte
 from evals.scorer import EngineScorer
 from laneformer import Engine, LaneformerConfig
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
-from tests.laneformer.engine.engine_assets import random_model, write_folder
+from tests.laneformer.engine.assets import random_model, write_folder
 from tools.check import int8 as check_int8
 
 

@@ -11,8 +11,9 @@ from threading import Timer
 import psutil
 import pytest
 
+from records.events import BAD_STEP, read_events, write_outcome
 from records.job import JobSections
-from train.supervise.attempt import Attempt
+from train.supervise.attempt import Attempt, Ended
 from train.supervise.signals import StopSignals
 
 
@@ -37,3 +38,20 @@ def test_a_second_request_kills_what_does_not_end(monkeypatch: pytest.MonkeyPatc
     assert (job.run / "stop").exists(), "they were asked first"
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_workers_that_do_not_exit_keep_their_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A bad step whose processes then hang is a bad step, not a hang."""
+    job = JobSections()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 0.5
+    job.run.mkdir()
+    monkeypatch.setattr(
+        "train.supervise.attempt.start_workers",
+        lambda *_: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]),
+    )
+    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
+    attempt.start(None, 1, [])
+    write_outcome(job.run, 1, BAD_STEP, 7, "the loss is nan")
+    assert attempt.watch() == Ended(BAD_STEP, 7, "the loss is nan")
+    assert not read_events(job.run), "no hang is recorded"

@@ -4,7 +4,7 @@ A file holds one thread plan's tapes and the embedding, each at a multiple of 2 
 huge pages. Its name is a hash of the layout, dtype and thread plan; its header holds hashes of the safetensors that it
 was made from and of every part. A file is read through and compared with them once, and again whenever its inode says
 that it was touched since (`.checked` beside it); so a start need not read the weights twice. Anything that does not fit
-is packed anew.
+is packed again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // Exchanges: how warps hand each other numbers without a barrier, and what is watched meanwhile.
 //
-// Every number travels as a word {value, epoch}. The reader knows which epoch it waits for and polls the words
-// themselves, so there is no flag, no fence and nothing to reset. Inside a lane: the stream after each join, q/k/v,
+// Every number travels as a word {value, epoch}, as in NCCL's LL protocol ({data, flag} in one 8-byte store). The reader
+// knows which epoch it waits for and polls the words themselves: no separate flag, no fence, nothing to reset. Inside a lane: the stream after each join, q/k/v,
 // the partial attention of each split of the keys, the activations. Between lanes: the partial outputs (mail), written
 // to every device, read by the owner of the same rows `kDelay` layers later; and the best logit of each block.
 //

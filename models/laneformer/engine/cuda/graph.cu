@@ -5,7 +5,7 @@
 // before it waits for the kernel before it (programmatic dependent launch); two blocks fit on a multiprocessor, so that
 // the next kernel's first weights are there when its inputs are.
 #ifdef EMULATED
-#include "cuda_emulator.h"
+#include "emulator.h"
 #else
 #include "primitives.cuh"
 #endif

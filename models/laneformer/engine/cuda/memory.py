@@ -153,7 +153,7 @@ class DeviceMemory:
 
 
 def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> LaneMatrix:
-    """The matrices as the kernels have them, of one lane at a time: q, k, v in one; gate and up row by row in turn."""
+    """The matrices as the kernels have them, of one lane at a time: q, k, v in one; gate and up rows alternate."""
     names = {
         "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
         "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
@@ -173,14 +173,17 @@ def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype
     return matrix
 
 
+def as_torch(tensor: Tensor) -> torch.Tensor:
+    """The values in their own type; a copy, as torch warns of arrays that cannot be written, such as a mapped file."""
+    values = np.array(tensor.values)
+    if tensor.dtype == "fp32":
+        return torch.from_numpy(values)
+    return torch.from_numpy(values.view(np.int16)).view(TORCH_TYPES[tensor.dtype])
+
+
 def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.Tensor:
     """A tensor in this 16-bit type, as int16; ValueError where a value is not finite."""
-    tensor = tensors[name]
-    # a copy: torch warns of arrays that cannot be written, such as a mapped file
-    values = torch.from_numpy(np.array(tensor.values).view(np.float32 if tensor.dtype == "fp32" else np.int16))
-    if tensor.dtype != "fp32":
-        values = values.view(TORCH_TYPES[tensor.dtype])
-    values = values.to(TORCH_TYPES[dtype])
+    values = as_torch(tensors[name]).to(TORCH_TYPES[dtype])
     if not values.isfinite().all():
         raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
     return values.view(torch.int16)
@@ -188,15 +191,9 @@ def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.
 
 def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
     """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use."""
-    layers = range(config.num_hidden_layers)
-    names = [f"layers.{i}.{norm}.weight" for i in layers for norm in NORMS]
-    scales = []
-    for name in [*names, "norm.weight"]:
-        tensor = tensors[name]
-        values = torch.from_numpy(np.array(tensor.values))
-        if tensor.dtype != "fp32":
-            values = values.view(torch.int16).view(TORCH_TYPES[tensor.dtype]).float()
+    names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
+    scales = {name: as_torch(tensors[name]).float() for name in (*names, "norm.weight")}
+    for name, values in scales.items():
         if not values.isfinite().all():
             raise ValueError(f"tensor {name} holds values that are not finite")
-        scales.append(values)
-    return torch.stack(scales)
+    return torch.stack(list(scales.values()))

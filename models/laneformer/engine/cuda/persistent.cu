@@ -7,9 +7,9 @@
 //     stream -> q k v -> partial attention -> (join) stream -> activation -> (join) stream
 //
 // All blocks learn the best token from one exchange at the end; each decides for itself, from the same words, whether
-// to go on. All blocks must be resident at once (a cooperative launch): to wait for one that never starts is for ever.
+// to go on. All blocks must be resident at once (a cooperative launch): a wait for one that never starts would not end.
 #ifdef EMULATED
-#include "cuda_emulator.h"
+#include "emulator.h"
 #else
 #include "primitives.cuh"
 #endif
@@ -51,7 +51,7 @@ struct Persistent : Block {
     return token;
   }
 
-  // Every block learns the best token; with filters, the one that the first block has drawn. The host's wish to stop
+  // Every block learns the best token; with filters, the one that the first block has drawn. The host's stop flag
   // comes with it, so that all blocks see it at the same token.
   DEVICE int choose(Candidate own, bool& cancelled) {
     const bool decides = p.device == 0 && block_index() == 0;

@@ -1,7 +1,7 @@
 // What the decode kernels ask of the machine: words with an epoch, a bulk copy with a barrier, shuffles, conversions.
 //
 // Everything that only a GPU understands stands here, so that the kernels themselves are plain C++. The tests compile
-// them for the CPU with an emulator that offers the same functions (tests/laneformer/cuda/cuda_emulator.h).
+// them for the CPU with an emulator that offers the same functions (tests/laneformer/cuda/emulator.h).
 //
 // No header is included: NVRTC compiles this without a CUDA toolkit on the machine. PTX: mbarrier and cp.async need
 // sm_80, cp.async.bulk sm_90.

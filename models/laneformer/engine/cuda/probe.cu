@@ -5,7 +5,7 @@
 // 16-byte loads, to see whether the ring is what limits. Both add up what they read: the sum proves that every byte was
 // there as often as the report says, and keeps the compiler from leaving the loads out.
 #ifdef EMULATED
-#include "cuda_emulator.h"
+#include "emulator.h"
 #else
 #include "primitives.cuh"
 #endif

@@ -157,7 +157,7 @@ class SequenceDecoder:
     def _reusable(self, ids: Sequence[int], most: int) -> int:
         """How many of the ids, at most `most`, have their keys and values there.
 
-        What a window layer's ring has overwritten cannot come back: a prompt that leaves a longer text starts anew.
+        What a window layer's ring has overwritten cannot come back: a prompt that leaves a longer text is read again.
         """
         same, longest = 0, min(most, len(self.cached))
         while same < longest and ids[same] == self.cached[same]:

@@ -82,13 +82,3 @@ def pack(geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torc
         for there, here in pairs:
             tapes[there] = numbers[here]
     return tapes
-
-
-def unpack(geometry: Geometry, tapes: torch.Tensor) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """The matrices again: (op, layer, lane of the device, int16 (rows, columns)). For checks."""
-    orders = {op: torch.from_numpy(order(geometry.matrix(op), geometry.warps_per_lane, geometry.strip)) for op in OPS}
-    for op, layer, lane, pairs in places(geometry):
-        matrix = geometry.matrix(op)
-        numbers = torch.empty(matrix.rows * matrix.columns, dtype=torch.int16)
-        numbers[orders[op]] = torch.cat([tapes[there] for there, _ in pairs])
-        yield op, layer, lane, numbers.view(matrix.rows, matrix.columns)

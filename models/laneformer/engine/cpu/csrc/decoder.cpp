@@ -208,7 +208,7 @@ void Decoder::serve(int t) {
   }
 }
 
-// Everybody waits for everybody.
+// Every thread waits for every other.
 void Decoder::meet(int t) { meet_among(met_.get(), t, 0, threads()); }
 
 // The threads that share a lane wait for each other; nothing to do where a lane has one thread.

@@ -1,7 +1,7 @@
 // One request at a time on T persistent threads that own lanes.
 //
-// A pass sends a block of columns through all layers; a column is one position of one sequence: a stretch of a prompt,
-// one new token of each sequence of a batch, or a new token and guesses at what follows it. A thread runs its lanes'
+// A pass sends a block of columns through all layers; a column is one position of one sequence: a part of a prompt,
+// one new token of each sequence of a batch, or a new token and draft tokens after it. A thread runs its lanes'
 // modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its own
 // `modules_done`. Only a join that needs other lanes waits: PRESENT for this module, PAST for the module `delay` layers
 // ago. Where threads outnumber lanes, a group of threads shares each lane: its members own rows of the lane's matrices,
@@ -37,13 +37,13 @@ struct Request {
   SamplingOptions sampling;
   int max_new_tokens = 0;
   bool reuse_prefix = true;  // start from what a KV cache still holds
-  int speculate = 0;         // ids guessed from earlier text and verified in one pass, at most so many
+  int speculate = 0;         // most draft tokens, from earlier text, to verify in one pass
   int top_logprobs = -1;     // best ids to record for each token; -1: no log-probabilities
   int score_from = 0;        // log-probabilities of the prompt's ids from this index on; 0: generate instead
   bool keep_logits = false;  // scoring: the logits of every position as well
   std::vector<int> keep_partials;  // with keep_logits: positions, ascending, whose modules' outputs are kept as well
   int probe_every = 0;       // read-bandwidth probe before every this many decoded tokens; 0: none
-  bool compare_barriers = false;  // every second stretch of `probe_every` tokens: a barrier after every module
+  bool compare_barriers = false;  // every second segment of `probe_every` tokens: a barrier after every module
 
   bool scores() const { return score_from > 0; }
   // Scoring: all of the prompt, but for its last id where that is only something to predict.
@@ -52,7 +52,7 @@ struct Request {
 
 struct Statistics {
   int reused = 0;                  // prompt positions found in a KV cache
-  int proposed = 0, accepted = 0;  // guessed ids
+  int proposed = 0, accepted = 0;  // draft tokens
   int passes = 0;
 };
 

@@ -15,7 +15,7 @@
 namespace laneformer {
 
 enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3 };
-constexpr int kGroupRows = 16, kTileRows = 32, kMaxColumns = 32;
+constexpr int kTileRows = 32, kMaxColumns = 32;
 constexpr int kScoreRows = 2;  // query heads that share one pass over the keys and values
 
 struct DTypeTraits {

@@ -14,7 +14,7 @@ namespace laneformer {
 // --- sequences --------------------------------------------------------------------------------------------------
 
 namespace {
-constexpr int kLongestPhrase = 4, kShortestPhrase = 2;  // ids that must agree before the rest is guessed
+constexpr int kLongestPhrase = 4, kShortestPhrase = 2;  // ids that must agree before the rest is drafted
 }
 
 void Scores::resize(size_t tokens, int best) {
@@ -42,13 +42,13 @@ int KvContents::reusable(const ModelSpec& spec, const std::vector<int>& prompt, 
   return std::max(kept, 0);
 }
 
-void Sequence::guess(int most) {
+void Sequence::draft(int most) {
   const int length = static_cast<int>(ids.size());
   for (int phrase = kLongestPhrase; phrase >= kShortestPhrase && most > 0; --phrase)
     for (int end = length - 1; end >= phrase; --end)
       if (std::equal(ids.begin() + end - phrase, ids.begin() + end, ids.end() - phrase)) {
-        for (int i = 0; i < most; ++i)  // a repetition may go on into its own guesses
-          guesses.push_back(end + i < length ? ids[end + i] : guesses[end + i - length]);
+        for (int i = 0; i < most; ++i)  // a repetition may continue into its own drafts
+          drafts.push_back(end + i < length ? ids[end + i] : drafts[end + i - length]);
         return;
       }
 }
@@ -120,7 +120,7 @@ void Decoder::begin_sequence(Sequence& s) {
   else
     s.ids.reserve(s.end);
   if (!request_.scores() && request_.top_logprobs >= 0) s.scores.resize(wanted, request_.top_logprobs);
-  s.guesses.reserve(kMaxColumns);
+  s.drafts.reserve(kMaxColumns);
 }
 
 // The free cache with the longest prefix of the prompt, the least recently used one of several; else a new one.
@@ -186,7 +186,7 @@ Decoder::Pass Decoder::next_pass() {
   return plan_pass();
 }
 
-// Every sequence's ids that have not run yet, as far as there is room, and guesses after its last one.
+// Every sequence's ids that have not run yet, as far as there is room, and draft tokens after its last one.
 Decoder::Pass Decoder::plan_pass() {
   Pass pass{.step = Step::layers, .first_layer = layers_run_};
   const int decoded = sequences_[0].new_tokens() - 1;
@@ -194,19 +194,19 @@ Decoder::Pass Decoder::plan_pass() {
     pass.barriers = decoded / request_.probe_every % 2 == 1;
   ++statistics_.passes;
   for (Sequence& s : sequences_) {
-    s.guesses.clear(), s.columns = s.head_columns = 0;
+    s.drafts.clear(), s.columns = s.head_columns = 0;
     if (s.finished) continue;
     const int known = request_.scores() ? s.end : static_cast<int>(s.ids.size());
     const int room = kMaxColumns - pass.columns, run = std::min(known - s.position, room);
     const bool decodes = !request_.scores() && s.position + run == known;
-    if (decodes) s.guess(std::min({request_.speculate, room - run, s.end - known - 1}));
-    s.columns = run + static_cast<int>(s.guesses.size());
+    if (decodes) s.draft(std::min({request_.speculate, room - run, s.end - known - 1}));
+    s.columns = run + static_cast<int>(s.drafts.size());
     statistics_.proposed += s.columns - run;
     for (int c = 0; c < s.columns; ++c) {
       const int position = s.position + c;
       if (request_.scores() ? position + 1 >= request_.score_from || request_.keep_logits : decodes && c >= run - 1)
         pass.head[pass.head_columns++] = pass.columns, ++s.head_columns;
-      pass.column[pass.columns++] = {c < run ? s.ids[position] : s.guesses[c - run], position, s.cache};
+      pass.column[pass.columns++] = {c < run ? s.ids[position] : s.drafts[c - run], position, s.cache};
     }
   }
   return pass;
@@ -219,7 +219,7 @@ void Decoder::finish_pass() {
     if (s.finished || !s.columns) continue;
     KvContents& contents = contents_[s.cache];
     contents.written = std::max(contents.written, s.position + s.columns);
-    s.position += s.columns - static_cast<int>(s.guesses.size());
+    s.position += s.columns - static_cast<int>(s.drafts.size());
     if (request_.scores())
       s.finished = s.position >= s.end;
     else if (s.head_columns)
@@ -230,16 +230,16 @@ void Decoder::finish_pass() {
   }
 }
 
-// One token, and one more for each guess that was right: what a pass of its own would have given, bit for bit.
+// One token, and one more for each draft token that was right: what a pass of its own would have given, bit for bit.
 void Decoder::take_tokens(Sequence& s, int row) {
   const bool timed = &s == &sequences_[0];
   const int before = s.new_tokens();
   for (int i = 0; i < s.head_columns; ++i) {
     take_token(s, logits_.floats() + (row + i) * round_up(spec_.vocab, 16));
-    const bool right = i < static_cast<int>(s.guesses.size()) && s.guesses[i] == s.ids.back();
+    const bool right = i < static_cast<int>(s.drafts.size()) && s.drafts[i] == s.ids.back();
     statistics_.accepted += right;
     if (s.finished || !right) break;
-    ++s.position;  // the guess's keys and values stand
+    ++s.position;  // the draft token's keys and values stand
   }
   const int taken = s.new_tokens() - before;
   if (!timed) return;

@@ -1,6 +1,7 @@
 #include "sampler.h"
 
 #include <algorithm>
+#include <bit>
 #include <cfloat>
 #include <cmath>
 #include <functional>
@@ -117,10 +118,13 @@ int Sampler::choose(const float* raw, int position) {
   const float top = logits[best], least = draw.filters() ? threshold(logits, top) : -FLT_MAX;
   Candidate chosen{draw.score(top, position, best), best};
   for (int id = 0; id < vocab_; ++id) {
-    // most tokens are so unlikely that no noise could make them win: they need no random number
-    if (!(logits[id] >= least) || logits[id] * draw.inverse_temperature + kMostNoise < chosen.score) continue;
+    // most tokens could not win with any noise and need no random number; most of the others not with theirs
+    const float scaled = logits[id] * draw.inverse_temperature;
+    if (!(logits[id] >= least) || scaled + 24 * kNoisePerOne < chosen.score) continue;
+    const uint32_t bits = philox(draw.seed, position, id);
+    if (scaled + (std::countl_one(bits) + 1) * kNoisePerOne < chosen.score) continue;
     if (draw.filters() && !draw.keeps(logits[id], top)) continue;
-    chosen = better(chosen, {draw.score(logits[id], position, id), id});
+    chosen = better(chosen, {scaled + noise(bits), id});
   }
   return chosen.token;
 }

@@ -45,11 +45,11 @@ struct Sequence {
   Scores scores;
   // its part of the running pass
   int columns = 0, head_columns = 0;
-  std::vector<int> guesses;  // the last columns: ids that may come next
+  std::vector<int> drafts;  // draft tokens: the last columns, ids that may come next
 
   int new_tokens() const { return static_cast<int>(ids.size()) - prompt_length; }
-  // Prompt lookup: what followed the latest earlier place of the last few ids, `most` ids, into `guesses`.
-  void guess(int most);
+  // Prompt lookup: what followed the latest earlier place of the last few ids, `most` ids, into `drafts`.
+  void draft(int most);
 };
 
 }  // namespace laneformer

@@ -13,7 +13,7 @@ from typing import Any
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine, plan
-from tests.laneformer.cuda.cuda_harness import Emulated, small_config
+from tests.laneformer.cuda.harness import Emulated, small_config
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from laneformer.engine.cuda.geometry import Geometry, Machine, plan
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
 from laneformer.engine.cuda.sequence import graph_kernels
 from laneformer.engine.folder import Tensor
-from tests.laneformer.cuda import cuda_emulator
+from tests.laneformer.cuda import emulator
 
 SMALL = Machine(8, 48 * 1024, 90)
 KERNELS = {
@@ -79,7 +79,7 @@ class Emulated:
     def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         """The kernels of this text, which includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
-        return cuda_emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, cache)
+        return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, cache)
 
     def arguments(self, ids: list[int], position: int, max_tokens: int, **options: Any) -> list[ctypes.Structure]:
         inboxes = [memory.inbox for memory in self.memories]
@@ -89,7 +89,7 @@ class Emulated:
         """Run to the end; the new tokens."""
         shape = {"threads": 32 * self.geometry.warps, "shared_bytes": self.geometry.shared_bytes, "seed": seed}
         if self.version == "persistent":
-            cuda_emulator.launch(
+            emulator.launch(
                 self.library, "decode", arguments, blocks=self.geometry.blocks, names=self.buffers(), **shape, **options
             )
         else:
@@ -118,7 +118,7 @@ class Emulated:
         for _ in range(argument.prompt_count + argument.max_tokens - 1):
             for kernel, layer, module, blocks in graph_kernels(self.geometry):
                 argument.layer, argument.module = layer, module
-                cuda_emulator.launch(self.library, kernel, argument, blocks=blocks, **shape)
+                emulator.launch(self.library, kernel, argument, blocks=blocks, **shape)
 
     def read(
         self, ids: list[int], max_tokens: int = 1, seed: int = 0, **options: Any

@@ -1,12 +1,12 @@
 // The decode kernels on the CPU: what CUDA C++ has built in and primitives.cuh offers, over an emulated machine.
 //
 // A translation unit is: the generated prefix, this header, the kernels, and EMULATE(kernel, Params) for each of them.
-// cuda_emulator.py builds and starts it. The emulator can do one launch at a time.
+// emulator.py builds and starts it. The emulator can do one launch at a time.
 #pragma once
 #include <math.h>
 
-#include "cuda_machine.h"
-#include "cuda_order.h"
+#include "machine.h"
+#include "order.h"
 
 // ---- the language ----
 

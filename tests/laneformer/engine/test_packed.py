@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from laneformer.engine import Engine
 from laneformer.engine.cpu import _core
 from laneformer.engine.cpu.packed import ALIGNMENT, FOLDER, PackedWeights
-from tests.laneformer.engine.engine_assets import (
+from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
     random_model,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from laneformer.engine.cuda.memory import TORCH_TYPES
 from laneformer.model import LaneAttention, Laneformer, LaneLinear, LaneRMSNorm, LMHead
-from tests.laneformer.cuda.cuda_harness import Emulated
+from tests.laneformer.cuda.harness import Emulated
 
 UNIT = 2.0**-24  # half a step of fp32 at 1
 AROUND = 32  # roundings of a term beside its sum: norm scale, 1 / rms, SiLU, joins, angles of positions below 32

@@ -17,11 +17,11 @@ from laneformer.engine import Engine, device
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda import sequence
 from laneformer.engine.cuda.prefill import prefill
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.cuda_stand_ins import EmulatedDecoder, gpu_of
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
+from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
 
-pytestmark = pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 CONFIG = small_config()
 MODEL = random_model(CONFIG)
 TENSORS = tensors_of(MODEL, "bf16")

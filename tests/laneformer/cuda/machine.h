@@ -5,7 +5,7 @@
 // diverge at a sync, a copy to a barrier that is busy, a launch in which nothing can go on.
 //
 // The machine also keeps what every thread knows of the others (vector clocks), so that a check can tell what is
-// ordered by the program from what merely happened in this order (cuda_order.h).
+// ordered by the program from what merely happened in this order (order.h).
 #pragma once
 #if !defined(__x86_64__)
 #error "the CUDA emulator switches stacks with x86-64 assembly"
@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda_clocks.h"
+#include "clocks.h"
 
 extern "C" void emulator_switch(void** save, void* load);
 asm(R"(
@@ -164,7 +164,7 @@ class Machine {
   if (machine->error.empty()) machine->error = me ? place(me->warp, me->lane) + ": " + what : what;
   if (me) machine->leave();
 }
-std::string deadlock_report();  // cuda_order.h: it names the words
+std::string deadlock_report();  // order.h: it names the words
 
 inline uint32_t index_of(const void* full) { return uint32_t(*static_cast<const uint64_t*>(full)); }
 inline Warp& my_warp() { return machine->warps[me->warp]; }

@@ -1,5 +1,5 @@
 // The sampler alone, one block: a token for each position from the same logits, by the path that the engine takes.
-#include "cuda_emulator.h"
+#include "emulator.h"
 #include "block.cuh"
 
 struct Picks {

@@ -1,5 +1,5 @@
 // Toy kernels for the emulator's own test: right ones, and wrong ones that a real GPU might let pass.
-#include "cuda_emulator.h"
+#include "emulator.h"
 
 struct Params {
   Word* words;  // [2 sides][depth][32 lanes]

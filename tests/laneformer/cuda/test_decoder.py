@@ -19,9 +19,9 @@ from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.model import rope_table, run_layers
-from tests.laneformer.cuda.cuda_harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.cuda_stand_ins import LoopDecoder, gpu_of
-from tests.laneformer.engine.engine_assets import byte_tokenizer, write_folder
+from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
+from tests.laneformer.cuda.stand_ins import LoopDecoder, gpu_of
+from tests.laneformer.engine.assets import byte_tokenizer, write_folder
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
 MODEL = random_model(CONFIG)

@@ -6,7 +6,7 @@
 #pragma once
 #include <unordered_map>
 
-#include "cuda_machine.h"
+#include "machine.h"
 
 struct alignas(8) Word {
   float value;

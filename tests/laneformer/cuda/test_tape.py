@@ -7,6 +7,7 @@ compute are asked of the kernels themselves, built for the CPU.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,14 @@ import torch
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry, Matrix, plan
 from laneformer.engine.cuda.memory import Report, Weights, decode_structure
-from laneformer.engine.cuda.tape import pack, tape_starts, unpack
+from laneformer.engine.cuda.tape import order, pack, places, tape_starts
 from laneformer.engine.decoder import Sampling
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_shapes import SHAPES, Shape, drawn
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.shapes import SHAPES, Shape, drawn
 
 CUTS = [*SHAPES.values(), *(drawn(seed) for seed in range(40, 52)), Shape({"vocab_size": 72}, blocks=3, warps=5)]
 LAYOUT = r"""
-#include "cuda_emulator.h"
+#include "emulator.h"
 #include "block.cuh"
 struct Where {
   Decode decode;
@@ -61,6 +62,16 @@ def matrices(geometry: Geometry) -> dict[tuple[str, int, int], torch.Tensor]:
 
 def planned(shape: Shape) -> Geometry:
     return plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
+
+
+def unpack(geometry: Geometry, tapes: torch.Tensor) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    """The matrices again: (op, layer, lane of the device, int16 (rows, columns))."""
+    orders = {op: torch.from_numpy(order(geometry.matrix(op), geometry.warps_per_lane, geometry.strip)) for op in OPS}
+    for op, layer, lane, pairs in places(geometry):
+        matrix = geometry.matrix(op)
+        numbers = torch.empty(matrix.rows * matrix.columns, dtype=torch.int16)
+        numbers[orders[op]] = torch.cat([tapes[there] for there, _ in pairs])
+        yield op, layer, lane, numbers.view(matrix.rows, matrix.columns)
 
 
 @pytest.mark.parametrize("shape", CUTS, ids=range(len(CUTS)))
@@ -147,7 +158,7 @@ def test_a_slow_reading_of_the_tape(name: str) -> None:
         np.testing.assert_array_equal(np.concatenate(rows), right)
 
 
-@pytest.mark.skipif(bool(cuda_emulator.MISSING), reason=cuda_emulator.MISSING)
+@pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 @pytest.mark.parametrize("name", ["delay 2", "delay 0", "at once"])
 def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path) -> None:
     """Words, arguments and shared memory, on one device and on two; every pointer that is read as float4 is aligned."""
@@ -163,7 +174,7 @@ def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path
     }  # fmt: skip
     sizes_of_all = ", ".join(f"int64_t({expression})" for expression in asked)
     source = f"#define GRAPH 0\n{geometry.constants()}{LAYOUT.replace('SIZES', sizes_of_all)}"
-    library = cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
+    library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
     sizes = (ctypes.c_int64 * len(asked))()
     library.sizes(sizes)
     assert dict(zip(asked, sizes, strict=True)) == asked
@@ -175,6 +186,6 @@ def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path
 
     argument = Where(decode(), ctypes.addressof(end), ctypes.addressof(aligned))
     shape = {"blocks": geometry.blocks, "threads": 32 * geometry.warps, "shared_bytes": geometry.shared_bytes}
-    cuda_emulator.launch(library, "where", argument, **shape)
+    emulator.launch(library, "where", argument, **shape)
     assert end.value == geometry.shared_bytes <= SHAPES[name].machine().shared_bytes
     assert aligned.value == 0

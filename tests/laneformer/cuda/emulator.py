@@ -1,12 +1,13 @@
-"""Kernels of the CUDA engine on the CPU: build a translation unit over cuda_emulator.h, launch what it emulates.
+"""Kernels of the CUDA engine on the CPU: build a translation unit over emulator.h, launch what it emulates.
 
 A launch runs every thread of its grids as a fiber, in an order drawn from a seed, and checks what a GPU would leave
-undefined (cuda_machine.h) and that no word is overwritten before it was read, in any order (cuda_order.h).
+undefined (machine.h) and that no word is overwritten before it was read, in any order (order.h).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -43,15 +44,17 @@ class Report:
 def build(source: str, include_dirs: Sequence[Path], defines: Mapping[str, object], cache_dir: Path) -> ctypes.CDLL:
     """The library of one translation unit, from `cache_dir` if the same was built before.
 
-    The unit includes cuda_emulator.h and ends with EMULATE(kernel, Params) for each kernel. RuntimeError: with the
+    The unit includes emulator.h and ends with EMULATE(kernel, Params) for each kernel. RuntimeError: with the
     compiler's message.
     """
     if MISSING:
         raise RuntimeError(MISSING)
     folders = [FOLDER, *include_dirs]
-    command = ["g++", *FLAGS, *(f"-I{f}" for f in folders), *(f"-D{name}={value}" for name, value in defines.items())]
+    options = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
+    command = ["g++", *options, *(f"-I{f}" for f in folders)]
     included = [p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cuh", ".cu")]
-    parts = [repr(command).encode(), source.encode(), *(p.read_bytes() for p in included)]
+    # what the folders hold, not where they are: a copy of the sources is the same build
+    parts = [repr((options, compiler())).encode(), source.encode(), *(p.read_bytes() for p in included)]
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
     library = cache_dir / f"emulated-{key}.so"
     if not library.exists():
@@ -64,6 +67,11 @@ def build(source: str, include_dirs: Sequence[Path], defines: Mapping[str, objec
             raise RuntimeError(f"the emulated kernels do not compile:\n{done.stderr}")
         unfinished.rename(library)
     return ctypes.CDLL(str(library))
+
+
+@functools.cache
+def compiler() -> str:
+    return subprocess.run(["g++", "-dumpfullversion", "-dumpmachine"], capture_output=True, text=True).stdout
 
 
 def launch(

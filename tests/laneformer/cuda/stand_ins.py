@@ -23,8 +23,8 @@ from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.prefill import plain_model
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
 from laneformer.model import rope_table, run_layers
-from tests.laneformer.cuda import cuda_emulator
-from tests.laneformer.cuda.cuda_harness import KERNELS, SMALL
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import KERNELS, SMALL
 
 
 def gpu_of(engine: Engine) -> Any:
@@ -79,7 +79,7 @@ class EmulatedDecoder(SequenceDecoder):
         self.geometry = plan(config, dtype, SMALL, warps=2)
         self.memories = [DeviceMemory(self.geometry, tensors, 0, "cpu")]
         source = source_of(version, self.geometry) + "".join(f"EMULATE({k}, Decode)\n" for k in KERNELS[version])
-        self.library = cuda_emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, self.cache)
+        self.library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, self.cache)
         self.cached, self._model, self._streams = [], None, [Running()]
         self.launches = 0
 
@@ -90,7 +90,7 @@ class EmulatedDecoder(SequenceDecoder):
     def _emulate(self, kernel: str, argument: Any, blocks: int) -> None:
         self.launches += 1
         shape = {"threads": 32 * self.geometry.warps, "shared_bytes": self.geometry.shared_bytes}
-        cuda_emulator.launch(
+        emulator.launch(
             self.library, kernel, argument, blocks=blocks - self.missing_blocks, seed=self.launches,
             watchdog=self.missing_blocks > 0, **shape,
         )  # fmt: skip
