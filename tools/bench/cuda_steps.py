@@ -31,7 +31,7 @@ from laneformer.engine.folder import Tensor
 from tools.bench import harness
 from tools.bench.harness import alternate, serve
 from tools.check import cuda as check
-from tools.check.reference import DTYPE_NAMES, Weights, hf_model, random_weights, tensors_of
+from tools.check.reference import TORCH_DTYPES, Weights, hf_model, random_weights, tensors_of
 
 DEVICE = "cuda:0"
 LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
@@ -60,8 +60,7 @@ class Session:
     @functools.cached_property
     def weights(self) -> Weights:
         """bf16 or fp16 matrices."""
-        torch_types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-        return random_weights(self.config, dtype=torch_types[self.dtype], device=DEVICE)
+        return random_weights(self.config, dtype=TORCH_DTYPES[self.dtype], device=DEVICE)
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
