@@ -198,7 +198,7 @@ def shortest_vt(tokenizer: Any, length: int) -> int:
 
     def longest(units: int, example: bool) -> int:
         drawn = [vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
-        return max(tokens(tokenizer, f"{text} {answer}") for text, answer in drawn) + VT_ANSWER_TOKENS
+        return max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in drawn) + VT_ANSWER_TOKENS
 
     needed = longest(VT_EXAMPLE_UNITS, example=True)
     if needed > VT_EXAMPLE_TOKENS:
@@ -210,8 +210,8 @@ def shortest_vt(tokenizer: Any, length: int) -> int:
         (example,) = vt_utils.sys_vartrack_w_noise_random(
             tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
         )
-    worked = tokens(tokenizer, f"{example['input']} {' '.join(example['outputs'])}\n\n")
-    return worked + longest(VT_UNITS, example=False)
+    worked = tokenizer(f"{example['input']} {' '.join(example['outputs'])}\n\n").input_ids
+    return len(worked) + longest(VT_UNITS, example=False)
 
 
 def shortest_cwe(tokenizer: Any, length: int) -> int:
@@ -222,10 +222,6 @@ def shortest_cwe(tokenizer: Any, length: int) -> int:
     drawn = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
     cwe_utils.RNG.setstate(state)
     return CWE_ANSWER_TOKENS + max(
-        tokens(tokenizer, f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}")
+        len(tokenizer(f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}").input_ids)
         for example, text, answer in drawn
     )
-
-
-def tokens(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text).input_ids)
