@@ -111,9 +111,13 @@ class TransformersScorer(TransformersEncoder):
     def __init__(self, folder: Path, device: str = "auto", dtype: Any = "auto"):
         super().__init__(folder)
         import torch
+        from transformers import AutoModelForCausalLM
 
+        model_class: Any = AutoModelForCausalLM
+        if read_config(folder).get("model_type") == "laneformer":  # the installed class: the folder's code does not run
+            from laneformer.hf.modeling_laneformer import LaneformerForCausalLM as model_class
         self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        model = causal_model_class(folder).from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model = model.to(self._device).eval()
         self.name = f"transformers {str(self._model.dtype).removeprefix('torch.')}"
         config = self._model.config.get_text_config()
@@ -174,36 +178,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def causal_model_class(folder: Path) -> Any:
-    """The model class of a folder; a Laneformer's is the installed one, so that the folder's code does not run."""
-    if read_config(folder).get("model_type") == "laneformer":
-        from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
-
-        return LaneformerForCausalLM
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM
-
-
-def chosen_kind(model: Path, device: str = "auto", kind: Kind = "auto") -> Literal["engine", "transformers"]:
-    """The backend of `kind`; "auto" is the engine for a Laneformer, except on CUDA until that engine has run on one."""
+def uses_engine(model: Path, device: str = "auto", kind: Kind = "auto") -> bool:
+    """Whether `kind` is the engine; "auto" is for a Laneformer, except on CUDA until that engine has run on one."""
     ours = read_config(model).get("model_type") == "laneformer"
     if kind == "engine" and not ours:
         raise ValueError(f"kind = 'engine': {model} is not a Laneformer; use 'transformers' or 'auto'")
-    if kind == "auto":
-        return "engine" if ours and not device.startswith("cuda") else "transformers"
-    if kind not in ("engine", "transformers"):
-        raise ValueError(f"kind = {kind!r} is unknown; choose 'auto', 'engine' or 'transformers'")
-    return kind
+    return kind == "engine" or (kind == "auto" and ours and not device.startswith("cuda"))
 
 
 def open_encoder(model: Path, kind: Kind = "auto") -> TextEncoder:
     """The tokenizer that `open_scorer` would use, without the model."""
-    return EngineEncoder(model) if chosen_kind(model, kind=kind) == "engine" else TransformersEncoder(model)
+    return EngineEncoder(model) if uses_engine(model, kind=kind) else TransformersEncoder(model)
 
 
 def open_scorer(model: Path, device: str = "auto", kind: Kind = "auto") -> Scorer:
     """Open a Hugging Face folder for scoring; ValueError if it is not one. Call `close` when done."""
-    if chosen_kind(model, device, kind) == "engine":
-        return EngineScorer(model, device=device)
-    return TransformersScorer(model, device)
+    return EngineScorer(model, device=device) if uses_engine(model, device, kind) else TransformersScorer(model, device)
