@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,35 +24,11 @@ class Scores(NamedTuple):
     greedy: np.ndarray
 
 
-class TextEncoder(Protocol):
-    """Text to ids. `bos_id`: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither."""
-
-    bos_id: int | None
-    eos_id: int | None
-
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
-        ...
-
-
-class Scorer(TextEncoder, Protocol):
-    """A model that scores tokens. `max_length`: its context in tokens."""
-
-    name: str
-    max_length: int
-
-    def score(self, ids: Sequence[int], start: int) -> Scores:
-        """Scores of each of ids[start:] given all ids before it; 1 <= start < len(ids) <= max_length + 1.
-
-        The last id is only predicted, so one more than the context fits.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
 class EngineEncoder:
-    """The tokenizer.json of a Laneformer folder, read as the engine reads it."""
+    """The tokenizer.json of a Laneformer folder, read as the engine reads it.
+
+    `bos_id`: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither.
+    """
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer
@@ -67,11 +43,15 @@ class EngineEncoder:
         self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
 
 class EngineScorer(EngineEncoder):
-    """`laneformer.Engine` with prefix reuse. options: those of `Engine.from_pretrained`."""
+    """`laneformer.Engine` with prefix reuse, `max_length` tokens of context.
+
+    options: those of `Engine.from_pretrained`.
+    """
 
     def __init__(self, folder: Path, **options: Any):
         from laneformer import Engine
@@ -82,6 +62,10 @@ class EngineScorer(EngineEncoder):
         self.max_length = self.engine.config.max_position_embeddings
 
     def score(self, ids: Sequence[int], start: int) -> Scores:
+        """Scores of each of ids[start:] given all ids before it; 1 <= start < len(ids) <= max_length + 1.
+
+        The last id is only predicted, so one more than the context fits.
+        """
         found = self.engine.logprobs(ids, top=1, start=start)
         return Scores(found.logprobs.astype(np.float64), found.is_greedy)
 
@@ -90,7 +74,7 @@ class EngineScorer(EngineEncoder):
 
 
 class TransformersEncoder:
-    """The tokenizer that Transformers loads from a folder."""
+    """The tokenizer that Transformers loads from a folder; attributes and `encode` as in EngineEncoder."""
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer
@@ -106,7 +90,7 @@ class TransformersEncoder:
 
 
 class TransformersScorer(TransformersEncoder):
-    """Any causal language model of Transformers; its cache is cropped to the prefix that two prompts share."""
+    """Any causal language model of Transformers: as EngineScorer; the cache is cropped to what two prompts share."""
 
     def __init__(self, folder: Path, device: str = "auto", dtype: Any = "auto"):
         super().__init__(folder)
@@ -166,6 +150,10 @@ class TransformersScorer(TransformersEncoder):
         del self._model, self._cache
 
 
+TextEncoder = EngineEncoder | TransformersEncoder
+Scorer = EngineScorer | TransformersScorer
+
+
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -183,6 +171,8 @@ def uses_engine(model: Path, device: str = "auto", kind: Kind = "auto") -> bool:
     ours = read_config(model).get("model_type") == "laneformer"
     if kind == "engine" and not ours:
         raise ValueError(f"kind = 'engine': {model} is not a Laneformer; use 'transformers' or 'auto'")
+    if kind not in ("auto", "engine", "transformers"):
+        raise ValueError(f"kind = {kind!r} is unknown; choose 'auto', 'engine' or 'transformers'")
     return kind == "engine" or (kind == "auto" and ours and not device.startswith("cuda"))
 
 

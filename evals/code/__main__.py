@@ -75,12 +75,6 @@ class Scoring:
     setup: bool = False
     """install EvalPlus into its own environment and exit"""
 
-    def open(self, data: Dataset, results: Path) -> EvalPlus:
-        """EvalPlus in the best sandbox of this machine; ValueError if there is none."""
-        sandbox = find_sandbox(self.unsafe_no_sandbox)
-        results.mkdir(parents=True, exist_ok=True)
-        return EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), self.cache, self.parallel)
-
 
 def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, evalplus: EvalPlus) -> dict[str, Any]:
     """Score the reference solutions, collect the model's answers and score them."""
@@ -148,16 +142,16 @@ def pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
     return fsum(chances) / len(chances)
 
 
-ENGINE, GREEDY, SANDBOXED = Backend(), Sampling(), Scoring()
+GREEDY = Sampling()
 
 
 def main(
     hf_dir: Annotated[Path | None, tyro.conf.Positional] = None,
     dataset: Path | None = None,
     results: Path | None = None,
-    backend: Annotated[Backend, tyro.conf.OmitArgPrefixes] = ENGINE,
+    backend: Annotated[Backend, tyro.conf.OmitArgPrefixes] = Backend(),
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = GREEDY,
-    scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes] = SANDBOXED,
+    scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes] = Scoring(),
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any] | None:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
@@ -179,7 +173,9 @@ def main(
         raise ValueError("--dataset, --results, and either a model folder or --base-url are required")
     started = time.perf_counter()
     data = open_dataset(dataset)
-    evalplus = scoring.open(data, results)
+    sandbox = find_sandbox(scoring.unsafe_no_sandbox)
+    results.mkdir(parents=True, exist_ok=True)
+    evalplus = EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), scoring.cache, scoring.parallel)
     figures = evaluate(data, backend.open(hf_dir, sampling), sampling, backend.chat(hf_dir), evalplus)
     return about.append(
         "code",

@@ -217,14 +217,11 @@ def show(figures: dict[str, Any]) -> None:
         console.print(f"[bold red]{figures['cut_prompts']} prompts lost their head: give a longer --max-length")
 
 
-ENGINE = Endpoint()
-
-
 def main(
     hf_dir: Annotated[Path, tyro.conf.Positional],
     asked: Annotated[Questions, tyro.conf.OmitArgPrefixes],
     max_length: int | None = None,
-    endpoint: Annotated[Endpoint, tyro.conf.OmitArgPrefixes] = ENGINE,
+    endpoint: Annotated[Endpoint, tyro.conf.OmitArgPrefixes] = Endpoint(),
     about: AboutFlags = NOWHERE,
     device: str = "auto",
 ) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,29 +96,21 @@ def first_documents(task: Task, limit: int | None) -> list[int]:
 def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     """Use `data` as the source of all data sets; ValueError names missing files and how to get them."""
     check_present(data, tasks)
+    if set(tasks) & set(RULER_TASKS):
+        use_sentence_tables(data)
     before = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
     os.environ.update(dict.fromkeys(before, "1"))  # read at import: missing data fails at once
-    try:
-        if set(tasks) & set(RULER_TASKS):
-            use_sentence_tables(data)
-        with tempfile.TemporaryDirectory() as cache, prepared_in(Path(cache)), contextlib.chdir(data):
-            yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@contextlib.contextmanager
-def prepared_in(cache: Path) -> Iterator[None]:
-    """Let `datasets` use this cache: its own may hold a data set of the same name from elsewhere."""
     import datasets
 
-    before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = cache
-    try:
-        yield
-    finally:
-        datasets.config.HF_DATASETS_CACHE = before
+    usual_cache = datasets.config.HF_DATASETS_CACHE  # may hold a data set of the same name from elsewhere
+    with tempfile.TemporaryDirectory() as cache, contextlib.chdir(data):
+        datasets.config.HF_DATASETS_CACHE = Path(cache)
+        try:
+            yield
+        finally:
+            datasets.config.HF_DATASETS_CACHE = usual_cache
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def check_present(data: Path, tasks: Sequence[str]) -> None:
@@ -162,15 +153,12 @@ def make_sentence_tables(essays: Path, folder: Path) -> None:
     }
     place = folder / TABLES
     place.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=".english-", dir=place.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=".english-", dir=place.parent) as part_of:
+        part = Path(part_of, place.name)
+        part.mkdir()
         for name, text in tables.items():
             (part / name).write_text(text, encoding="utf-8")
-        part.chmod(0o755)
         part.rename(place)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 # --- the room that RULER needs
