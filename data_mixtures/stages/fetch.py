@@ -29,7 +29,7 @@ TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
 FIRST_WAIT_S = 2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
-_READERS = ("stages/fetch.py", "readers/files.py", "readers/text.py", "readers/jsonl.py")
+_READERS = ("stages/fetch.py", "readers/files.py", "readers/text.py")
 
 
 class Damaged(ValueError):

@@ -29,7 +29,7 @@ _BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `
 # modules that decide no byte of a shard: they run, read, check or report
 NOT_IN_VERSION = (
     "__init__.py", "__main__.py", "prepare.py", "mixture.py", "order.py", "window_files.py", "readers/__init__.py",
-    *(f"stages/{name}.py" for name in ("__init__", "stage", "table", "run", "executors", "slurm")),
+    *(f"stages/{name}.py" for name in ("__init__", "stage", "table", "run")),
     *(f"stages/{name}.py" for name in ("manifest", "stats", "stats_page", "verify")),
 )  # fmt: skip
 
