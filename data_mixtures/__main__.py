@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("command", choices=table.STAGES)
     prepare.add_arguments(made)
     made.add_argument("--sources", help="names of sources, separated by commas; default: all of the recipe")
-    made.add_argument("--stage", choices=table.FREEABLE, help="free: the stage whose files to delete")
+    made.add_argument("--stage", choices=tuple(table.READERS), help="free: the stage whose files to delete")
     made.add_argument("--quarantine", action="store_true", help="verify: remove damaged shards from the data")
     made.add_argument("--sequences", help="stats: length of each phase, such as phase1=1000000,phase2=500000")
     return made

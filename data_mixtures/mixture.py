@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,15 @@ def write_lock(data_dir: Path, phase: str, recipe: Recipe) -> Path:
     """Pin one phase of a recipe to the manifests in data_dir: data_dir/<phase>.lock.json."""
     weights = recipe.phases[phase]
     manifests = {name: shards.read_manifest(data_dir / name) for name in weights}
+    first = next(iter(manifests.values()))
     lock = {
         "format": shards.FORMAT,
         "phase": phase,
         "seed": recipe.seed,
         "seq_len": recipe.seq_len,
         "packing": PACKING,
-        "tokenizer_sha256": next(iter(manifests.values()))["tokenizer_sha256"],
-        "vocab_size": next(iter(manifests.values()))["vocab_size"],
+        "tokenizer_sha256": first["tokenizer_sha256"],
+        "vocab_size": first["vocab_size"],
         "sources": [
             {
                 "name": name,
@@ -71,34 +71,25 @@ def read_lock(path: Path) -> dict[str, Any]:
     return lock
 
 
-@dataclass(frozen=True)
-class _Source:
-    name: str
-    category: str
-    weight: int
-    windows: int
-    epoch_cap: int
-
-
 class Mixture:
     """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
 
-    def __init__(self, lock: Mapping[str, Any], sources: Sequence[_Source], files: Sequence[TokenFile]) -> None:
+    def __init__(self, lock: Mapping[str, Any], files: Sequence[TokenFile]) -> None:
+        sources = lock["sources"]
         self.fingerprint: str = lock["fingerprint"]
         self.phase: str = lock["phase"]
         self.seed: int = lock["seed"]
         self.seq_len: int = lock["seq_len"]
         self.tokenizer_sha256: str = lock["tokenizer_sha256"]
         self.vocab_size: int = lock["vocab_size"]
-        self.source_names: tuple[str, ...] = tuple(source.name for source in sources)
-        self.categories: dict[str, str] = {source.name: source.category for source in sources}
-        self.weights: tuple[int, ...] = tuple(source.weight for source in sources)
-        self._sources = sources
+        self.source_names: tuple[str, ...] = tuple(source["name"] for source in sources)
+        self.categories: dict[str, str] = {source["name"]: source["category"] for source in sources}
+        self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
         self._offsets = np.zeros(len(sources), dtype=np.int64)
         self._places, self._ranks = order.pattern(self.weights)
         self._weights = np.array(self.weights, dtype=np.int64)
-        self._windows = np.array([source.windows for source in sources], dtype=np.int64)
-        self._caps = np.array([source.epoch_cap for source in sources], dtype=np.int64)
+        self._windows = np.array([source["windows"] for source in sources], dtype=np.int64)
+        self._caps = np.array([source["epoch_cap"] for source in sources], dtype=np.int64)
         # all windows of all sources in a row: where each source and each file begins
         self._files = WindowFiles(files, self.seq_len)
         self._source_begins = np.cumsum(self._windows) - self._windows
@@ -115,8 +106,7 @@ class Mixture:
         """
         path = Path(lock_path)
         lock = read_lock(path)
-        sources, files = zip(*(_open_source(path, entry) for entry in lock["sources"]), strict=True)
-        mixture = cls(lock, sources, [file for of_source in files for file in of_source])
+        mixture = cls(lock, [file for entry in lock["sources"] for file in _open_source(path, entry)])
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
@@ -124,9 +114,7 @@ class Mixture:
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
-                raise ValueError(
-                    f"offset of {name!r} is {offset}; it counts consumed windows, so it cannot be negative"
-                )
+                raise ValueError(f"offset of {name!r} is {offset}; it counts consumed windows, so it is never negative")
         moved = copy.copy(self)
         moved._offsets = np.array([offsets.get(name, 0) for name in self.source_names], dtype=np.int64)
         return moved
@@ -147,16 +135,11 @@ class Mixture:
 
     def locate(self, numbers: np.ndarray) -> list[dict[str, Any]]:
         """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first token in it."""
+        found = np.stack([numbers, *self._find(numbers)], axis=1).tolist()
+        names = ("sequence", "source", "shard", "token_offset")
         return [
-            {
-                "sequence": number,
-                "source": self.source_names[index],
-                "shard": self._file_names[file],
-                "token_offset": window * self.seq_len,
-            }
-            for number, index, file, window in zip(
-                numbers.tolist(), *(each.tolist() for each in self._find(numbers)), strict=True
-            )
+            dict(zip(names, (g, self.source_names[source], self._file_names[file], window * self.seq_len), strict=True))
+            for g, source, file, window in found
         ]
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
@@ -170,11 +153,11 @@ class Mixture:
         """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
         consumed = self._consumed(sequences)
         for index in np.flatnonzero((self._weights > 0) & (consumed > self._caps * self._windows)).tolist():
-            source = self._sources[index]
+            name, windows = self.source_names[index], self._windows[index]
             raise ValueError(
-                f"source {source.name!r} would be read {consumed[index] / source.windows:.2f} times after {sequences} "
-                f"sequences of {self.phase}, its epoch_cap is {source.epoch_cap} ({source.windows} windows); train "
-                "for fewer sequences, lower its weight, add text, or raise epoch_cap in the recipe"
+                f"source {name!r} would be read {consumed[index] / windows:.2f} times after {sequences} sequences of "
+                f"{self.phase}, its epoch_cap is {self._caps[index]} ({windows} windows); train for fewer sequences, "
+                "lower its weight, add text, or raise epoch_cap in the recipe"
             )
 
     def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,15 +167,14 @@ class Mixture:
         items = self._offsets[index] + block * self._weights[index] + self._ranks[place]
         epochs, window = np.divmod(items, self._windows[index])
         for at in np.flatnonzero(epochs).tolist():  # epoch 0 reads the shards as they lie
-            source = self._sources[index[at]]
-            keys = order.round_keys(self.seed, source.name, int(epochs[at]))
-            window[at] = order.permute(int(window[at]), source.windows, keys)
+            keys = order.round_keys(self.seed, self.source_names[index[at]], int(epochs[at]))
+            window[at] = order.permute(int(window[at]), int(self._windows[index[at]]), keys)
         window = np.asarray(window + self._source_begins[index])
         file = np.searchsorted(self._file_begins, window, side="right") - 1
         return index, file, window - self._file_begins[file]
 
 
-def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> tuple[_Source, list[TokenFile]]:
+def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> list[TokenFile]:
     folder = lock_path.parent / entry["name"]
     manifest = shards.read_manifest(folder)
     if shards.manifest_sha256(folder) != entry["manifest_sha256"]:
@@ -201,8 +183,7 @@ def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> tuple[_Source, li
             "changed. Use the lock file that belongs to it, or prepare both again"
         )
     shards.check_sizes(folder, manifest)
-    source = _Source(entry["name"], entry["category"], entry["weight"], entry["windows"], entry["epoch_cap"])
-    return source, [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]
+    return [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]
 
 
 def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None) -> np.ndarray:

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from data_mixtures import recipe, shards
-from data_mixtures.stages import executors, manifest, stage, table
-from data_mixtures.stages.run import AGAIN, Executor, source_table
+from data_mixtures.stages import manifest, stage, table
+from data_mixtures.stages.run import AGAIN, KINDS, Executor, Options, source_table
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 
@@ -31,7 +31,7 @@ SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 def prepare(
     recipe_path: Path,
     out: Path,
-    options: executors.Options,
+    options: Options,
     console: Console,
     mirror: str | None = None,
     budget_bytes: int | None = None,
@@ -70,19 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, or Slurm tasks, at a time")
     parser.add_argument("--mirror", help="read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub")
     parser.add_argument("--budget-bytes", type=int, help="refuse to fetch if DIR/fetch would become larger")
-    parser.add_argument("--executor", choices=executors.KINDS, default="local", help="where units run")
+    parser.add_argument("--executor", choices=KINDS, default="local", help="where units run")
     for name in SBATCH:
         parser.add_argument(f"--{name}", help="passed to sbatch; needs --executor slurm")
 
 
-def options(arguments: argparse.Namespace) -> executors.Options:
+def options(arguments: argparse.Namespace) -> Options:
     """The executor that the arguments ask for. ValueError for options of another one."""
     recipe.check_integer("--workers", arguments.workers)
     given = {name: getattr(arguments, name.replace("-", "_")) for name in SBATCH}
     sbatch = {name: value for name, value in given.items() if value is not None}
     if sbatch and arguments.executor != "slurm":
         raise ValueError(f"--{next(iter(sbatch))} is for --executor slurm, this is --executor {arguments.executor}")
-    return executors.Options(arguments.workers, arguments.executor, sbatch)
+    return Options(arguments.workers, arguments.executor, sbatch)
 
 
 def reported(run: Callable[[], None]) -> int:

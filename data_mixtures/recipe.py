@@ -128,8 +128,12 @@ def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise ValueError(f"unknown {what} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"use {known}"))
+            raise ValueError(f"unknown {what} {name!r}; {nearest(str(name), known, 'use')}")
+
+
+def nearest(name: str, known: list[str], choice: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{choice} {known}"
 
 
 def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) -> None:

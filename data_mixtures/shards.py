@@ -46,11 +46,6 @@ def held_out_below(valid_per_10000: int) -> int:
     return valid_per_10000 * 2**64 // 10_000
 
 
-def document_hash(text: str) -> int:
-    """128 bits of the text's UTF-8; its low 64 bits are the document id."""
-    return xxhash.xxh3_128_intdigest(text.encode())
-
-
 def write_train(
     folder: Path, tokens: np.ndarray, lengths: np.ndarray, ids: np.ndarray, layout: Layout
 ) -> dict[str, Any]:

@@ -39,11 +39,7 @@ def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
     name, *options = shlex.split(command) or [""]
     modules = command_modules()
     if name not in modules:
-        near = difflib.get_close_matches(name, modules, n=1)
-        hint = f"; nearest: {near[0]}" if near else ""
-        raise ValueError(
-            f"evals.commands: {command!r} begins with no evaluation, choose from {', '.join(sorted(modules))}{hint}"
-        )
+        raise ValueError(f"evals.commands: {command!r} begins with no evaluation, {choice(name, sorted(modules))}")
     return f"evals.{name}", importlib.import_module(modules[name]).COMMAND, options
 
 
@@ -58,6 +54,12 @@ def command_modules() -> dict[str, str]:
     return found
 
 
+def choice(name: str, names: Sequence[str]) -> str:
+    """The end of an error message: what may stand in place of a name."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"choose from {', '.join(names)}{f'; nearest: {near[0]}' if near else ''}"
+
+
 def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
     """Raise ValueError if a command cannot evaluate a checkpoint with these options."""
     taken = kind.options()
@@ -70,9 +72,7 @@ def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
         if name in by_watcher:
             raise ValueError(f"{name} is set by the watcher; remove it")
         if name not in allowed and name.replace("--no-", "--", 1) not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; nearest: {near[0]}" if near else ""
-            raise ValueError(f"{name} is not an option of it on a checkpoint, choose from {', '.join(allowed)}{hint}")
+            raise ValueError(f"{name} is not an option of it on a checkpoint, {choice(name, allowed)}")
     required = {*kind.needs, *(o.flag for o in taken if o.required and not o.positional)}
     if missing := sorted(required - given):
         raise ValueError(f"{', '.join(missing)} is missing")

@@ -88,8 +88,5 @@ def main(data: Path, out: Path | None = None, phase: str | None = None) -> dict[
 COMMAND = EvalCommand("contamination", main)
 
 
-COMMAND = EvalCommand("contamination", main)
-
-
 if __name__ == "__main__":
     COMMAND.run()

@@ -44,8 +44,5 @@ def main(
 COMMAND = EvalCommand("decode_speed", main)
 
 
-COMMAND = EvalCommand("decode_speed", main)
-
-
 if __name__ == "__main__":
     COMMAND.run()

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,35 +24,11 @@ class Scores(NamedTuple):
     greedy: np.ndarray
 
 
-class TextEncoder(Protocol):
-    """Text to ids. `bos_id`: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither."""
-
-    bos_id: int | None
-    eos_id: int | None
-
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
-        ...
-
-
-class Scorer(TextEncoder, Protocol):
-    """A model that scores tokens. `max_length`: its context in tokens."""
-
-    name: str
-    max_length: int
-
-    def score(self, ids: Sequence[int], start: int) -> Scores:
-        """Scores of each of ids[start:] given all ids before it; 1 <= start < len(ids) <= max_length + 1.
-
-        The last id is only predicted, so one more than the context fits.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
 class EngineEncoder:
-    """The tokenizer.json of a Laneformer folder, read as the engine reads it."""
+    """The tokenizer.json of a Laneformer folder, read as the engine reads it.
+
+    `bos_id`: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither.
+    """
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer
@@ -67,11 +43,15 @@ class EngineEncoder:
         self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
 
 class EngineScorer(EngineEncoder):
-    """`laneformer.Engine` with prefix reuse. options: those of `Engine.from_pretrained`."""
+    """`laneformer.Engine` with prefix reuse, `max_length` tokens of context.
+
+    options: those of `Engine.from_pretrained`.
+    """
 
     def __init__(self, folder: Path, **options: Any):
         from laneformer import Engine
@@ -82,6 +62,10 @@ class EngineScorer(EngineEncoder):
         self.max_length = self.engine.config.max_position_embeddings
 
     def score(self, ids: Sequence[int], start: int) -> Scores:
+        """Scores of each of ids[start:] given all ids before it; 1 <= start < len(ids) <= max_length + 1.
+
+        The last id is only predicted, so one more than the context fits.
+        """
         found = self.engine.logprobs(ids, top=1, start=start)
         return Scores(found.logprobs.astype(np.float64), found.is_greedy)
 
@@ -90,7 +74,7 @@ class EngineScorer(EngineEncoder):
 
 
 class TransformersEncoder:
-    """The tokenizer that Transformers loads from a folder."""
+    """The tokenizer that Transformers loads from a folder; attributes and `encode` as in EngineEncoder."""
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer
@@ -106,14 +90,18 @@ class TransformersEncoder:
 
 
 class TransformersScorer(TransformersEncoder):
-    """Any causal language model of Transformers; its cache is cropped to the prefix that two prompts share."""
+    """Any causal language model of Transformers: as EngineScorer; the cache is cropped to what two prompts share."""
 
     def __init__(self, folder: Path, device: str = "auto", dtype: Any = "auto"):
         super().__init__(folder)
         import torch
+        from transformers import AutoModelForCausalLM
 
+        model_class: Any = AutoModelForCausalLM
+        if read_config(folder).get("model_type") == "laneformer":  # the installed class: the folder's code does not run
+            from laneformer.hf.modeling_laneformer import LaneformerForCausalLM as model_class
         self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        model = causal_model_class(folder).from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model = model.to(self._device).eval()
         self.name = f"transformers {str(self._model.dtype).removeprefix('torch.')}"
         config = self._model.config.get_text_config()
@@ -162,6 +150,10 @@ class TransformersScorer(TransformersEncoder):
         del self._model, self._cache
 
 
+TextEncoder = EngineEncoder | TransformersEncoder
+Scorer = EngineScorer | TransformersScorer
+
+
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -174,36 +166,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def causal_model_class(folder: Path) -> Any:
-    """The model class of a folder; a Laneformer's is the installed one, so that the folder's code does not run."""
-    if read_config(folder).get("model_type") == "laneformer":
-        from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
-
-        return LaneformerForCausalLM
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM
-
-
-def chosen_kind(model: Path, device: str = "auto", kind: Kind = "auto") -> Literal["engine", "transformers"]:
-    """The backend of `kind`; "auto" is the engine for a Laneformer, except on CUDA until that engine has run on one."""
+def uses_engine(model: Path, device: str = "auto", kind: Kind = "auto") -> bool:
+    """Whether `kind` is the engine; "auto" is for a Laneformer, except on CUDA until that engine has run on one."""
     ours = read_config(model).get("model_type") == "laneformer"
     if kind == "engine" and not ours:
         raise ValueError(f"kind = 'engine': {model} is not a Laneformer; use 'transformers' or 'auto'")
-    if kind == "auto":
-        return "engine" if ours and not device.startswith("cuda") else "transformers"
-    if kind not in ("engine", "transformers"):
+    if kind not in ("auto", "engine", "transformers"):
         raise ValueError(f"kind = {kind!r} is unknown; choose 'auto', 'engine' or 'transformers'")
-    return kind
+    return kind == "engine" or (kind == "auto" and ours and not device.startswith("cuda"))
 
 
 def open_encoder(model: Path, kind: Kind = "auto") -> TextEncoder:
     """The tokenizer that `open_scorer` would use, without the model."""
-    return EngineEncoder(model) if chosen_kind(model, kind=kind) == "engine" else TransformersEncoder(model)
+    return EngineEncoder(model) if uses_engine(model, kind=kind) else TransformersEncoder(model)
 
 
 def open_scorer(model: Path, device: str = "auto", kind: Kind = "auto") -> Scorer:
     """Open a Hugging Face folder for scoring; ValueError if it is not one. Call `close` when done."""
-    if chosen_kind(model, device, kind) == "engine":
-        return EngineScorer(model, device=device)
-    return TransformersScorer(model, device)
+    return EngineScorer(model, device=device) if uses_engine(model, device, kind) else TransformersScorer(model, device)

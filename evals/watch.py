@@ -213,8 +213,8 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
 
 
-def read_arguments() -> tuple[argparse.Namespace, JobSections]:
-    """The watcher's own flags; all others are the job's."""
+def main() -> int:
+    """Watch one run; returns the exit status. All flags but the watcher's own are the job's."""
     parser = argparse.ArgumentParser(prog="python -m evals.watch", allow_abbrev=False, description=__doc__)
     parser.add_argument("--run", type=Path, help="run folder whose config.toml is read instead of --job.config_file")
     parser.add_argument("--once", action="store_true", help="evaluate the existing checkpoints, then exit")
@@ -224,12 +224,7 @@ def read_arguments() -> tuple[argparse.Namespace, JobSections]:
     options, rest = parser.parse_known_args()
     if options.run is not None:
         rest = ["--job.config_file", str(options.run / "config.toml"), "--job.dump_folder", str(options.run), *rest]
-    return options, read_job(rest)
-
-
-def main() -> int:
-    """Watch one run; returns the exit status."""
-    options, job = read_arguments()
+    job = read_job(rest)
     check(job)
     yield_to_training(options.cpus, options.gpu)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -13,6 +13,8 @@ import email.parser
 import email.policy
 import itertools
 import json
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +23,7 @@ import tyro
 
 from data_mixtures.readers import files, text
 from data_mixtures.recipe import Input
-from examples import generated, manpages
+from examples import generated
 from records.files import write_atomically
 
 Texts = Iterator[str]
@@ -57,8 +59,40 @@ def read(reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, .
             yield from reader(path)
 
 
+_GLYPHS = {"aq": "'", "dq": '"', "lq": "“", "rq": "”", "Bq": "„", "Fo": "«", "Fc": "»", "em": "—", "en": "–", "ss": "ß"}
+_ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", ":": "\u0308", "~": "\u0303", ",": "\u0327", "v": "\u030c"}
+_ARGUMENT = re.compile(r'"((?:[^"]|"")*)"|(\S+)')
+_TROFF = (  # applied one after the other
+    (r"^[.']\s*if !'po4a'hide' ", "."),  # always true; translated pages carry lines for their translators in it
+    (r"^[.'] *(?:de|am|ig)\b(?s:.*?)^\.\.$|^\.TS(?s:.*?)^\.TE|^[.']?\\[\"#].*$", ""),
+    (r"\\[f*](?:\(..|\[.*?\]|.)|\\s[-+]?\d+|\\[&%|^/,:c]", ""),  # fonts, strings, sizes, motions
+    (r"\\\[u([0-9A-Fa-f]{4,5})\]", lambda match: chr(int(match[1], 16))),
+    (r"\\(?:\(|\[(?=..\]))(.)(.)\]?", lambda match: _glyph(match[1], match[2])),
+    (r"^\.(?:BR|RB|BI|IB|IR|RI) (.*)$", lambda match: "".join(a or b for a, b in _ARGUMENT.findall(match[1]))),
+    (r"^\.(?:[BIR]|SM|SB) (.*)$", lambda match: match[1].replace('"', "")),
+    (r'^\.(?:S[HS]|IP) "?([^"\n]{2,}?)"?(?: \d+n?)?$', r"\n\n\1\n\n"),  # headings and terms
+    (r"^[.'].*$", "\n"),
+    (r"\\([-' .`])", r"\1"),
+    (r"\\e", r"\\"),
+    (r"(?<=\S)[ \t]*\n(?=\S)", " "),
+    (r"\n\s*\n", "\n\n"),
+)
+
+
+def _glyph(first: str, second: str) -> str:
+    if first in _ACCENTS and second.isalpha():
+        return unicodedata.normalize("NFC", second + _ACCENTS[first])
+    return _GLYPHS.get(first + second, "")
+
+
 def man(path: Path) -> list[str]:
-    return [manpages.page(text.read(path))]
+    """A manual page as prose, without fonts, tables and macro definitions; none for an alias or another dialect."""
+    page = text.read(path)
+    if not re.search(r"^\.TH ", page, re.MULTILINE):
+        return []
+    for pattern, replacement in _TROFF:
+        page = re.sub(pattern, replacement, page, flags=re.MULTILINE)
+    return [page.strip()]
 
 
 def metadata(path: Path) -> list[str]:

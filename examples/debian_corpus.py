@@ -14,7 +14,6 @@ import itertools
 import shutil
 import subprocess
 import tarfile
-import zipfile
 from pathlib import Path
 
 import tyro
@@ -79,8 +78,7 @@ def download(name: str, folder: Path) -> Path:
 def unpack(archive: Path) -> None:
     """Unpack an inner archive beside itself, then delete it."""
     if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as zipped:
-            zipped.extractall(archive.parent)
+        shutil.unpack_archive(archive, archive.parent)
     elif tarfile.is_tarfile(archive):
         with tarfile.open(archive) as tar:
             # test data of compilers holds links that lead out of the archive

@@ -3,6 +3,9 @@
 A run folder holds metrics.jsonl, evals.jsonl, config.toml and model.json itself, or in one subfolder per phase
 (phase1/, phase2/), or both. The files of a running job are read as they are: a half-written last line is skipped,
 missing values are None. Of a step that was logged again after a rollback or a resume, the last row counts.
+
+An attempt starts after the checkpoint it loaded, so it discards every earlier row beyond that step, even before it has
+logged the step again. If its start is not on record, each of its rows discards earlier rows at the same or later steps.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from records.attempts import Segment, merge_attempts, place_on_one_axis
 from records.files import read_lines
 from records.job import read_sections
 
@@ -29,6 +32,16 @@ BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {s
 FILES = (
     "metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl", "config.toml", "model.json", "lineage.json"
 )  # fmt: skip
+
+
+@dataclass
+class Segment:
+    """Consecutive rows of one attempt in one phase; `kept` is False if a later attempt discarded them."""
+
+    phase: str
+    attempt: int
+    kept: bool
+    rows: list[dict[str, Any]]
 
 
 @dataclass
@@ -87,12 +100,10 @@ def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:
 
 def name_wandb_run(run: Path) -> None:
     """Set wandb's environment variables unless the user has, so that a restarted run continues its own wandb run."""
-    run = run.resolve()
-    os.environ.setdefault("WANDB_PROJECT", "laneformer")
-    os.environ.setdefault("WANDB_RUN_NAME", run.name)
-    os.environ.setdefault("WANDB_RUN_GROUP", run.name)
-    os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(run).encode()).hexdigest()[:16])
-    os.environ.setdefault("WANDB_RESUME", "allow")
+    name, identity = run.resolve().name, hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    variables = {"PROJECT": "laneformer", "RUN_NAME": name, "RUN_GROUP": name, "RUN_ID": identity, "RESUME": "allow"}
+    for key, value in variables.items():
+        os.environ.setdefault(f"WANDB_{key}", value)
 
 
 def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
@@ -140,7 +151,9 @@ def read_run(folder: Path) -> Run:
     by_step = {p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases}
     for event in run.events:
         _place_event(event, by_step.get(event["phase"], []))
-    run.warnings += _losses_not_finite(run)
+    if steps := [f"{row['phase']} step {row['step']:,}" for row in run.kept_rows if row["loss"] is None]:
+        more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+        run.warnings.append(f"the loss is not a finite number at {', '.join(steps[:5])}{more}")
     return run
 
 
@@ -184,18 +197,92 @@ def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         event["x_tokens"] = near["x_tokens"] + beyond * near["tokens"] / near["step"]
 
 
-def _losses_not_finite(run: Run) -> list[str]:
-    steps = [f"{row['phase']} step {row['step']:,}" for row in run.kept_rows if row["loss"] is None]
-    more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
-    return [f"the loss is not a finite number at {', '.join(steps[:5])}{more}"] if steps else []
-
-
 def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
         content = read_sections(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
         warnings.append(f"{path.name} is unreadable: {error}")
         return {}
     return content if isinstance(content, dict) else {}
+
+
+# --- attempts of one job -----------------------------------------------------------------------------------------
+
+
+def merge_attempts(
+    rows: Iterable[dict[str, Any]], starts: Mapping[tuple[str, int], int] | None = None
+) -> list[Segment]:
+    """Segments of rows by phase, then attempt, then as written; no step is kept twice.
+
+    rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started after}.
+    A row is kept unless a later attempt of its phase started before its step, or a later row is at its step or before.
+    """
+    by_phase: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_phase.setdefault(row["phase"], []).append(row)
+    segments: list[Segment] = []
+    for phase, of_phase in by_phase.items():
+        of_phase.sort(key=lambda row: row["attempt"])  # stable
+        _mark_kept(of_phase, {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase})
+        for before, row in zip((None, *of_phase), of_phase, strict=False):
+            if before is None or breaks(before, row):
+                segments.append(Segment(phase, row["attempt"], row["kept"], []))
+            segments[-1].rows.append(row)
+    return segments
+
+
+def _mark_kept(rows: list[dict[str, Any]], starts: Mapping[int, int]) -> None:
+    """Set `kept` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
+    end = math.inf  # earlier rows count up to this step
+    attempts = sorted(starts)  # those whose start has not been applied; going backwards
+    for row in reversed(rows):
+        while attempts and attempts[-1] > row["attempt"]:
+            end = min(end, starts[attempts.pop()] + 1)
+        row["kept"] = row["step"] < end
+        end = min(end, row["step"])
+
+
+def breaks(before: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether the curve breaks between two rows of a phase: another attempt, a step back, or rows that do not count."""
+    same = (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
+    return not same or row["step"] <= before["step"]
+
+
+def steps_before(lineage: Mapping[str, Any]) -> int:
+    """Steps before the start of a run: its parent checkpoint's, plus those before the parent as far as on disk."""
+    parent = Path(str(lineage.get("parent") or ""))
+    named = re.fullmatch(r"step-(\d+)", parent.name)
+    if not named:
+        return 0
+    try:
+        above = json.loads((parent.parent.parent / "lineage.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        above = {}
+    return int(named[1]) + (steps_before(above) if isinstance(above, dict) else 0)
+
+
+def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple]:
+    """Set `x_step` and `x_tokens` (None if unknown) of every row, counted from the start of the first phase.
+
+    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase: (steps,
+    tokens) before it}.
+    """
+    origins: dict[str, tuple[float, float]] = {}
+    steps, tokens = 0.0, 0.0
+    for phase in dict.fromkeys(s.phase for s in segments):
+        rows = [row for s in segments if s.phase == phase for row in s.rows]
+        lineage = lineages.get(phase, {})
+        if lineage.get("parent"):
+            steps = steps_before(lineage)
+            tokens = float(lineage.get("tokens_before") or tokens)
+        origins[phase] = steps, tokens
+        for row in rows:
+            row["x_step"] = steps + row["step"]
+            counted = None if row["tokens"] is None else tokens + row["tokens"]
+            row["x_tokens"] = counted if row["tokens_total"] is None else row["tokens_total"]
+        last = [row for row in rows if row["kept"]][-1:]
+        if last:
+            steps, tokens = last[0]["x_step"], last[0]["x_tokens"] or tokens
+    return origins

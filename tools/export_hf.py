@@ -13,8 +13,7 @@ from typing import Any
 
 import tyro
 
-from laneformer.hf.export import DType, checkpoint_step, export
-from laneformer.hf.model_card import Progress
+from laneformer.hf.export import DType, Progress, checkpoint_step, export
 from records.files import read_lines
 
 

@@ -8,23 +8,10 @@ Training starts from it with `--checkpoint.initial_load_path RUN/checkpoint/step
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import tyro
 
 from laneformer.hf.load_folder import import_folder
 
-
-def main(hf: Path, out: Path, overwrite: bool = False) -> None:
-    """Write the run folder `out`; the last line of stdout is JSON.
-
-    Args:
-        hf: exported folder with config.json, model*.safetensors, tokenizer.model.
-        out: run folder to create, with model.json, tokenizer.model, checkpoint/step-0.
-        overwrite: replace `out` if it is not empty.
-    """
-    print(json.dumps(import_folder(hf, out, overwrite)))
-
-
 if __name__ == "__main__":
-    tyro.cli(main)
+    print(json.dumps(tyro.cli(import_folder)))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from data_mixtures.readers import jsonl, text
+from data_mixtures.readers import text
 from data_mixtures.recipe import Input
 
 
@@ -78,7 +78,7 @@ def _read(source_input: Input, paths: Iterable[Path], dropped: Counter[str]) -> 
         try:
             match source_input.kind:
                 case "jsonl":
-                    yield from jsonl.texts(path, source_input.field)
+                    yield from text.json_texts(path, source_input.field)
                 case "docstrings":
                     yield text.docstrings(str(path), text.read(path))
                 case _:

@@ -1,16 +1,17 @@
 """Parquet files of a dataset on the hub, or in a mirror of it.
 
 A mirror is any URL that fsspec supports, or a folder, laid out as <repo>/<config folder>/*.parquet. Both have the same
-methods: check the access to a repository, list the files of a folder, open a file, copy a file.
+methods: check the access to a repository, list the files of a folder, open a file to read parts of it, copy a file.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import fsspec
 import fsspec.implementations.local
@@ -29,40 +30,16 @@ class File:
     sha256: str | None = None
 
 
-class Origin(Protocol):
-    """The hub or a mirror."""
-
-    remote: bool  # a failed transfer can be tried again
-
-    def revision(self, repo: str, revision: str) -> str:
-        """The full revision of a repository. ValueError says what to do if it cannot be read."""
-
-    def files(self, repo: str, revision: str, folder: str) -> list[File]:
-        """All Parquet files below exactly this folder, by path; none when there is no such folder."""
-
-    def folders(self, repo: str, revision: str) -> list[str]:
-        """The folders at the top, for an error message."""
-
-    def open(self, repo: str, revision: str, path: str) -> BinaryIO:
-        """A file to read parts of."""
-
-    def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
-        """Copy a file to `target`, in an otherwise empty folder."""
-
-
-def origin(mirror: str | None) -> Origin:
-    return Mirror(mirror) if mirror else Hub()
-
-
 class Hub:
     """The dataset hub (HF_ENDPOINT, HF_TOKEN)."""
 
-    remote = True
+    remote = True  # a failed transfer can be tried again
 
     def __init__(self) -> None:
         self.api = HfApi()
 
     def revision(self, repo: str, revision: str) -> str:
+        """The full revision of a repository. ValueError says what to do if it cannot be read."""
         page = f"{self.api.endpoint}/datasets/{repo}"
         token = "the token that HF_TOKEN holds is not of an account that did" if get_token() else "HF_TOKEN is not set"
         try:
@@ -81,6 +58,7 @@ class Hub:
         return found
 
     def files(self, repo: str, revision: str, folder: str) -> list[File]:
+        """All Parquet files below exactly this folder, by path; none when there is no such folder."""
         try:
             tree = list(self.api.list_repo_tree(repo, folder, recursive=True, revision=revision, repo_type="dataset"))
         except hub_errors.EntryNotFoundError:
@@ -97,6 +75,7 @@ class Hub:
         return files.open(f"datasets/{repo}@{revision}/{path}", "rb", block_size=1 << 20)
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
+        """Copy a file to `target`, in an otherwise empty folder."""
         disable_progress_bars()  # `run` shows its own
         folder = target.with_name("download")
         try:
@@ -112,8 +91,7 @@ class Mirror:
     def __init__(self, url: str) -> None:
         self.url = url
         self.system, self.root = fsspec.url_to_fs(url)
-        self.local = isinstance(self.system, fsspec.implementations.local.LocalFileSystem)
-        self.remote = not self.local
+        self.remote = not isinstance(self.system, fsspec.implementations.local.LocalFileSystem)
 
     def revision(self, repo: str, revision: str) -> str:
         if not self.system.isdir(f"{self.root}/{repo}"):
@@ -135,12 +113,14 @@ class Mirror:
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
         source = f"{self.root}/{repo}/{path}"
-        if self.local:
-            try:
-                os.link(source, target)  # needs no space
-                return
-            except FileNotFoundError:
-                raise
-            except OSError:
-                pass  # another disk, or a file system without links
+        if not self.remote and os.path.exists(source):
+            with suppress(OSError):  # another disk, or a file system without links
+                return os.link(source, target)  # needs no space
         self.system.get_file(source, str(target))
+
+
+Origin = Hub | Mirror
+
+
+def origin(mirror: str | None) -> Origin:
+    return Mirror(mirror) if mirror else Hub()

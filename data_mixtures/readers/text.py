@@ -1,4 +1,4 @@
-"""Text files, gzipped or not, and the docstrings of Python files.
+"""Text files and JSON lines, gzipped or not, and the docstrings of Python files.
 
 Nothing is guessed: a file that is not UTF-8, or that cannot be parsed, gives a named reason, which is counted in the
 manifest.
@@ -12,6 +12,9 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePath
+from typing import Any
+
+from records.files import json_lines
 
 MIN_DOCSTRING_CHARS = 100
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -43,6 +46,26 @@ def decode(raw: bytes) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable("not_utf8") from error
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number from 1, value) of every line that is not blank. ValueError: a line that is not JSON, or a broken .gz."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            yield from json_lines(file, path)
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{path} is damaged or truncated: {error}") from error
+
+
+def json_texts(path: Path, field: str) -> Iterator[str]:
+    """The text of every line; null counts as empty. ValueError names a line where it is missing or no string."""
+    for number, row in json_objects(path):
+        if not isinstance(row, dict) or field not in row:
+            known = f"its fields: {', '.join(row)}" if isinstance(row, dict) else f"it is {type(row).__name__}"
+            raise ValueError(f"{path}:{number}: has no {field!r}; {known}. Set `field` of the input")
+        if not isinstance(row[field], str | None):
+            raise ValueError(f"{path}:{number}: {field!r} is {type(row[field]).__name__}, it must be a string")
+        yield row[field] or ""
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:

@@ -5,8 +5,10 @@ A word is a run of letters, digits and combining marks, in lower case; everythin
 the passage's distinct 13-grams, and a shorter one of at least 8 when it has all of its words in a row; fewer words
 say nothing. Grams of numbers and single letters are left out. Why these: docs/decisions/0017.
 
-The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash (`word_hashes`) keeps
-almost all text away from the search in the sorted index.
+The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash keeps almost all text
+away from the search in the sorted index. A word's hash is a polynomial mod 2**64 over its characters, mixed; a gram's
+is a polynomial over its words' hashes. The sum over a word is the difference of two running sums, so a character costs
+one multiplication and one addition.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import functools
 import glob
 import io
 import json
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,16 +26,19 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from data_mixtures.readers import jsonl
-from data_mixtures.stages import stage, word_hashes
+from data_mixtures.readers.text import json_objects
+from data_mixtures.stages import stage
 from records.files import file_sha256, write_atomically
 
 INDEX = "benchmarks.npz"
-CODE = ("stages/decontaminate.py", "stages/word_hashes.py", "readers/jsonl.py")  # decides what is found
+CODE = ("stages/decontaminate.py", "readers/text.py")  # decides what is found
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
 _TELLING_WORDS = 3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
 _TABLE_BITS_PER_HEAD = 16
+WINDOW_CHARS = 1 << 16  # arrays of one window stay in the cache; a word of more characters than this counts as several
+_CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
+_CHARACTER, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
 _ARRAYS = ("heads", "grams", "first", "passages", "needed", "items")
 
 
@@ -61,9 +67,9 @@ class Index:
         """(benchmark, number of the item) of everything that each text holds, sorted."""
         starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
         found: list[list[tuple[str, int]]] = []
-        for group in word_hashes.groups(texts):
+        for group in groups(texts):
             held: list[list[tuple[str, int]]] = [[] for _ in group]
-            text, item = self._held(*self._hits(*word_hashes.words(group)))
+            text, item = self._held(*self._hits(*word_hashes(group)))
             owner = np.searchsorted(starts, item, side="right") - 1
             for place, benchmark, number in zip(text, owner, item - starts[owner], strict=True):
                 held[place].append((self.benchmarks[benchmark].name, int(number)))
@@ -72,12 +78,13 @@ class Index:
 
     def _hits(self, words: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(text, place in `grams`) of all that texts have, where text i is words[bounds[i]:bounds[i + 1]]."""
-        starts = self._heads_in(word_hashes.grams(words, SHORTEST_WORDS))
+        heads = gram_hashes(words, slice(max(len(words) - SHORTEST_WORDS + 1, 0)), SHORTEST_WORDS)
+        starts = self._heads_in(heads)
         ends = bounds[np.searchsorted(bounds, starts, side="right")]  # of the text in which a gram starts
         texts, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
             at = starts[starts + length <= ends]
-            at, place = _members(self.arrays["grams"], word_hashes.grams_at(words, at, length), at)
+            at, place = _members(self.arrays["grams"], gram_hashes(words, at, length), at)
             texts.append(np.searchsorted(bounds, at, side="right") - 1)
             places.append(place)
         return np.concatenate(texts), np.concatenate(places)
@@ -117,23 +124,17 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         return
     items = {name: [passages for file in files[name] for passages in _items(file)] for name in benchmarks}
     arrays = build([passages for name in benchmarks for passages in items[name]])
-    described = [asdict(each) for each in _described(items, hashes, arrays)]
+    searchable = np.unique(arrays["items"][arrays["needed"] > 0])
+    described, start = [], 0
+    for name, passages in items.items():
+        inside = np.count_nonzero((searchable >= start) & (searchable < start + len(passages)))
+        described.append(asdict(Benchmark(name, len(passages), int(inside), hashes[name])))
+        start += len(passages)
     text = json.dumps({"code": code, "benchmarks": described}).encode()
-    stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
     archive = io.BytesIO()
+    stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
     np.savez(archive, **stored)
     write_atomically(path, archive.getvalue())
-
-
-def _described(
-    items: Mapping[str, list[Any]], files: Mapping[str, Mapping[str, str]], arrays: Mapping[str, np.ndarray]
-) -> Iterator[Benchmark]:
-    searchable = np.unique(arrays["items"][arrays["needed"] > 0])
-    start = 0
-    for name, passages in items.items():
-        inside = (searchable >= start) & (searchable < start + len(passages))
-        yield Benchmark(name, len(passages), int(np.count_nonzero(inside)), files[name])
-        start += len(passages)
 
 
 def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
@@ -144,9 +145,7 @@ def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
 
 def load(out: Path, names: Iterable[str]) -> Index | None:
     """The index of a data folder, None for no names. ValueError when it is not of the benchmarks of these names."""
-    if identity(out, names) is None:
-        return None
-    return _load(out, (out / INDEX).stat().st_mtime_ns)
+    return _load(out, (out / INDEX).stat().st_mtime_ns) if identity(out, names) else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -181,7 +180,7 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
     numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
     found = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))]
     start = 0
-    for group in word_hashes.groups([text for _, text in numbered]):
+    for group in groups([text for _, text in numbered]):
         heads, grams, passages = _passage_grams(group)
         found.append((heads, grams, passages + start))
         start += len(group)
@@ -201,10 +200,10 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
     }
 
 
-def _passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _passage_grams(texts: list[str]) -> tuple[np.ndarray, ...]:
     """(head, gram, passage) of the grams that stand for passages: all 13-grams, or the whole of a short passage."""
-    words, bounds = word_hashes.words(texts)
-    telling = np.concatenate([[0], np.cumsum(word_hashes.say_something(texts))])
+    words, bounds = word_hashes(texts)
+    telling = np.concatenate([[0], np.cumsum(say_something(texts))])
     found = []
     for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
         at = np.arange(len(words) - length + 1)
@@ -213,11 +212,8 @@ def _passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray
         wanted = (size >= length) if length == GRAM_WORDS else (size == length)
         wanted &= (at + length <= bounds[passage + 1]) & (telling[at + length] - telling[at] >= _TELLING_WORDS)
         at = at[wanted]
-        found.append(
-            (word_hashes.grams_at(words, at, SHORTEST_WORDS), word_hashes.grams_at(words, at, length), passage[wanted])
-        )
-    heads, grams, passages = (np.concatenate(column) for column in zip(*found, strict=True))
-    return heads, grams, passages
+        found.append((gram_hashes(words, at, SHORTEST_WORDS), gram_hashes(words, at, length), passage[wanted]))
+    return tuple(np.concatenate(column) for column in zip(*found, strict=True))
 
 
 def _members(known: np.ndarray, hashes: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -240,29 +236,134 @@ def _files(name: str, pattern: str) -> list[Path]:
             f"[filter] benchmarks: {name} = {pattern!r} matches no file. Download the benchmark's items as JSON lines "
             "(.jsonl, .jsonl.gz) or Parquet to that place, or leave the benchmark out of the recipe"
         )
-    wrong = [path for path in found if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))]
-    if wrong:
-        raise ValueError(f"benchmark {name}: {wrong[0]} must end in .jsonl, .jsonl.gz or .parquet")
+    for path in found:
+        if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+            raise ValueError(f"benchmark {name}: {path} must end in .jsonl, .jsonl.gz or .parquet")
     return found
 
 
 def _items(path: Path) -> Iterator[list[str]]:
     """The passages of every item of a file."""
+    rows: Iterable[Any] = (item for _, item in json_objects(path))
     if path.suffix == ".parquet":
-        for batch in pq.ParquetFile(path).iter_batches(1024):
-            yield from (list(_strings(row)) for row in batch.to_pylist())
-        return
-    for _, item in jsonl.objects(path):
-        yield list(_strings(item))
+        rows = (row for batch in pq.ParquetFile(path).iter_batches(1024) for row in batch.to_pylist())
+    return (list(_strings(row)) for row in rows)
 
 
 def _strings(value: Any, inside_list: bool = False) -> Iterator[str]:
     """All strings of an item, except in lists within lists: those are arguments of tests, such as pangrams."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _strings(inner, inside_list)
-    elif isinstance(value, list) and not inside_list:
-        for inner in value:
-            yield from _strings(inner, True)
+    elif isinstance(value, dict) or (isinstance(value, list) and not inside_list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner, inside_list or isinstance(value, list))
+
+
+# --- text as hashes of words: all characters of a window at once ---------------------------------------------------
+
+
+def groups(texts: list[str]) -> Iterator[list[str]]:
+    """Texts in runs of about one window; a longer text is alone."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > WINDOW_CHARS:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text) + 1
+    if group:
+        yield group
+
+
+def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
+    if len(texts) == 1:
+        hashes = np.concatenate([_window(piece)[0] for piece in _pieces(texts[0])])
+        return hashes, np.array([0, len(hashes)])
+    hashes, starts = _window("\n".join(texts))
+    sizes = np.array([len(text) + 1 for text in texts])
+    return hashes, np.searchsorted(starts, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of at most one window, cut between words."""
+    start = 0
+    while len(text) - start > WINDOW_CHARS:
+        cut = max(text.rfind(separator, start, start + WINDOW_CHARS) for separator in "\n ")
+        end = cut if cut > start else start + WINDOW_CHARS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _window(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """(hash, start in characters) of every word."""
+    characters = _folded(text)
+    starts, ends = _runs(characters)
+    powers, inverses = _powers(1 << max(WINDOW_CHARS, len(text)).bit_length())
+    sums = np.zeros(len(characters) + 1, np.uint64)
+    np.cumsum(characters * powers[: len(characters)], out=sums[1:])
+    return _mixed((sums[ends] - sums[starts]) * inverses[starts]), starts
+
+
+def _folded(text: str) -> np.ndarray:
+    """The text's characters as numbers: the lower case of a word's characters, 0 for all others; uint8 or uint32."""
+    if text.isascii():
+        return np.frombuffer(text.encode("ascii").translate(_characters()[:256].astype(np.uint8).tobytes()), np.uint8)
+    return _characters()[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")]
+
+
+def _runs(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) of the words."""
+    edges = np.flatnonzero(np.diff(characters != 0, prepend=False, append=False))
+    return edges[::2], edges[1::2]
+
+
+def gram_hashes(words: np.ndarray, at: np.ndarray | slice, length: int) -> np.ndarray:
+    """The hashes of the grams that start at some words: the sum of words[at + i] * multiplier**i."""
+    hashes = words[at].copy()
+    for i in range(1, length):
+        hashes += words[i:][at] * np.uint64(pow(_WORD, i, 1 << 64))
+    return hashes
+
+
+def say_something(texts: list[str]) -> np.ndarray:
+    """For every word of `word_hashes(texts)` whether it has two letters or more: the words that say something."""
+    flags = []
+    for piece in _pieces(texts[0]) if len(texts) == 1 else ["\n".join(texts)]:
+        starts, ends = _runs(_folded(piece))
+        letters = np.array([character.isalpha() for character in piece], dtype=np.int64)
+        counts = np.concatenate([[0], np.cumsum(letters)])
+        flags.append(counts[ends] - counts[starts] >= 2)
+    return np.concatenate(flags)
+
+
+@functools.cache
+def _characters() -> np.ndarray:
+    """uint32 (code points,): the lower case of a letter, digit or combining mark, 0 for all others."""
+    folded = np.zeros(_CODE_POINTS, np.uint32)
+    for code in range(_ASSIGNED):
+        character = chr(code)
+        if unicodedata.category(character)[0] in "LMN":
+            lower = character.lower()
+            folded[code] = ord(lower) if len(lower) == 1 else code
+    return folded
+
+
+@functools.cache
+def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """uint64 (count,) each: the character multiplier to the power of 0, 1, ..., and the inverses."""
+    bases = np.array([_CHARACTER, pow(_CHARACTER, -1, 1 << 64)], np.uint64)
+    powers = np.cumprod(np.repeat(bases[:, None], count, axis=1), axis=1, dtype=np.uint64)
+    powers = np.concatenate([np.ones((2, 1), np.uint64), powers[:, :-1]], axis=1)
+    return powers[0], powers[1]
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A bijection of 64 bits in which every bit of the input reaches every bit of the output (splitmix64's)."""
+    values = values ^ (values >> np.uint64(30))
+    values = values * np.uint64(0xBF58476D1CE4E5B9)
+    values = values ^ (values >> np.uint64(27))
+    values = values * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

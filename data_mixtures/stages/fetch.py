@@ -22,14 +22,14 @@ from huggingface_hub import errors as hub_errors
 from data_mixtures.readers import files, hub
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.stages import plan, stage
-from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of, read_receipt
+from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of
 from records.files import file_sha256
 
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
 FIRST_WAIT_S = 2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
-_READERS = ("stages/fetch.py", "readers/files.py", "readers/text.py", "readers/jsonl.py")
+_READERS = ("stages/fetch.py", "readers/files.py", "readers/text.py")
 
 
 class Damaged(ValueError):
@@ -60,28 +60,26 @@ class Fetch(Stage):
         described = stage.planned(self.out, unit.source)
         wanted = next(each for each in self.recipe.sources if each.name == unit.source)
         assert isinstance(wanted, HubSource), f"{unit} is planned as a Parquet file, its source is not of the hub"
-        origin = hub.origin(self.mirror)
-        attempts = ATTEMPTS if origin.remote else 1
-        for attempt in range(attempts):
+        origin, attempt = hub.origin(self.mirror), 0
+        while True:
             try:
                 origin.fetch(described["repo"], described["revision"], entry["path"], target)
                 rows = check(target, entry, wanted, f"{described['repo']}/{entry['path']}")
                 return {"documents": rows, "bytes": entry["bytes"]}
             except Exception as error:
                 target.unlink(missing_ok=True)
-                if attempt + 1 == attempts or not _is_transient(error):
+                attempt += 1
+                if attempt == ATTEMPTS or not origin.remote or not _is_transient(error):
                     raise _for_users(error, described, entry) from error
-                time.sleep(FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1))
-        raise AssertionError("the last attempt returns or raises")
+                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
 
     def check_room(self, budget_bytes: int | None) -> None:
         """Refuse before anything is read what would pass the budget (of all that DIR/fetch holds) or the disk."""
         todo: Counter[str] = Counter()
         held = 0
         for unit in self.units():
-            receipt = read_receipt(self.out, self.name, unit)
             if is_done(self, unit):
-                assert receipt is not None, f"{unit} is done"
+                receipt = stage.receipt_of(self.out, self.name, unit)
                 held += 0 if receipt.get("freed") else sum(entry["bytes"] for entry in receipt["files"].values())
             else:
                 todo[unit.source] += stage.planned_unit(self.out, unit).get("bytes", 0)
@@ -104,10 +102,8 @@ def check(path: Path, entry: Entry, wanted: HubSource, where: str) -> int:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise Damaged(f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file")
-    if entry["sha256"] is not None:
-        found = file_sha256(path)
-        if found != entry["sha256"]:
-            raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
+    if entry["sha256"] is not None and (found := file_sha256(path)) != entry["sha256"]:
+        raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
     try:
         with pyarrow.parquet.ParquetFile(path) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
@@ -163,18 +159,13 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     for each in recipe.sources:
         if each.name not in sources:
             continue
-        receipts = [read_receipt(out, "fetch", unit) for unit in stage.planned_units(out, each.name)]
-        counts = [receipt["counts"] for receipt in receipts if receipt is not None]
-        if isinstance(each, LocalSource):
-            _check_local(each, out, sum(count["bytes"] for count in counts))
-        elif not sum(count["documents"] for count in counts):
+        counts = [receipt["counts"] for receipt in stage.receipts(out, "fetch", each.name)]
+        total = sum(count["bytes"] for count in counts)
+        if isinstance(each, LocalSource) and total < each.min_bytes:
+            kinds = [f"{i.kind}: {len(files.find(i, files.roots(out)))} files" for i in each.inputs]
+            raise ValueError(
+                f"source {each.name!r} found {total} bytes of text on this machine ({', '.join(kinds)}), it needs at "
+                f"least min_bytes = {each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"
+            )
+        if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
             raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them")
-
-
-def _check_local(each: LocalSource, out: Path, total: int) -> None:
-    if total < each.min_bytes:
-        kinds = [f"{i.kind}: {len(files.find(i, files.roots(out)))} files" for i in each.inputs]
-        raise ValueError(
-            f"source {each.name!r} found {total} bytes of text on this machine ({', '.join(kinds)}), it needs at "
-            f"least min_bytes = {each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"
-        )

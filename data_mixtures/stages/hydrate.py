@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
+from data_mixtures import recipe
 from data_mixtures.recipe import HubSource
 from data_mixtures.stages import fetch, stage
 from data_mixtures.stages.stage import RAW, Stage, Unit, key_of
@@ -52,34 +53,33 @@ class Hydrate(Stage):
     name = "hydrate"
 
     def units(self) -> list[Unit]:
-        self.check()
-        return [unit for name in self._to_hydrate() for unit in stage.planned_units(self.out, name)]
+        return [unit for name in self.check() for unit in stage.planned_units(self.out, name)]
 
-    def _to_hydrate(self) -> list[str]:
+    def check(self) -> list[str]:
+        """The sources to hydrate. ValueError says what to do when there is no resolver for them."""
         hub = [each for each in self.recipe.sources if isinstance(each, HubSource) and each.name in self.sources]
-        return [each.name for each in hub if each.needs_hydration]
-
-    def check(self) -> None:
-        """There is a resolver, if one is needed. ValueError says what to do."""
-        if not (names := self._to_hydrate()):
-            return
-        if self.recipe.hydrate is None:
+        names = [each.name for each in hub if each.needs_hydration]
+        if names and self.recipe.hydrate is None:
             raise ValueError(
                 f"{', '.join(names)} list files without their text: add [hydrate] with a resolver to the recipe, or "
                 "leave them out (without = [...]), as nemotron-no-hydration.toml does"
             )
-        resolver(self.recipe.hydrate.resolver)
+        if names:
+            resolver(self._settings.resolver)
+        return names
+
+    @property
+    def _settings(self) -> recipe.Hydrate:
+        assert self.recipe.hydrate is not None, "units() has refused a recipe without a resolver"
+        return self.recipe.hydrate
 
     def key(self, unit: Unit) -> str:
-        settings = self.recipe.hydrate
-        assert settings is not None, "units() has refused a recipe without a resolver"
         files = stage.made_files(self.out, "fetch", unit)
         # a resolver is known by its name alone: when it returns other content, delete DIR/hydrate
-        return key_of(("stages/hydrate.py",), settings.resolver, settings.max_missing_share, files)
+        return key_of(("stages/hydrate.py",), self._settings.resolver, self._settings.max_missing_share, files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        settings = self.recipe.hydrate
-        assert settings is not None, "units() has refused a recipe without a resolver"
+        settings = self._settings
         raw, _ = stage.result(self.out, "fetch", unit)
         counts = {"rows": 0, "documents": 0, "bytes": 0}
         missing: Counter[str] = Counter()
@@ -112,9 +112,7 @@ def _rows(path: Path) -> Iterator[list[Row]]:
 def _texts(rows: list[Row], resolve: Resolver, name: str, missing: Counter[str]) -> list[str]:
     contents = list(itertools.islice(resolve(rows), len(rows) + 1))
     if len(contents) != len(rows):
-        raise ValueError(
-            f"resolver {name!r} answered {len(contents)} times to {len(rows)} rows; it must answer each one"
-        )
+        raise ValueError(f"resolver {name!r} answered {len(contents)} times to {len(rows)} rows, not once to each")
     texts = []
     for row, content in zip(rows, contents, strict=True):
         if isinstance(content, Missing):

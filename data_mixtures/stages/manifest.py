@@ -29,7 +29,7 @@ _BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `
 # modules that decide no byte of a shard: they run, read, check or report
 NOT_IN_VERSION = (
     "__init__.py", "__main__.py", "prepare.py", "mixture.py", "order.py", "window_files.py", "readers/__init__.py",
-    *(f"stages/{name}.py" for name in ("__init__", "stage", "table", "run", "executors", "slurm")),
+    *(f"stages/{name}.py" for name in ("__init__", "stage", "table", "run")),
     *(f"stages/{name}.py" for name in ("manifest", "stats", "stats_page", "verify")),
 )  # fmt: skip
 
@@ -44,11 +44,10 @@ def write(recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console)
         made[source] = _publish(recipe, out, source)
         console.print(f"{out / source}: {made[source]}", highlight=False, soft_wrap=True)
     for phase, weights in recipe.phases.items():
-        if all((out / name / shards.MANIFEST).is_file() for name in weights):
-            console.print(f"{mixture.write_lock(out, phase, recipe)}", highlight=False, soft_wrap=True)
-        else:
-            missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
+        if missing := [name for name in weights if not (out / name / shards.MANIFEST).is_file()]:
             console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
+        else:
+            console.print(f"{mixture.write_lock(out, phase, recipe)}", highlight=False, soft_wrap=True)
     return made
 
 
@@ -59,10 +58,14 @@ def code_version() -> str:
 
 
 def _publish(recipe: Recipe, out: Path, source: str) -> str:
-    work = shuffle.WriteShards(recipe, out, (source,))
-    written = receipts(out, shuffle.SHUFFLE, source, work.shards(source) + 1)
-    description = _description(recipe, out, source, work.layout, [receipt["counts"] for receipt in written])
-    files = _files(out, source, written)
+    count = len(shuffle.WriteShards(recipe, out, (source,)).units())
+    written = receipts(out, shuffle.SHUFFLE, source, count)
+    description = _description(recipe, out, source, written)
+    files = {
+        name: stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) / name
+        for number, receipt in enumerate(written)
+        for name in receipt["files"]
+    }
     final = out / source
     if _is_published(final, description, files):
         return "reused"
@@ -78,12 +81,6 @@ def _publish(recipe: Recipe, out: Path, source: str) -> str:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return "built"
-
-
-def _files(out: Path, source: str, written: tuple[dict[str, Any], ...]) -> dict[str, Path]:
-    folders = [stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) for number in range(len(written))]
-    pairs = zip(folders, written, strict=True)
-    return {name: folder / name for folder, receipt in pairs for name in receipt["files"]}
 
 
 def _is_published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> bool:
@@ -114,20 +111,17 @@ def _link(path: Path, link: Path) -> None:
         shutil.copy2(path, link)
 
 
-def _description(
-    recipe: Recipe, out: Path, source: str, layout: shards.Layout, entries: list[dict[str, Any]]
-) -> dict[str, Any]:
-    *train, valid = entries
-    model = tokenizer.load(out / TOKENIZER)
+def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    *train, valid = (receipt["counts"] for receipt in written)
     return {
         "format": shards.FORMAT,
         "source": source,
         "category": next(each.category for each in recipe.sources if each.name == source),
         "plan_hash": stage.planned(out, source)["plan_hash"],
         "code_version": code_version(),
-        **asdict(layout),
+        **asdict(shuffle.layout(recipe)),
         "tokenizer_sha256": file_sha256(out / TOKENIZER),
-        "vocab_size": model.vocab_size(),
+        "vocab_size": tokenizer.load(out / TOKENIZER).vocab_size(),
         **_counts(out, source),
         "contamination": _contamination(out, source),
         "windows": sum(entry["windows"] for entry in train),
@@ -145,11 +139,9 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
     dropped = Counter({"duplicate": sum(counts["duplicate"] for counts in ordered)})
     read = sum(counts["read"] for counts in filtered)
     for name in _BEFORE_FILTER:
-        lost = Counter[str]()
         for counts in _all_counts(out, name, source) if (out / name / source).is_dir() else ():
-            lost.update({**counts.get("dropped", {}), **counts.get("missing", {})})
-        dropped.update(lost)
-        read += lost.total()
+            dropped.update(counts.get("dropped", {}))
+            read += sum(counts.get("dropped", {}).values())
     for counts in filtered:
         dropped.update(counts["dropped"])
     if sum(counts["documents"] for counts in tokenized) != sum(counts["kept"] for counts in filtered):

@@ -8,8 +8,6 @@ local files are listed again at every start, after the recipe's `corpus` program
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import hashlib
 import json
 import subprocess
@@ -24,7 +22,7 @@ import pyarrow.parquet
 
 from data_mixtures import shards
 from data_mixtures.readers import files, hub
-from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, check_known
+from data_mixtures.recipe import HubSource, LocalSource, Recipe, check_known, nearest
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, grouped, read_plan
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
@@ -41,14 +39,11 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
         _write_corpus(recipe.corpus, Path(files.roots(out)["corpus"]))
     planned = {each.name: _local(each, out) for each in local}
     remote = [each for each in chosen if isinstance(each, HubSource)]
-    same = [each for each in remote if before.get(each.name, {}).get("spec") == _spec(each)]
-    planned |= {each.name: before[each.name] for each in same}
-    new = [each for each in remote if each not in same]
-    if new:
+    if new := [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]:
         planned |= _ask(hub.origin(mirror), new)
-    order = [each.name for each in recipe.sources]
     known = {**before, **planned}
-    plan = {"format": PLAN_FORMAT, "sources": {name: known[name] for name in order if name in known}}
+    order = [each.name for each in recipe.sources if each.name in known]
+    plan = {"format": PLAN_FORMAT, "sources": {name: known[name] for name in order}}
     if not (out / PLAN).is_file() or plan != read_plan(out):
         out.mkdir(parents=True, exist_ok=True)
         shards.write_json(out / PLAN, plan)
@@ -75,36 +70,27 @@ def _hashed(entry: Entry, decides: Any) -> Entry:
 def _local(each: LocalSource, out: Path) -> Entry:
     """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
     roots = files.roots(out)
-    parts: list[tuple[Input, list[list[Any]]]] = []
+    entries: list[Entry] = []
+    decides: list[Any] = []
     for source_input in each.inputs:
-        found: list[list[Any]] = [[_name(path), *_size_and_time(path)] for path in files.find(source_input, roots)]
-        groups = (
-            [found] if source_input.max_bytes is not None else list(grouped(found, lambda entry: entry[1], UNIT_BYTES))
-        )
-        parts += [(source_input, group) for group in groups if group]
-    entries = [
-        {"source": each.name, "number": number, "kind": "local", "input": asdict(part), "files": group}
-        for number, (part, group) in enumerate(parts)
-    ]
-    # a file may get another time or folder without other content: it is then read again, but the data is the same
-    decides = [
-        [asdict(part), [[files.portable(path, roots), size] for path, size, _ in group]] for part, group in parts
-    ]
+        found = [_file(path) for path in files.find(source_input, roots)]
+        whole = source_input.max_bytes is not None and found
+        for group in [found] if whole else grouped(found, lambda entry: entry[1], UNIT_BYTES):
+            number = {"source": each.name, "number": len(entries), "kind": "local"}
+            entries.append({**number, "input": asdict(source_input), "files": group})
+            # a file may get another time or folder without other content: it is read again, but the data is the same
+            decides.append([asdict(source_input), [[files.portable(path, roots), size] for path, size, _ in group]])
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
 
 
-def _name(path: Path) -> str:
-    name = str(path)
+def _file(path: Path) -> list[Any]:
+    """Name, size and time of a file."""
     try:
-        name.encode("utf-8")  # as JSON will want it
+        str(path).encode("utf-8")  # as JSON will want it
     except UnicodeEncodeError as error:
-        raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it") from error
-    return name
-
-
-def _size_and_time(path: Path) -> tuple[int, int]:
+        raise ValueError(f"the name of the file {str(path)!r} is not UTF-8; rename it, or exclude it") from error
     status = path.stat()
-    return status.st_size, status.st_mtime_ns
+    return [str(path), status.st_size, status.st_mtime_ns]
 
 
 def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
@@ -139,15 +125,12 @@ def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
     for config in each.configs:
         found = origin.files(each.repo, revision, config)
         if not found:
-            near = difflib.get_close_matches(config, there := origin.folders(each.repo, revision), n=1)
-            raise ValueError(
-                f"{each.repo} @ {revision} has no Parquet file in {config}/; "
-                + (f"did you mean {near[0]!r}?" if near else f"its folders: {there}")
-            )
+            near = nearest(config, origin.folders(each.repo, revision), "its folders:")
+            raise ValueError(f"{each.repo} @ {revision} has no Parquet file in {config}/; {near}")
         column = _text_column(origin, each, revision, found[0].path)
         for file in found:
             number = {"source": each.name, "number": len(entries), "kind": "parquet"}
-            entries.append({**number, **dataclasses.asdict(file), "text_column": column})
+            entries.append({**number, **asdict(file), "text_column": column})
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
     terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
     # a mirror knows no hashes: its plan and the hub's plan of the same files are not the same plan
@@ -166,14 +149,8 @@ def _text_column(origin: hub.Origin, each: HubSource, revision: str, path: str) 
 
 def text_column(schema: pyarrow.Schema, each: HubSource, where: str) -> str | None:
     """Which column of a file holds the text. ValueError names the columns of a layout that is not known."""
-    columns = (
-        f"its columns: {', '.join(f'{name} ({kind})' for name, kind in zip(schema.names, schema.types, strict=True))}"
-    )
-    texts = {
-        field.name
-        for field in schema
-        if pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type)
-    }
+    columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
+    texts = {field.name for field in schema if field.type in (pyarrow.string(), pyarrow.large_string())}
     if each.needs_hydration:
         if not texts.issuperset(METADATA_COLUMNS):
             raise ValueError(f"{where} must have the columns {', '.join(METADATA_COLUMNS)} of strings; {columns}")

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow
 
 from data_mixtures import shards
+from data_mixtures.recipe import Recipe
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import Stage, Unit, receipts
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, TOKENS
@@ -72,6 +73,10 @@ class OrderDocuments(Stage):
             }
         shards.save_array(folder / "slices.npy", slices["tokens"].copy())
         return counts
+
+
+def layout(recipe: Recipe) -> shards.Layout:
+    return shards.Layout(recipe.seed, recipe.seq_len, recipe.windows_per_shard, recipe.valid_per_10000)
 
 
 def key_ranges(out: Path, source: str) -> int:
@@ -146,11 +151,6 @@ class WriteShards(Stage):
 
     name = SHUFFLE
 
-    @property
-    def layout(self) -> shards.Layout:
-        recipe = self.recipe
-        return shards.Layout(recipe.seed, recipe.seq_len, recipe.windows_per_shard, recipe.valid_per_10000)
-
     def units(self) -> list[Unit]:
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
@@ -174,7 +174,8 @@ class WriteShards(Stage):
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
         tokens = [receipt["files"][TOKENS] for receipt in receipts(self.out, UPSTREAM, unit.source)]
-        return stage.key_of(("stages/shuffle.py", "shards.py"), unit.number, asdict(self.layout), order, tokens)
+        numbers = asdict(layout(self.recipe))
+        return stage.key_of(("stages/shuffle.py", "shards.py"), unit.number, numbers, order, tokens)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         part = "train" if unit.number < self.shards(unit.source) else "valid"

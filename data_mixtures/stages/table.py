@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,7 +17,13 @@ from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.hydrate import Hydrate
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
 
-FREEABLE = ("fetch", "hydrate", "filter", "tokenize")
+# a stage whose files can be freed, and the stage that reads them (of code, `hydrate` reads what `fetch` made)
+READERS: Mapping[str, type[stage.Stage]] = {
+    "fetch": Filter,
+    "hydrate": Filter,
+    "filter": tokenize.Tokenize,
+    "tokenize": shuffle.WriteShards,
+}
 
 
 @dataclass(frozen=True)
@@ -40,16 +47,10 @@ class RunContext:
     sequences: Mapping[str, int] | None = None
     tables: bool = True
 
-    def run(self, work: stage.Stage) -> None:
-        receipts = run_units(work, self.executor, self.console)
+    def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
+        receipts = run_units(work := kind(self.recipe, self.out, self.sources, *more), self.executor, self.console)
         if self.tables and receipts:
             self.console.print(summary(work.name, receipts))
-
-    def stage(self, name: str, sources: tuple[str, ...]) -> stage.Stage:
-        if name == "fetch":
-            return Fetch(self.recipe, self.out, sources, self.mirror)
-        kinds = {"hydrate": Hydrate, "filter": Filter, "tokenize": tokenize.Tokenize, "shuffle": shuffle.WriteShards}
-        return kinds[name](self.recipe, self.out, sources)
 
 
 def check(recipe: Recipe, out: Path) -> None:
@@ -64,51 +65,40 @@ def _plan(context: RunContext) -> None:
     made = plan.make(context.recipe, context.out, context.sources, context.mirror)["sources"]
     units = sum(len(made[name]["units"]) for name in context.sources)
     context.console.print(f"plan     {units:6} units of {len(context.sources)} sources", highlight=False)
-    if not context.tables:
-        return
     rows = []
-    for name in context.sources:
+    for name in context.sources if context.tables else ():
         planned = made[name]
-        size = sum(unit["bytes"] if unit["kind"] == "parquet" else _bytes(unit) for unit in planned["units"])
+        size = sum(unit.get("bytes", 0) + sum(file[1] for file in unit.get("files", ())) for unit in planned["units"])
         facts = (planned.get(key, "") for key in ("revision", "gate", "licence"))
         rows.append([name, f"{len(planned['units']):,}", f"{size:,}", *facts])
-    context.console.print(source_table(None, ("units", "bytes", "revision", "gate", "licence"), rows))
-
-
-def _bytes(unit: stage.Entry) -> int:
-    return sum(size for _, size, _ in unit["files"])
+    if rows:
+        context.console.print(source_table(None, ("units", "bytes", "revision", "gate", "licence"), rows))
 
 
 def _fetch(context: RunContext) -> None:
-    work = Fetch(context.recipe, context.out, context.sources, context.mirror)
-    work.check_room(context.budget_bytes)
-    context.run(work)
+    Fetch(context.recipe, context.out, context.sources, context.mirror).check_room(context.budget_bytes)
+    context.run(Fetch, context.mirror)
     check_enough(context.recipe, context.out, context.sources)
 
 
 def _hydrate(context: RunContext) -> None:
-    work = context.stage("hydrate", context.sources)
-    if work.units():
-        context.run(work)
+    if Hydrate(context.recipe, context.out, context.sources).units():
+        context.run(Hydrate)
 
 
 def _filter(context: RunContext) -> None:
     decontaminate.make_index(context.recipe.filter.benchmarks, context.out)
-    context.run(context.stage("filter", context.sources))
+    context.run(Filter)
 
 
 def _tokenize(context: RunContext) -> None:
     tokenize.make_tokenizer(context.recipe, context.out)
-    context.run(context.stage("tokenize", context.sources))
+    context.run(tokenize.Tokenize)
 
 
 def _shuffle(context: RunContext) -> None:
-    context.run(shuffle.OrderDocuments(context.recipe, context.out, context.sources))
-    context.run(context.stage("shuffle", context.sources))
-
-
-def _manifest(context: RunContext) -> None:
-    manifest.write(context.recipe, context.out, context.sources, context.console)
+    context.run(shuffle.OrderDocuments)
+    context.run(shuffle.WriteShards)
 
 
 def _verify(context: RunContext) -> None:
@@ -124,45 +114,37 @@ def _verify(context: RunContext) -> None:
 def _stats(context: RunContext) -> None:
     from data_mixtures.stages import stats  # here: importing plotly takes half a second
 
-    stats.write(
-        context.out, context.sources, context.console, context.sequences, workers=context.executor.options.workers
-    )
+    workers = context.executor.options.workers
+    stats.write(context.out, context.sources, context.console, context.sequences, workers=workers)
 
 
 def _free(context: RunContext) -> None:
     """Delete the files of a stage, source by source, if the stage that reads them has done all units."""
     if context.to_free is None:
-        raise ValueError(f"free needs --stage, one of {', '.join(FREEABLE)}")
-    for name in context.sources:
-        if (reader := _reader(context, name)) is None:
+        raise ValueError(f"free needs --stage, one of {', '.join(READERS)}")
+    for source in context.recipe.sources:
+        hydrated = isinstance(source, HubSource) and source.needs_hydration
+        if source.name not in context.sources or (context.to_free == "hydrate" and not hydrated):
             continue
+        kind = Hydrate if context.to_free == "fetch" and hydrated else READERS[context.to_free]
+        reader = kind(context.recipe, context.out, (source.name,))
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
             raise ValueError(
-                f"{context.to_free} of {name!r} is still needed: {len(left)} units are not through {reader.name}"
+                f"{context.to_free} of {source.name!r} is still needed: {len(left)} units are not through {reader.name}"
             )
-        freed = sum(stage.free(context.out, context.to_free, unit) for unit in stage.planned_units(context.out, name))
-        context.console.print(f"{name}: {freed:,} bytes of {context.to_free} are free", highlight=False)
+        units = stage.planned_units(context.out, source.name)
+        freed = sum(stage.free(context.out, context.to_free, unit) for unit in units)
+        context.console.print(f"{source.name}: {freed:,} bytes of {context.to_free} are free", highlight=False)
 
 
-def _reader(context: RunContext, name: str) -> stage.Stage | None:
-    """The stage that reads what is to be freed of a source; None where the source has no such stage."""
-    source = next(each for each in context.recipe.sources if each.name == name)
-    hydrated = isinstance(source, HubSource) and source.needs_hydration
-    if context.to_free == "hydrate" and not hydrated:
-        return None
-    after_fetch = "hydrate" if hydrated else "filter"
-    after = {"fetch": after_fetch, "hydrate": "filter", "filter": "tokenize", "tokenize": "shuffle"}
-    return context.stage(after[str(context.to_free)], (name,))
-
-
-STAGES: Mapping[str, Callable[[RunContext], None]] = {
+STAGES: Mapping[str, Callable[[RunContext], object]] = {
     "plan": _plan,
     "fetch": _fetch,
     "hydrate": _hydrate,
     "filter": _filter,
     "tokenize": _tokenize,
     "shuffle": _shuffle,
-    "manifest": _manifest,
+    "manifest": lambda context: manifest.write(context.recipe, context.out, context.sources, context.console),
     "verify": _verify,
     "stats": _stats,
     "free": _free,

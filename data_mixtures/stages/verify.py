@@ -13,12 +13,12 @@ before the damage.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import TOKENIZER, Unit
 from records.files import file_sha256
 
+AFTER_A_CHANGE = (
+    "a job of the old fingerprint stops where it meets the damage; the new lock does not fit its checkpoints. Either "
+    "prepare the data again, which writes the shard again and restores the old fingerprint, and resume; or start a new "
+    "run from its weights with the new lock"
+)
+# of a whole shard: its number, where its first document begins, and where the one after its last would, in tokens
+Span = tuple[int, int, int]
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -42,12 +50,8 @@ class Damage:
     reason: str
     block: int | None = None
 
-    @property
-    def what(self) -> str:
-        return self.reason if self.block is None else f"block {self.block} {self.reason}"
-
     def __str__(self) -> str:
-        return f"{self.path}: {self.what}"
+        return f"{self.path}: {self.reason}" if self.block is None else f"{self.path}: block {self.block} {self.reason}"
 
 
 @dataclass
@@ -93,10 +97,6 @@ def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [*manifest["shards"], manifest["valid"]]
 
 
-# of a whole shard: its number, where its first document begins, and where the one after its last would, in tokens
-Span = tuple[int, int, int]
-
-
 def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -> tuple[list[Damage], Span | None]:
     """The tokens of a file, its document index, and both against each other."""
     damage, begins = _check_tokens(folder / entry["name"], entry)
@@ -129,15 +129,20 @@ def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.n
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
     whole, begins, at = hashlib.sha256(), [], 0
-    for number, block in enumerate(_blocks(path)):
-        whole.update(block)
-        expected = entry["xxh3_blocks"][number] if number < len(entry["xxh3_blocks"]) else None
-        if expected != xxhash.xxh3_64_hexdigest(block):
-            what = "lies behind the end" if expected is None else f"does not have its hash {expected}"
-            damage.append(Damage(path, what, number))
-        tokens = np.frombuffer(block, "<u2", len(block) // shards.TOKEN_BYTES)
-        begins.append(np.flatnonzero(tokens == tokenizer.BOS) + at)
-        at += len(tokens)
+    buffer = memoryview(bytearray(shards.BLOCK_BYTES))
+    with path.open("rb") as file:
+        for number in itertools.count():
+            if not (size := file.readinto(buffer)):
+                break
+            block = buffer[:size]
+            whole.update(block)
+            expected = entry["xxh3_blocks"][number] if number < len(entry["xxh3_blocks"]) else None
+            if expected != xxhash.xxh3_64_hexdigest(block):
+                what = "lies behind the end" if expected is None else f"does not have its hash {expected}"
+                damage.append(Damage(path, what, number))
+            tokens = np.frombuffer(block, "<u2", size // shards.TOKEN_BYTES)
+            begins.append(np.flatnonzero(tokens == tokenizer.BOS) + at)
+            at += len(tokens)
     size = path.stat().st_size
     if size != entry["bytes"]:
         damage.append(Damage(path, f"{size} bytes, {entry['bytes']} in the manifest: truncated or foreign"))
@@ -146,24 +151,12 @@ def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.n
     return damage, None if damage else np.concatenate(begins)
 
 
-def _blocks(path: Path) -> Iterator[memoryview]:
-    buffer = bytearray(shards.BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while True:
-            size = 0
-            while size < len(buffer) and (count := file.readinto(memoryview(buffer)[size:])):
-                size += count
-            if not size:
-                return
-            yield memoryview(buffer)[:size]
-
-
 def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], tuple[np.ndarray, np.ndarray] | None]:
-    if not path.is_file():
-        return [Damage(path, "missing")], None
     try:
         with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
             data = stream.read()
+    except FileNotFoundError:
+        return [Damage(path, "missing")], None
     except OSError as error:
         return [Damage(path, f"cannot be unpacked ({error})")], None
     found = hashlib.sha256(data).hexdigest()
@@ -179,7 +172,7 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
     """Checks across files: documents that continue in the next shard, counts, files that do not belong here."""
     damage: list[Damage] = []
     path = folder / shards.MANIFEST
-    for left, right in pairwise(span for span in spans if span):
+    for left, right in itertools.pairwise(span for span in spans if span):
         if right[0] == left[0] + 1 and right[1] != left[2]:
             damage.append(
                 Damage(path, f"shard {left[0]} lists documents up to token {left[2]}, shard {right[0]} from {right[1]}")
@@ -189,12 +182,9 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
         damage.append(Damage(path, f"{manifest['windows']} windows, its shards have {windows}"))
     if manifest["read"] != manifest["kept"] + sum(manifest["dropped"].values()):
         damage.append(Damage(path, f"{manifest['read']} documents read are not those kept and dropped"))
-    known = {shards.MANIFEST, *_names(_entries(manifest)), *_names(manifest.get("quarantined", []))}
+    listed = [*_entries(manifest), *manifest.get("quarantined", [])]
+    known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
     return damage + [Damage(each, "not in the manifest") for each in sorted(folder.iterdir()) if each.name not in known]
-
-
-def _names(entries: list[dict[str, Any]]) -> list[str]:
-    return [name for entry in entries for name in shards.files_of(entry)]
 
 
 def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage]:
@@ -224,43 +214,31 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
     manifests = {path.parent.name: shards.read_manifest(path.parent) for path in out.glob(f"*/{shards.MANIFEST}")}
     reasons: dict[Path, list[str]] = {}
     for each in damage:
-        reasons.setdefault(each.path, []).append(f"{each.path.name}: {each.what}")
+        reasons.setdefault(each.path, []).append(str(each).removeprefix(f"{each.path.parent}/"))
     changed = {}
     for source, manifest in manifests.items():
-        named = {
-            entry["name"]: [out / source / name for name in shards.files_of(entry)] for entry in manifest["shards"]
-        }
-        bad = {name: "; ".join(r for path in paths for r in reasons.pop(path, [])) for name, paths in named.items()}
-        if any(bad.values()):
-            changed[source] = _without(out / source, manifest, {name: why for name, why in bad.items() if why})
+        kept: list[dict[str, Any]] = []
+        gone: list[dict[str, Any]] = []
+        for entry in manifest["shards"]:
+            why = [reason for name in shards.files_of(entry) for reason in reasons.pop(out / source / name, [])]
+            (gone if why else kept).append({**entry, "reason": "; ".join(why)} if why else entry)
+        if gone and not kept:
+            raise ValueError(f"all shards of {out / source} are damaged: nothing would be left. Prepare the data again")
+        if gone:
+            windows, before = sum(entry["windows"] for entry in kept), manifest.get("quarantined", [])
+            changed[source] = {**manifest, "windows": windows, "shards": kept, "quarantined": [*before, *gone]}
     manifests |= changed
     _refuse_others(out, list(reasons), manifests)
     locks = {path: mixture.read_lock(path) for path in sorted(out.glob("*.lock.json"))}
     for source, manifest in changed.items():
         for entry in manifest["quarantined"]:
             _delete_receipt(out, source, entry["name"])
-            console.print(
-                f"quarantined: {out / source / entry['name']}: {entry['reason']}", markup=False, soft_wrap=True
-            )
+            line = f"quarantined: {out / source / entry['name']}: {entry['reason']}"
+            console.print(line, markup=False, soft_wrap=True)
         shards.write_json(out / source / shards.MANIFEST, manifest)
     pinned = [path for path, lock in locks.items() if _pin(out, path, lock, manifests, console)]
     if pinned:
-        console.print(
-            "a job of the old fingerprint stops where it meets the damage; the new lock does not fit its checkpoints. "
-            "Either prepare the data again, which writes the shard again and restores the old fingerprint, and resume; "
-            "or start a new run from its weights with the new lock",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def _without(folder: Path, manifest: dict[str, Any], bad: dict[str, str]) -> dict[str, Any]:
-    kept = [entry for entry in manifest["shards"] if entry["name"] not in bad]
-    gone = [{**entry, "reason": bad[entry["name"]]} for entry in manifest["shards"] if entry["name"] in bad]
-    if not kept:
-        raise ValueError(f"all shards of {folder} are damaged: nothing would be left of it. Prepare the data again")
-    windows = sum(entry["windows"] for entry in kept)
-    return {**manifest, "windows": windows, "shards": kept, "quarantined": [*manifest.get("quarantined", []), *gone]}
+        console.print(AFTER_A_CHANGE, highlight=False, soft_wrap=True)
 
 
 def _refuse_others(out: Path, damaged: list[Path], manifests: dict[str, dict[str, Any]]) -> None:

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import comb, fsum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
 
-from evals.code.answers import EndpointModel, EngineModel, Model, Sampling
-from evals.code.evaluate import evaluate
+from evals.code.answers import EndpointModel, EngineModel, Model, Sampling, collect, prompt_of, target_function
 from evals.code.sandbox import find_sandbox
-from evals.code.score import Dataset, EvalPlus, evalplus_environment, open_dataset, set_up
+from evals.code.score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, open_dataset, set_up
 from records.evals import NOWHERE, AboutFlags, EvalCommand
 from records.files import file_sha256
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
+KS = (1, 10, 100)
 
 
 @dataclass(frozen=True)
@@ -68,28 +70,88 @@ class Scoring:
     """solutions tested concurrently"""
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""
-    cache: Path = CACHE
+    cache: Path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
     """folder that keeps EvalPlus's expected outputs between runs"""
     setup: bool = False
     """install EvalPlus into its own environment and exit"""
 
-    def open(self, data: Dataset, results: Path) -> EvalPlus:
-        """EvalPlus in the best sandbox of this machine; ValueError if there is none."""
-        sandbox = find_sandbox(self.unsafe_no_sandbox)
-        results.mkdir(parents=True, exist_ok=True)
-        return EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), self.cache, self.parallel)
+
+def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, evalplus: EvalPlus) -> dict[str, Any]:
+    """Score the reference solutions, collect the model's answers and score them."""
+    console = Console(stderr=True)
+    control = evalplus.control()
+    console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
+    if control["unexpected_failures"]:
+        console.print(f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?")
+    answers = collect(dataset, model, sampling, chat, evalplus.folder)
+    rows = solutions(dataset, answers, chat, evalplus)
+    return {
+        "dataset": f"{dataset.name}+",
+        "version": dataset.version,
+        "evalplus": EVALPLUS,
+        "protocol": "greedy" if sampling.temperature == 0 else "sampled",
+        "prompt": "chat" if chat else "completion",
+        **vars(sampling),
+        **model.identity,
+        "problems": len(dataset.problems),
+        **figures_of(evalplus.evaluate(rows, "samples"), sampling.n),
+        "control": control,
+        "answers_empty": sum(not row["answer"].strip() for row in answers),
+        "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
+        "not_sanitized": sum(not row["sanitized"] for row in rows),
+        "sandbox": evalplus.sandbox,
+    }
 
 
-ENGINE, GREEDY, SANDBOXED = Backend(), Sampling(), Scoring()
+def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus) -> list[dict[str, Any]]:
+    """An EvalPlus row per answer: the code selected from it, and that code after EvalPlus's sanitize."""
+    problems = {p["task_id"]: p for p in dataset.problems}
+    selected = []
+    for row in answers:
+        problem, text = problems[row["task_id"]], row["answer"]
+        code = target_function(text, problem["entry_point"]) if chat else prompt_of(problem, chat=False) + text
+        selected.append({"text": code, "entry_point": problem["entry_point"]})
+    return [
+        {
+            "task_id": row["task_id"],
+            "sample": row["sample"],
+            "selected": chosen["text"],
+            "sanitized": code is not None,
+            "solution": chosen["text"] if code is None else code,
+        }
+        for row, chosen, code in zip(answers, selected, evalplus.sanitize(selected), strict=True)
+    ]
+
+
+def figures_of(scored: dict[str, list[tuple[bool, bool]]], n: int) -> dict[str, Any]:
+    """pass@1 and pass@k (k up to n) on the base tests, and on the base and plus tests together."""
+
+    def value(tests: int, k: int) -> float:
+        return pass_at_k([(len(s), sum(passed[tests] for passed in s)) for s in scored.values()], k)
+
+    at_k = {str(k): {"base": value(0, k), "plus": value(1, k)} for k in KS if k <= n}
+    return {"pass@1_base": at_k["1"]["base"], "pass@1_plus": at_k["1"]["plus"], "pass@k": at_k}
+
+
+def pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
+    """Mean over problems of the probability that k of n samples include a passing one: 1 - C(n - c, k) / C(n, k).
+
+    counts: (n, c) per problem, c of n samples pass. The estimator of Chen et al., arXiv 2107.03374, in exact integers.
+    """
+    chances = [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
+    return fsum(chances) / len(chances)
+
+
+GREEDY = Sampling()
 
 
 def main(
     hf_dir: Annotated[Path | None, tyro.conf.Positional] = None,
     dataset: Path | None = None,
     results: Path | None = None,
-    backend: Annotated[Backend, tyro.conf.OmitArgPrefixes] = ENGINE,
+    backend: Annotated[Backend, tyro.conf.OmitArgPrefixes] = Backend(),
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = GREEDY,
-    scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes] = SANDBOXED,
+    scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes] = Scoring(),
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any] | None:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
@@ -111,7 +173,9 @@ def main(
         raise ValueError("--dataset, --results, and either a model folder or --base-url are required")
     started = time.perf_counter()
     data = open_dataset(dataset)
-    evalplus = scoring.open(data, results)
+    sandbox = find_sandbox(scoring.unsafe_no_sandbox)
+    results.mkdir(parents=True, exist_ok=True)
+    evalplus = EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), scoring.cache, scoring.parallel)
     figures = evaluate(data, backend.open(hf_dir, sampling), sampling, backend.chat(hf_dir), evalplus)
     return about.append(
         "code",

@@ -8,7 +8,6 @@ the block that defines the requested function.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,11 +16,10 @@ import textwrap
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -68,72 +66,46 @@ class Sampling:
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-class Model(Protocol):
-    """What answers. `parallel`: concurrent prompts."""
-
-    identity: dict[str, str]
-    parallel: int
-
-    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
-        """The answer to a prompt and its finish reason, "stop" or "length"."""
-        ...
-
-
 class EngineModel:
     """A model folder through the engine; chat: the prompt is a user message in the folder's chat template."""
 
     parallel = 1
 
     def __init__(self, folder: Path, chat: bool, sampling: Sampling, device: str = "auto"):
+        from transformers import PreTrainedTokenizerFast
+
         from laneformer import Engine  # the compiled part: an endpoint does not need it
 
         self.identity = {"model": folder.resolve().name, "model_sha256": model_sha256(folder)}
-        self.sampling, self.template = sampling, chat_template(folder) if chat else None
+        self.sampling = sampling
         self.engine = Engine.from_pretrained(folder, device=device)
         if self.engine.tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer.json; export the model with its tokenizer")
         self.tokenizer = self.engine.tokenizer
+        self.template = PreTrainedTokenizerFast.from_pretrained(folder) if chat else None
+        if self.template is not None and not self.template.chat_template:
+            raise ValueError(f"{folder} has no chat template; use --prompt completion")
 
     def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
+        """The answer to a prompt and its finish reason, "stop" or "length"."""
         from laneformer.engine.text import StopStrings, TextStream, text_of
 
-        tokenizer, s = self.tokenizer, self.sampling
-        text = self.template(prompt) if self.template else prompt
-        ids = tokenizer.encode(text, add_special_tokens=self.template is None).ids
+        s = self.sampling
+        if self.template is not None:
+            message = [{"role": "user", "content": prompt}]
+            prompt = str(self.template.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        ids = self.tokenizer.encode(prompt, add_special_tokens=self.template is None).ids
         room = min(s.max_new_tokens, self.engine.config.max_position_embeddings - len(ids))
         if room < 1:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens leaves no room for an answer in a context of "
                 f"{self.engine.config.max_position_embeddings}; evaluate a model with a longer context"
             )
-        generated: list[int] = []
-
-        def tokens() -> Generator[int, None, None]:
-            options = {"temperature": s.temperature, "top_p": s.top_p, "seed": seed}
-            with contextlib.closing(self.engine.stream(ids, max_new_tokens=room, **options)) as stream:
-                for token in stream:
-                    generated.append(token)
-                    yield token
-
-        stop_strings = StopStrings(stops)
-        answer = "".join(text_of(tokens(), TextStream(tokenizer, ids), stop_strings))
-        ended = bool(stop_strings.found) or (bool(generated) and generated[-1] in self.engine.eos_ids)
+        tokens = self.engine.stream(ids, max_new_tokens=room, temperature=s.temperature, top_p=s.top_p, seed=seed)
+        stream, stop_strings = TextStream(self.tokenizer, ids), StopStrings(stops)
+        answer = "".join(text_of(tokens, stream, stop_strings))
+        ended = stop_strings.found or stream.ids[-1] in self.engine.eos_ids
         return answer, "stop" if ended else "length"
-
-
-def chat_template(folder: Path) -> Any:
-    """A function from a user message to the prompt text, by the folder's own template."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    if not tokenizer.chat_template:
-        raise ValueError(f"{folder} has no chat template; use --prompt completion")
-
-    def render(message: str) -> str:
-        turns = [{"role": "user", "content": message}]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-
-    return render
 
 
 class EndpointModel:
@@ -149,6 +121,7 @@ class EndpointModel:
         self.chat, self.sampling, self.parallel, self.timeout_s = chat, sampling, parallel, timeout_s
 
     def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
+        """The answer to a prompt and its finish reason, "stop" or "length"."""
         s = self.sampling
         body: dict[str, Any] = {"model": self.identity["model"], "n": 1, "seed": seed, "max_tokens": s.max_new_tokens}
         body |= {"temperature": s.temperature, "top_p": s.top_p}
@@ -182,6 +155,9 @@ class EndpointModel:
             except (OSError, ValueError) as error:  # no connection, a timeout, not JSON
                 reason = repr(error)
         raise ValueError(f"{self.url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
+
+
+Model = EngineModel | EndpointModel
 
 
 def cut(text: str, stops: tuple[str, ...]) -> str:
@@ -227,18 +203,17 @@ def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, fold
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Store the settings of a folder's answers; ValueError if it holds answers with other settings."""
-    if path.exists():
-        before = json.loads(path.read_text())
-        other = sorted(name for name in settings | before if settings.get(name) != before.get(name))
-        if other:
-            raise ValueError(
-                f"{path.parent} holds answers with other settings: "
-                + ", ".join(f"{name} {before.get(name)!r}, not {settings.get(name)!r}" for name in other)
-                + "; choose another --results folder"
-            )
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(settings, indent=1) + "\n")
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(settings, indent=1) + "\n")
+    before = json.loads(path.read_text())
+    other = sorted(name for name in settings | before if settings.get(name) != before.get(name))
+    if other:
+        differing = ", ".join(f"{name} {before.get(name)!r}, not {settings.get(name)!r}" for name in other)
+        raise ValueError(
+            f"{path.parent} holds answers with other settings: {differing}; choose another --results folder"
+        )
 
 
 def fenced_blocks(text: str) -> list[str]:

@@ -87,10 +87,6 @@ def drop_privileges() -> None:
     call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
 
 
-def address_space_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 def limit_process(limits: dict[str, int]) -> None:
     for name, value in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
@@ -145,7 +141,8 @@ def jailed(work: Callable[..., None], covered: list[str], limits: dict[str, int]
     """
 
     def run(*arguments: Any) -> None:
-        own_limits = limits | {"memory_bytes": limits["memory_bytes"] + address_space_bytes()}
+        address_space_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        own_limits = limits | {"memory_bytes": limits["memory_bytes"] + address_space_bytes}
         enter_namespaces()
         child = os.fork()
         if child:

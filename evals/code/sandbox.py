@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
@@ -23,9 +23,16 @@ HOW = (
     "the rights to make namespaces (docker run --security-opt seccomp=unconfined); --unsafe-no-sandbox runs the "
     "model's code with all your rights"
 )
+KINDS = ("bubblewrap", "unshare")
 
 
-def _bubblewrap(folder: Path, readable: Sequence[Path]) -> list[str]:
+def prefix_of(kind: str, folder: Path, readable: Sequence[Path]) -> list[str]:
+    """The command that starts another one in a kind of sandbox; empty for "none"."""
+    if kind == "none":
+        return []
+    if kind == "unshare":  # the namespaces only: the command makes the file system read-only (jail.make_read_only)
+        names = ["--user", "--map-current-user", "--keep-caps", "--net", "--mount", "--pid", "--ipc", "--uts"]
+        return ["unshare", *names, "--fork", "--kill-child", "--mount-proc"]
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
     command += ["--new-session", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
     command += ["--dir", "/tmp"]
@@ -44,22 +51,9 @@ def _bubblewrap(folder: Path, readable: Sequence[Path]) -> list[str]:
     return [*command, "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
 
 
-def _unshare(folder: Path, readable: Sequence[Path]) -> list[str]:
-    """The namespaces only: the command makes the file system read-only itself (jail.make_read_only)."""
-    names = ["--user", "--map-current-user", "--keep-caps", "--net", "--mount", "--pid", "--ipc", "--uts"]
-    return ["unshare", *names, "--fork", "--kill-child", "--mount-proc"]
-
-
-def _none(folder: Path, readable: Sequence[Path]) -> list[str]:
-    return []
-
-
-KINDS: dict[str, Callable[[Path, Sequence[Path]], list[str]]] = {"bubblewrap": _bubblewrap, "unshare": _unshare}
-
-
 def why_not(kind: str) -> str:
     """What is missing for a kind of sandbox on this machine; empty when it works."""
-    command = [*KINDS[kind](Path("/usr/bin"), []), "true"]
+    command = [*prefix_of(kind, Path("/usr/bin"), []), "true"]
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed"
     if kind == "unshare" and os.geteuid() == 0:
@@ -92,12 +86,13 @@ def run_sandboxed(
 
     The environment holds `env` alone. ValueError with the end of the log when it fails or outlives timeout_s.
     """
-    prefix = KINDS.get(kind, _none)(folder, readable)
     if kind == "bubblewrap" and os.geteuid() == 0:
-        _give_away(folder)
+        for path in (folder, *folder.rglob("*")):  # to nobody, whom the command becomes
+            os.chown(path, NOBODY, NOBODY)
+            path.chmod(0o755 if path.is_dir() else 0o644)  # it is still root, without rights, when it starts
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            [*prefix, *command],
+            [*prefix_of(kind, folder, readable), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -117,10 +112,3 @@ def run_sandboxed(
         end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         what = f"did not end within {timeout_s:.0f} s" if status is None else f"ended with exit status {status}"
         raise ValueError(f"{' '.join(command)} {what} in the sandbox ({kind}); the end of {log}:\n{end}")
-
-
-def _give_away(folder: Path) -> None:
-    """The folder and what is in it to nobody, whom the sandboxed command becomes."""
-    for path in (folder, *folder.rglob("*")):
-        os.chown(path, NOBODY, NOBODY)
-        path.chmod(0o755 if path.is_dir() else 0o644)  # the command is still root without rights when it starts

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +181,8 @@ class EvalPlus:
             OVERRIDES[self.dataset.name]: str(work / "dataset.jsonl"),
         }  # fmt: skip
         command = [str(self.environment / "bin/python"), str(work / "jail.py"), verb, str(work / "request.json")]
-        readable = [self.environment, self._base]
+        readable = [self.environment, Path(sys.base_prefix).resolve()]  # the standard library is in the latter
         run_sandboxed(self.sandbox, command, work, readable, env, self.folder / "evalplus.log", timeout_s)
-
-    @cached_property
-    def _base(self) -> Path:
-        """The installation of the environment's base Python, which has the standard library."""
-        for line in (self.environment / "pyvenv.cfg").read_text().splitlines():
-            key, _, value = line.partition("=")
-            if key.strip() == "home":
-                return Path(value.strip()).resolve().parent
-        raise ValueError(f"{self.environment}/pyvenv.cfg has no home; remove the folder and run --setup again")
 
 
 def reference(problem: dict[str, Any]) -> str:

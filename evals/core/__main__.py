@@ -8,15 +8,18 @@ Finished tasks are kept next to --out until the record is written, so that an in
 
 from __future__ import annotations
 
+import hashlib
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from evals.core.evaluate import Settings, measure, plan, show_plan
+from evals.core.evaluate import Partial, Settings, evaluate, plan, show, show_plan
 from evals.core.tasks import Bundle
-from evals.scorer import Kind, open_encoder, read_config
+from evals.scorer import Kind, open_encoder, open_scorer, read_config
 from records.evals import NOWHERE, AboutFlags, EvalCommand
+from records.files import code_version, file_sha256, model_sha256
 
 ALL_ITEMS = Settings()
 
@@ -43,13 +46,27 @@ def main(
         plan_only: only count the tokens that an evaluation would read
         tokens_per_s: measured prompt processing speed, to estimate the time of a --plan
     """
+    started = time.perf_counter()
     tasks = Bundle(bundle)
-    if not plan_only:
-        return measure(model, tasks, settings, about, device, kind)
-    length = int(read_config(model).get("max_position_embeddings") or 1 << 30)
-    counts = plan(open_encoder(model, kind), length, tasks, settings)
-    show_plan(counts, tokens_per_s)
-    return counts | {"tokens_per_s": tokens_per_s}
+    if plan_only:
+        length = int(read_config(model).get("max_position_embeddings") or 1 << 30)
+        counts = plan(open_encoder(model, kind), length, tasks, settings)
+        show_plan(counts, tokens_per_s)
+        return counts | {"tokens_per_s": tokens_per_s}
+    chosen, _ = tasks.chosen(settings.tasks)
+    data_sha256 = hashlib.sha256("".join(tasks.sha256(task) for task in chosen).encode()).hexdigest()
+    scorer = open_scorer(model, device, kind)
+    code = code_version(Path(__file__).parent)
+    inputs = (model_sha256(model), data_sha256, settings.protocol, settings.max_per_task, scorer.name, code)
+    partial = Partial(about.out, hashlib.sha256(repr(inputs).encode()).hexdigest())
+    figures = evaluate(scorer, tasks, settings, partial)
+    scorer.close()
+    show(figures, tasks)
+    tokenizer = model / "tokenizer.json"
+    seconds, tokenizer_sha256 = time.perf_counter() - started, file_sha256(tokenizer) if tokenizer.is_file() else None
+    record = about.append("core", figures, seconds=seconds, tokenizer_sha256=tokenizer_sha256, data_sha256=data_sha256)
+    partial.remove()
+    return record
 
 
 COMMAND = EvalCommand("core", main, excludes=("--plan", "--tokens-per-s"))

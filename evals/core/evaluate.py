@@ -1,16 +1,17 @@
 """CORE on a model: score every task of a bundle and print the table; or count the tokens that this would read.
 
 In a multiple-choice or schema task the option with the lowest mean loss per token is chosen; a continuation is right if
-each of its tokens is the argmax.
+each of its tokens is the argmax. CORE is the mean of the centered accuracies of all 22 tasks, else null.
+
+    centered = (accuracy - baseline) / (1 - baseline)
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from evals.core.metric import VERSIONS, aggregate, task_figures
 from evals.core.prompts import FEWSHOT_SEED, Item, Prompt, Protocol, Unscorable, items
-from evals.core.tasks import NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
-from evals.scorer import Kind, Scorer, TextEncoder, common_prefix, open_scorer
-from records.evals import About
-from records.files import code_version, file_sha256, model_sha256, write_atomically
+from evals.core.tasks import CATEGORIES, NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
+from evals.scorer import Scorer, TextEncoder, common_prefix
+from records.files import write_atomically
 
+VERSIONS = ("v1", "v2")
 console = Console(stderr=True)
 Tasks = dict[str, dict[str, Any]]
 
@@ -83,6 +83,67 @@ def score_task(
     return task_figures(task, right, len(rows))
 
 
+def baseline(task: Task, version: str) -> float:
+    """Accuracy of guessing, 0 to 1."""
+    return 0.01 * (task.baseline_v1 if version == "v1" else task.baseline_v2)
+
+
+def centered(task: Task, accuracy: float, version: str) -> float:
+    """Centered accuracy: 0 at the baseline, 1 if every answer is right, negative below the baseline."""
+    return (accuracy - baseline(task, version)) / (1 - baseline(task, version))
+
+
+def task_figures(task: Task, right: Mapping[str, Sequence[bool]], n_total: int) -> dict[str, Any]:
+    """The figures of a task. right: by group, whether each item was answered correctly; groups have equal weight.
+
+    standard_error: binomial, of the accuracy. n: items asked. n_total: rows in the file.
+    """
+    shares = {group: sum(answers) / len(answers) for group, answers in right.items()}
+    accuracy = math.fsum(shares.values()) / len(shares)
+    variance = math.fsum(share * (1 - share) / len(right[group]) for group, share in shares.items())
+    return {
+        "accuracy": accuracy,
+        **{f"centered_{version}": centered(task, accuracy, version) for version in VERSIONS},
+        "standard_error": math.sqrt(variance) / len(shares),
+        "n": sum(len(answers) for answers in right.values()),
+        "n_total": n_total,
+        "shots": task.shots,
+        "baseline_v1": task.baseline_v1,
+        "baseline_v2": task.baseline_v2,
+        "type": task.type,
+        "category": task.category,
+    }
+
+
+def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """core_v1, core_v2, their standard errors and the means of each category, from the figures of the tasks.
+
+    CORE is null unless all 22 tasks are given, a category's means unless all of its tasks are.
+    """
+    result: dict[str, Any] = {}
+    for version in VERSIONS:
+        whole = means(tasks, TASKS, version)
+        result |= {f"core_{version}": whole and whole[0], f"core_{version}_se": whole and whole[1]}
+    result["categories"] = {}
+    for category in CATEGORIES:
+        members = [task for task in TASKS if task.category == category]
+        figures: dict[str, Any] = {"tasks": len(members)}
+        for version in VERSIONS:
+            found = means(tasks, members, version)
+            figures |= {f"centered_{version}": found and found[0], f"centered_{version}_se": found and found[1]}
+        result["categories"][category] = figures
+    return result
+
+
+def means(tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], version: str) -> tuple[float, float] | None:
+    """Mean centered accuracy of `members` and its standard error; None if one of them is missing."""
+    if any(task.label not in tasks for task in members):
+        return None
+    mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(members)
+    errors = [tasks[task.label]["standard_error"] / (1 - baseline(task, version)) for task in members]
+    return mean, math.sqrt(math.fsum(error**2 for error in errors)) / len(members)
+
+
 class Partial:
     """Finished tasks of an interrupted evaluation: a JSON file next to `out`, or nothing if `out` is None.
 
@@ -90,10 +151,8 @@ class Partial:
     """
 
     def __init__(self, out: Path | None, key: str):
-        self.path = out.with_name(f".{out.name}.core-{key[:16]}.json") if out is not None else None
-        self.tasks: Tasks = {}
-        if self.path is not None and self.path.is_file():
-            self.tasks = json.loads(self.path.read_text(encoding="utf-8"))
+        self.path = out and out.with_name(f".{out.name}.core-{key[:16]}.json")
+        self.tasks: Tasks = json.loads(self.path.read_bytes()) if self.path and self.path.is_file() else {}
 
     def add(self, label: str, figures: dict[str, Any]) -> None:
         self.tasks[label] = figures
@@ -126,32 +185,6 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
     asked = {"protocol": protocol, "seed": FEWSHOT_SEED, "max_per_task": most, "scorer": scorer.name}
     marks = {} if bundle.not_core is None else {"not_core": bundle.not_core}
     return asked | aggregate(tasks) | {"tasks": tasks, "missing": missing, "differs": bundle.differs} | marks
-
-
-def measure(
-    model: Path, bundle: Bundle, settings: Settings, about: About, device: str = "auto", kind: Kind = "auto"
-) -> dict[str, Any]:
-    """Score a model folder, print the table, append the record and return it."""
-    started = time.perf_counter()
-    chosen, _ = bundle.chosen(settings.tasks)
-    data_sha256 = hashlib.sha256("".join(bundle.sha256(task) for task in chosen).encode()).hexdigest()
-    scorer = open_scorer(model, device, kind)
-    code = code_version(Path(__file__).parent)
-    inputs = (model_sha256(model), data_sha256, settings.protocol, settings.max_per_task, scorer.name, code)
-    partial = Partial(about.out, hashlib.sha256(repr(inputs).encode()).hexdigest())
-    figures = evaluate(scorer, bundle, settings, partial)
-    scorer.close()
-    show(figures, bundle)
-    tokenizer = model / "tokenizer.json"
-    record = about.append(
-        "core",
-        figures,
-        seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
-        data_sha256=data_sha256,
-    )
-    partial.remove()
-    return record
 
 
 def show(figures: dict[str, Any], bundle: Bundle) -> None:

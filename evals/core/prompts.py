@@ -21,7 +21,6 @@ from evals.core.tasks import Row, Task, TaskType
 from evals.scorer import TextEncoder, common_prefix
 
 Protocol = Literal["nanochat", "dclm"]
-PROTOCOLS: tuple[Protocol, ...] = ("nanochat", "dclm")
 FEWSHOT_SEED = 1234
 ORDER_SEED = 1337
 
@@ -162,23 +161,14 @@ def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
     """The few-shot examples of rows 0, 1, ...; llm-foundry shows them in the set's iteration order."""
     generator = random.Random(FEWSHOT_SEED)
     for index in range(count):
-        yield _dclm_draw(generator, index, count, shots)
-
-
-def _dclm_draw(generator: random.Random, index: int, count: int, shots: int) -> set[int]:
-    if shots == 0:
-        return set()  # zero-shot draws nothing from the generator
-    chosen = set(generator.sample(range(count), min(count - 1, shots)))
-    if index not in chosen:
-        return chosen
-    chosen.remove(index)
-    if len(chosen) >= count - 1:
-        return chosen
-    other = generator.choice(range(count))
-    while other in chosen or other == index:
-        other = generator.choice(range(count))
-    chosen.add(other)
-    return chosen
+        chosen = set(generator.sample(range(count), min(count - 1, shots)))
+        if index in chosen:
+            chosen.remove(index)
+            other = index
+            while other in chosen or other == index:
+                other = generator.choice(range(count))
+            chosen.add(other)
+        yield chosen
 
 
 def dclm_prompts(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -108,7 +108,9 @@ class Bundle:
         self.differs: dict[str, dict[str, Any]] = {}
         self.tasks = TASKS
         if (folder / "core.yaml").is_file():
-            self.tasks = tuple(self._as_configured(task) for task in TASKS)
+            entries = read_core_yaml(folder / "core.yaml")
+            # a task that core.yaml does not list may have its file nevertheless
+            self.tasks = tuple(self._as_configured(t, entries[t.label]) if t.label in entries else t for t in TASKS)
         if (folder / "eval_meta_data.csv").is_file():
             check_baselines(folder / "eval_meta_data.csv")
         if not any(self.file(task).is_file() for task in self.tasks):
@@ -151,10 +153,7 @@ class Bundle:
         left = [label for label in known if label not in {task.label for task in chosen}]
         return chosen, {label: reasons[label] or NOT_CHOSEN for label in left}
 
-    def _as_configured(self, task: Task) -> Task:
-        found = next((entry for entry in self._entries() if entry.get("label") == task.label), None)
-        if found is None:
-            return task  # its file may exist nevertheless
+    def _as_configured(self, task: Task, found: dict[str, Any]) -> Task:
         shots = found.get("num_fewshot", task.shots)
         path = str(found.get("dataset_uri", task.path)).removeprefix("local_data/").removeprefix("eval_data/")
         values = {
@@ -169,14 +168,16 @@ class Bundle:
             self.differs[task.label] = changed
         return replace(task, path=path, **values)
 
-    def _entries(self) -> Iterator[dict[str, Any]]:
-        import yaml
 
-        try:
-            entries = yaml.safe_load((self.folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
-            yield from entries
-        except (yaml.YAMLError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.folder}/core.yaml has no list icl_tasks: {error!r}") from None
+def read_core_yaml(path: Path) -> dict[str, dict[str, Any]]:
+    """The first entry of each label."""
+    import yaml
+
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))["icl_tasks"]
+        return {entry.get("label"): entry for entry in reversed(entries)}
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has no list icl_tasks: {error!r}") from None
 
 
 def check_baselines(path: Path) -> None:

@@ -13,36 +13,215 @@ An endpoint also needs the folder: its tokenizer encodes the prompts and determi
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import math
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
-from evals.lm_eval.evaluate import (
-    Endpoint,
-    Questions,
-    documents_sha256,
-    evaluate,
-    figures_of,
-    lengths_of,
-    open_model,
-    settings_figures,
-    show,
-)
-from evals.lm_eval.tasks import data_folder, expand_tasks
+from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
 from records.evals import NOWHERE, AboutFlags, EvalCommand
 from records.files import file_sha256
 
-ENGINE = Endpoint()
+if TYPE_CHECKING:
+    from lm_eval.api.model import TemplateLM
+
+    from evals.lm_eval.models import CheckedCompletions, EngineLM
+
+DEFAULT_LENGTHS = (2048, 4096)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked, and how."""
+
+    tasks: str
+    """comma-separated task names of lm-eval; `ruler` stands for its eleven synthetic tasks"""
+    lengths: str = ",".join(map(str, DEFAULT_LENGTHS))
+    """comma-separated lengths of a RULER prompt with its answer, in tokens"""
+    limit: int | None = None
+    """documents to score per task (and length); default: all"""
+    num_fewshot: int | None = None
+    """few-shot examples before each question; default: the task's own number"""
+    data: Path | None = None
+    """folder of local data sets, with the layout of evals/lm_eval/tasks.py; default: the hub"""
+    add_bos: bool = True
+    """prepend BOS to every prompt, as in training"""
+    chat_template: bool = False
+    """apply the model's chat template"""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit {self.limit} must be at least 1; omit it to score all documents")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An OpenAI-compatible server; without `base_url` the engine answers."""
+
+    base_url: str | None = None
+    """OpenAI-compatible server to ask instead of the engine, such as http://127.0.0.1:8000/v1"""
+    model_name: str | None = None
+    """name of the model at the server; default: the folder's name"""
+    num_concurrent: int = 1
+    """concurrent requests to the server"""
+    timeout_s: int = 300
+    """timeout of one request to the server, in seconds"""
+
+
+def lengths_of(text: str) -> list[int]:
+    """The ascending token counts of a comma-separated list."""
+    lengths = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(lengths) < 512 or lengths != sorted(set(lengths)):
+        raise ValueError(f"--lengths {text} must be ascending token counts of at least 512, such as 2048,4096")
+    return lengths
+
+
+def open_endpoint(hf_dir: Path, endpoint: Endpoint, add_bos: bool, max_length: int | None) -> CheckedCompletions:
+    """lm-eval's local-completions on token ids, with the context length of the folder's config.json."""
+    from evals.lm_eval.models import CheckedCompletions
+
+    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
+    url = str(endpoint.base_url).rstrip("/")
+    return CheckedCompletions(
+        base_url=url if url.endswith("/completions") else f"{url}/completions",
+        model=endpoint.model_name or hf_dir.name,
+        tokenizer=str(hf_dir),
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
+        trust_remote_code=True,  # the folder is the model under test
+        max_length=max_length or config["max_position_embeddings"],  # lm-eval's default of 2048 would truncate
+        add_bos_token=add_bos,
+        num_concurrent=endpoint.num_concurrent,
+        timeout=endpoint.timeout_s,
+    )
+
+
+def evaluate(
+    model: TemplateLM,
+    names: Sequence[str],
+    tokenizer: Path,
+    *,
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat_template: bool = False,
+) -> dict[str, Any]:
+    """Run stock tasks; the result of `lm_eval.simple_evaluate`, samples included."""
+    import lm_eval
+
+    manager, tasks = load_tasks(names, lengths, tokenizer)
+    result: Any = lm_eval.simple_evaluate(
+        model=model,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        # not lm-eval's `limit`, which takes the first documents of all lengths together, so only the shortest
+        samples={task.task_name: first_documents(task, limit) for task in tasks},
+        apply_chat_template=chat_template,
+        random_seed=SEEDS["random"],
+        numpy_random_seed=SEEDS["numpy"],
+        torch_random_seed=SEEDS["torch"],
+        fewshot_random_seed=SEEDS["fewshot"],
+    )
+    return result
+
+
+def settings_figures(asked: Questions, backend: str) -> dict[str, Any]:
+    """The settings in a record."""
+    shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
+    return {
+        "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if asked.add_bos else 'without'} BOS",
+        "seed": SEEDS["random"],
+        "seeds": SEEDS,
+        "backend": backend,
+        "limit": asked.limit,
+        "num_fewshot": asked.num_fewshot,
+        "add_bos": asked.add_bos,
+        "chat_template": asked.chat_template,
+        "haystack": "upstream" if asked.data is None else "offline",
+    }
+
+
+def figures_of(result: dict[str, Any], model: EngineLM | CheckedCompletions, lengths: Sequence[int]) -> dict[str, Any]:
+    """The scores of a result, RULER's by length, and counts, lengths in tokens and truncations of the prompts."""
+    tasks = {name: numbers(values) for name, values in result["results"].items()}
+    ruler = {
+        str(length): {name: tasks[name][str(length)] for name in tasks if str(length) in tasks[name]}
+        for length in lengths
+        if set(tasks) & set(RULER_TASKS)
+    }
+    prompts = {name: prompt_figures(model, samples) for name, samples in result["samples"].items()}
+    return {
+        "tasks": tasks,
+        "ruler": ruler,
+        "prompts": prompts,
+        "cut_prompts": sum(task["cut"] for task in prompts.values()),
+        "max_length": model.max_length,
+    }
+
+
+def numbers(values: dict[str, Any]) -> dict[str, float]:
+    """The numeric metrics, without lm-eval's filter name; -1 is RULER's marker for "no documents"."""
+    kept = {key.removesuffix(",none"): value for key, value in values.items() if type(value) is float}
+    return {key: value for key, value in kept.items() if math.isfinite(value) and value != -1}
+
+
+def prompt_figures(model: EngineLM | CheckedCompletions, samples: list[dict[str, Any]]) -> dict[str, int]:
+    """documents, longest_tokens (a prompt and its continuation or generation limit), cut (truncated prompts)."""
+    longest, cut = 0, 0
+    for context, rest in (arguments for sample in samples for arguments in sample["arguments"]):
+        if isinstance(rest, str):
+            tokens, room = len(model.tok_encode(context + rest)), model.scoring_room
+        else:
+            tokens, room = len(model.tok_encode(context)) + rest.get("max_gen_toks", 0), model.max_length
+        longest, cut = max(longest, tokens), cut + (tokens > room)
+    return {"documents": len(samples), "longest_tokens": longest, "cut": cut}
+
+
+def documents_sha256(samples: dict[str, list[dict[str, Any]]]) -> str:
+    """Hash of the documents, in order."""
+    digest = hashlib.sha256()
+    for name, of_task in samples.items():
+        digest.update(name.encode() + b"\0" + "".join(sample["doc_hash"] for sample in of_task).encode())
+    return digest.hexdigest()
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the scores as tables on stderr: RULER by length, the other tasks by metric."""
+    console = Console(stderr=True)
+    table = Table(title=figures["protocol"])
+    for column in ("task", "metric", "score", "±", "documents"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for name, metrics in figures["tasks"].items():
+        for metric in [m for m in metrics if f"{m}_stderr" in metrics and name not in RULER_TASKS]:
+            error = f"{metrics[f'{metric}_stderr']:.4f}"
+            table.add_row(name, metric, f"{metrics[metric]:.4f}", error, f"{figures['prompts'][name]['documents']:,}")
+    if table.row_count:
+        console.print(table)
+    if figures["ruler"]:
+        ruler = Table("task", *figures["ruler"], title=f"RULER by length, {figures['haystack']} haystack")
+        for name in [name for name in figures["tasks"] if name in RULER_TASKS]:
+            scores = (of_length.get(name) for of_length in figures["ruler"].values())
+            ruler.add_row(name, *("-" if score is None else f"{score:.3f}" for score in scores))
+        console.print(ruler)
+    if figures["cut_prompts"]:
+        console.print(f"[bold red]{figures['cut_prompts']} prompts lost their head: give a longer --max-length")
 
 
 def main(
     hf_dir: Annotated[Path, tyro.conf.Positional],
     asked: Annotated[Questions, tyro.conf.OmitArgPrefixes],
     max_length: int | None = None,
-    endpoint: Annotated[Endpoint, tyro.conf.OmitArgPrefixes] = ENGINE,
+    endpoint: Annotated[Endpoint, tyro.conf.OmitArgPrefixes] = Endpoint(),
     about: AboutFlags = NOWHERE,
     device: str = "auto",
 ) -> dict[str, Any]:
@@ -62,7 +241,13 @@ def main(
     if not (hf_dir / "tokenizer.json").is_file():
         raise ValueError(f"{hf_dir} holds no tokenizer.json; pass the folder of an exported model")
     with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
-        model = open_model(hf_dir, endpoint, device, asked.add_bos, max_length)
+        from evals.lm_eval.models import EngineLM
+
+        model: EngineLM | CheckedCompletions
+        if endpoint.base_url:
+            model = open_endpoint(hf_dir, endpoint, asked.add_bos, max_length)
+        else:
+            model = EngineLM(hf_dir, device=device, add_bos=asked.add_bos, max_length=max_length)
         options: dict[str, Any] = {"num_fewshot": asked.num_fewshot, "chat_template": asked.chat_template}
         result = evaluate(model, names, hf_dir, lengths=lengths, limit=asked.limit, **options)
     figures = settings_figures(asked, endpoint.base_url or "engine") | figures_of(result, model, lengths)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,29 +96,21 @@ def first_documents(task: Task, limit: int | None) -> list[int]:
 def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     """Use `data` as the source of all data sets; ValueError names missing files and how to get them."""
     check_present(data, tasks)
+    if set(tasks) & set(RULER_TASKS):
+        use_sentence_tables(data)
     before = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
     os.environ.update(dict.fromkeys(before, "1"))  # read at import: missing data fails at once
-    try:
-        if set(tasks) & set(RULER_TASKS):
-            use_sentence_tables(data)
-        with tempfile.TemporaryDirectory() as cache, prepared_in(Path(cache)), contextlib.chdir(data):
-            yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@contextlib.contextmanager
-def prepared_in(cache: Path) -> Iterator[None]:
-    """Let `datasets` use this cache: its own may hold a data set of the same name from elsewhere."""
     import datasets
 
-    before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = cache
-    try:
-        yield
-    finally:
-        datasets.config.HF_DATASETS_CACHE = before
+    usual_cache = datasets.config.HF_DATASETS_CACHE  # may hold a data set of the same name from elsewhere
+    with tempfile.TemporaryDirectory() as cache, contextlib.chdir(data):
+        datasets.config.HF_DATASETS_CACHE = Path(cache)
+        try:
+            yield
+        finally:
+            datasets.config.HF_DATASETS_CACHE = usual_cache
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def check_present(data: Path, tasks: Sequence[str]) -> None:
@@ -162,15 +153,12 @@ def make_sentence_tables(essays: Path, folder: Path) -> None:
     }
     place = folder / TABLES
     place.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=".english-", dir=place.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=".english-", dir=place.parent) as part_of:
+        part = Path(part_of, place.name)
+        part.mkdir()
         for name, text in tables.items():
             (part / name).write_text(text, encoding="utf-8")
-        part.chmod(0o755)
         part.rename(place)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 # --- the room that RULER needs
@@ -198,7 +186,7 @@ def shortest_vt(tokenizer: Any, length: int) -> int:
 
     def longest(units: int, example: bool) -> int:
         drawn = [vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
-        return max(tokens(tokenizer, f"{text} {answer}") for text, answer in drawn) + VT_ANSWER_TOKENS
+        return max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in drawn) + VT_ANSWER_TOKENS
 
     needed = longest(VT_EXAMPLE_UNITS, example=True)
     if needed > VT_EXAMPLE_TOKENS:
@@ -210,8 +198,8 @@ def shortest_vt(tokenizer: Any, length: int) -> int:
         (example,) = vt_utils.sys_vartrack_w_noise_random(
             tokenizer, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=VT_EXAMPLE_UNITS
         )
-    worked = tokens(tokenizer, f"{example['input']} {' '.join(example['outputs'])}\n\n")
-    return worked + longest(VT_UNITS, example=False)
+    worked = tokenizer(f"{example['input']} {' '.join(example['outputs'])}\n\n").input_ids
+    return len(worked) + longest(VT_UNITS, example=False)
 
 
 def shortest_cwe(tokenizer: Any, length: int) -> int:
@@ -222,10 +210,6 @@ def shortest_cwe(tokenizer: Any, length: int) -> int:
     drawn = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
     cwe_utils.RNG.setstate(state)
     return CWE_ANSWER_TOKENS + max(
-        tokens(tokenizer, f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}")
+        len(tokenizer(f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}").input_ids)
         for example, text, answer in drawn
     )
-
-
-def tokens(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text).input_ids)

@@ -218,12 +218,7 @@ def plain_name(name: str) -> str:
 
 FLAVORS: dict[str, dict[str, Any]] = {
     "2b": {},
-    "300m": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
+    "300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8},
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 512,

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from data_mixtures import mixture, prepare, recipe, shards
-from data_mixtures.stages import executors
+from data_mixtures.stages.run import Options
 
 RECIPE = """
 seed = 11
@@ -83,7 +83,7 @@ def run_prepare():
 
     def run(path: Path, out: Path, workers: int = 1) -> str:
         console = Console(record=True, width=200, quiet=False)
-        prepare.prepare(path, out, executors.Options(workers), console)
+        prepare.prepare(path, out, Options(workers), console)
         return console.export_text()
 
     return run

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from data_mixtures import prepare
-from data_mixtures.stages import executors
+from data_mixtures.stages.run import Options
 from tests.data_mixtures.test_prepare import files_of
 
 
@@ -32,15 +32,15 @@ def disk(tmp_path: Path):
 
 @pytest.mark.parametrize(("workers", "sizes_kb"), [(1, (64, 100, 150, 200, 320, 450)), (2, (200,))])
 def test_a_full_disk_at_every_stage(recipe_path, tmp_path, disk, workers, sizes_kb):
-    prepare.prepare(recipe_path, tmp_path / "whole", executors.Options(), Console(quiet=True))
+    prepare.prepare(recipe_path, tmp_path / "whole", Options(), Console(quiet=True))
     out, stages = tmp_path / "disk/out", set()
     for size_kb in sizes_kb:
         disk(f"{size_kb}k")
         with pytest.raises((ValueError, OSError), match="No space left on device") as caught:
-            prepare.prepare(recipe_path, out, executors.Options(workers), Console(quiet=True))
+            prepare.prepare(recipe_path, out, Options(workers), Console(quiet=True))
         stages |= set(re.findall(r"^(fetch|filter|tokenize|order|shuffle)", str(caught.value)))
         assert not list(out.rglob("*.partial"))
     disk("8m")
-    prepare.prepare(recipe_path, out, executors.Options(workers), Console(quiet=True))
+    prepare.prepare(recipe_path, out, Options(workers), Console(quiet=True))
     assert len(stages) >= min(2, len(sizes_kb))
     assert files_of(out) == files_of(tmp_path / "whole")

@@ -10,7 +10,8 @@ from rich.console import Console
 from data_mixtures import __main__ as stages_command
 from data_mixtures import prepare
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import executors, table
+from data_mixtures.stages import table
+from data_mixtures.stages.run import Options
 from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
 
 SOURCES = ({"name": "plus"}, {"name": "mind", "configs": '["4plus_MIND"]'})
@@ -43,7 +44,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_stage_by_stage_is_what_prepare_does(run, recipe_path, tmp_path):
     printed = {name: run(name) for name in IN_A_ROW}
-    prepare.prepare(recipe_path, tmp_path / "whole", executors.Options(), Console(quiet=True), str(tmp_path / "mirror"))
+    prepare.prepare(recipe_path, tmp_path / "whole", Options(), Console(quiet=True), str(tmp_path / "mirror"))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert "4 units of 2 sources" in printed["plan"]
     rows = [line.split() for line in printed["filter"].splitlines()]
@@ -126,4 +127,4 @@ def test_options_that_do_not_fit_are_refused(run):
         run("free")
     line = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--partition", "cpu", "--cpus-per-task", "2"]
     options = prepare.options(stages_command.parser().parse_args([*line, "--workers", "9"]))
-    assert options == executors.Options(9, "slurm", {"partition": "cpu", "cpus-per-task": "2"})
+    assert options == Options(9, "slurm", {"partition": "cpu", "cpus-per-task": "2"})

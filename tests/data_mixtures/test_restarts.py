@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from data_mixtures import prepare
-from data_mixtures.stages import executors
+from data_mixtures.stages.run import Options
 from tests.data_mixtures.conftest import write_notes, write_sums
 from tests.data_mixtures.stages.hub_assets import HEADER, REPO, SOURCE, write_parquet
 
@@ -74,7 +74,7 @@ def published(out: Path) -> dict[str, bytes]:
 
 def test_kills_at_any_moment_change_nothing(recipe_path, tmp_path):
     quiet = Console(quiet=True)
-    prepare.prepare(recipe_path, tmp_path / "whole", executors.Options(), quiet, str(tmp_path / "mirror"))
+    prepare.prepare(recipe_path, tmp_path / "whole", Options(), quiet, str(tmp_path / "mirror"))
     expected = published(tmp_path / "whole")
     total, out, draw = receipts(tmp_path / "whole"), tmp_path / "out", random.Random(20)
     assert total > 50

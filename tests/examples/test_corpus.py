@@ -21,6 +21,34 @@ def double(x):
 '''
 
 
+PAGE = r"""'\" t
+.de XX
+junk
+..
+.TH "CP" "1" "2024" "GNU" "User Commands"
+.SH NAME
+cp \- copy files and \fBdirectories\fR
+.SH OPTIONS
+.PP
+Fran\(,cais, gr\(:o\(sser, \[u00E9]t\('e \(em it\(aqs \\ \e.
+.TP
+\fB\-a\fR, \fB\-\-archive\fR
+same as \-dR, and preserve everything
+that can be preserved
+.TP
+.BR \-f , " \-\-force"
+if an existing file cannot be opened, remove it and try again
+.nf
+one
+  two
+.fi
+.TS
+table junk
+.TE
+.so
+"""
+
+
 def written(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -34,6 +62,16 @@ def test_doctests_are_questions_without_the_prose(tmp_path):
     assert session.endswith("Question: What does Python print?\ndouble(2)\nAnswer:\n4\n")
     assert "Nothing else happens" not in session
     assert corpus.doctests(written(tmp_path / "plain.py", "x = 1\n")) == []
+
+
+def test_man_page_becomes_prose(tmp_path):
+    (text,) = corpus.man(written(tmp_path / "cp.1", PAGE))
+    assert text == (
+        "NAME\n\ncp - copy files and directories\n\nOPTIONS\n\nFrançais, größer, été — it's \\ \\.\n\n"
+        "-a, --archive same as -dR, and preserve everything that can be preserved\n\n"
+        "-f, --force if an existing file cannot be opened, remove it and try again\n\none\n  two"
+    )
+    assert corpus.man(written(tmp_path / "alias.1", ".so man1/other.1\n")) == []
 
 
 def test_metadata_and_topics(tmp_path):

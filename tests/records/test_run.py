@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from records.attempts import merge_attempts
-from records.run import numbers_in, read_run
+from records.run import merge_attempts, numbers_in, read_run
 
 
 def row(step: int, attempt: int = 1, phase: str = "phase1", **more: Any) -> dict[str, Any]:
@@ -79,3 +80,114 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_numbers_in_a_record_have_paths() -> None:
     assert dict(numbers_in("a", {"b": 1, "c": {"d": 2.5, "e": None}, "f": "x", "g": True})) == {"a/b": 1, "a/c/d": 2.5}
+
+
+# merged attempts against a plain history of what happened: whatever the restarts, no step counts twice
+
+TOKENS_A_STEP = 100
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[tuple[str, int], int], list[tuple[int, int]]]:
+    """(rows in the order of writing, starts, (step, attempt) of the rows that count), made by playing a job.
+
+    Each attempt begins behind a checkpoint that some attempt has reached, and logs every so many steps until it dies;
+    what a roll-back leaves behind it is cut off from the history.
+    """
+    log_freq = draw(st.sampled_from((1, 2, 5)))
+    rows: list[dict[str, Any]] = []
+    starts: dict[tuple[str, int], int] = {}
+    history: list[tuple[int, int]] = []
+    reached = 0
+    for attempt in range(1, draw(st.integers(1, 6)) + 1):
+        start = draw(st.integers(0, reached))
+        end = start + draw(st.integers(0, 15))
+        starts["p", attempt] = start
+        history = [(step, of) for step, of in history if step <= start]
+        for step in range(start + 1, end + 1):
+            if step == 1 or step % log_freq == 0:
+                rows.append({"phase": "p", "attempt": attempt, "step": step})
+                history.append((step, attempt))
+        reached = end
+    return rows, starts, history
+
+
+def kept_of(rows: list[dict[str, Any]], starts: dict[tuple[str, int], int] | None) -> list[tuple[int, int]]:
+    merged = merge_attempts([dict(row) for row in rows], starts)
+    assert sum(len(s.rows) for s in merged) == len(rows), "nothing is lost, what does not count is only marked"
+    return [(row["step"], row["attempt"]) for s in merged if s.kept for row in s.rows]
+
+
+@given(histories())
+def test_what_counts_is_what_led_to_the_newest_state(played: tuple) -> None:
+    rows, starts, history = played
+    assert kept_of(rows, starts) == history
+
+
+@given(histories(), st.randoms())
+def test_the_order_of_the_lines_of_different_attempts_does_not_matter(played: tuple, random: Any) -> None:
+    rows, starts, history = played
+    attempts = sorted({row["attempt"] for row in rows}, key=lambda _: random.random())
+    shuffled = [row for attempt in attempts for row in rows if row["attempt"] == attempt]
+    assert kept_of(shuffled, starts) == history
+
+
+@given(histories())
+def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played: tuple) -> None:
+    rows, _, _ = played
+    kept = kept_of(rows, None)
+    steps = [step for step, _ in kept]
+    assert steps == sorted(set(steps))
+    last = {row["step"]: row["attempt"] for row in rows}  # rows come in order of attempts
+    assert all(attempt == last[step] for step, attempt in kept)
+
+
+@given(histories())
+def test_a_merge_that_keeps_everything_would_be_noticed(played: tuple) -> None:
+    rows, starts, history = played
+    everything = [(row["step"], row["attempt"]) for row in rows]
+    assert (kept_of(rows, starts) == everything) == (history == everything)
+
+
+def test_an_attempt_that_has_logged_nothing_yet_takes_back_what_it_will_run_again() -> None:
+    rows = [{"phase": "p", "attempt": 1, "step": step} for step in (10, 20, 30)]
+    assert kept_of(rows, {("p", 1): 0, ("p", 2): 20}) == [(10, 1), (20, 1)]
+    assert kept_of(rows, {("p", 1): 0, ("p", 2): 30}) == [(10, 1), (20, 1), (30, 1)]
+    assert kept_of(rows, {("p", 1): 0, ("q", 2): 20}) == [(10, 1), (20, 1), (30, 1)], "another phase"
+
+
+def write(folder: Path, phase: str, steps: range, tokens_before: int = 0, parent: Path | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(f'[phase]\nname = "{phase}"\n')
+    lines = [
+        {"step": s, "attempt": 1, "phase": phase, "loss": 2.0, "tokens": s * TOKENS_A_STEP,
+         "tokens_total": tokens_before + s * TOKENS_A_STEP, "time": 50.0 + s}
+        for s in steps
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "attempts.jsonl").write_text(json.dumps({"attempt": 1, "step": 0}) + "\n")
+    lineage = {"parent": str(parent) if parent else None, "tokens_before": tokens_before}
+    (folder / "lineage.json").write_text(json.dumps(lineage))
+    return folder
+
+
+def test_a_run_begins_where_its_parent_checkpoint_stands(tmp_path: Path) -> None:
+    """phase1 -> phase2 -> a decay branched from the middle of phase 2, each in a folder of its own."""
+    one = write(tmp_path / "one", "phase1", range(1, 11))
+    two = write(tmp_path / "two", "phase2", range(1, 7), 1000, one / "checkpoint/step-10")
+    decay = write(tmp_path / "decay", "decay", range(1, 4), 1400, two / "checkpoint/step-4")
+    run = read_run(decay)
+    assert run.origins == {"decay": (14, 1400)}
+    assert [(row["x_step"], row["x_tokens"]) for row in run.kept_rows] == [(15, 1500), (16, 1600), (17, 1700)]
+    (one / "lineage.json").unlink()
+    (two / "lineage.json").unlink()
+    assert read_run(decay).origins == {"decay": (4, 1400)}, "steps as far as the parents are there, tokens as recorded"
+
+
+def test_events_stand_at_their_step_on_both_axes(tmp_path: Path) -> None:
+    parent = tmp_path / "one/checkpoint/step-10"
+    run = write(tmp_path / "two", "phase2", range(2, 9, 2), 1000, parent)
+    lines: list[dict[str, Any]] = [{"step": 4}, {"step": 5}, {"step": 99}, {}, {"time": 55.5}, {"time": 1.0}]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    places = [(event["x_step"], event["x_tokens"]) for event in read_run(run).events]
+    assert places == [(14, 1400), (15, 1500), (109, 10900), (None, None), (14, 1400), (None, None)]

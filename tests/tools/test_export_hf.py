@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from laneformer.hf.model_card import Progress
+from laneformer.hf.export import Progress
 from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, write_run
 from tools.export_hf import training_progress
 

@@ -24,14 +24,15 @@ from transformers import CompileConfig
 
 from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
+from laneformer.engine.bench import EDGE_TOKENS, cached_bytes
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.probe import read_bandwidth
+from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.engine.folder import Tensor
 from tools.bench import harness
 from tools.bench.harness import alternate, serve
 from tools.check import cuda as check
-from tools.check.reference import DTYPE_NAMES, Weights, hf_model, random_weights, tensors_of
+from tools.check.reference import TORCH_DTYPES, Weights, hf_model, random_weights, tensors_of
 
 DEVICE = "cuda:0"
 LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
@@ -60,8 +61,7 @@ class Session:
     @functools.cached_property
     def weights(self) -> Weights:
         """bf16 or fp16 matrices."""
-        torch_types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-        return random_weights(self.config, dtype=torch_types[self.dtype], device=DEVICE)
+        return random_weights(self.config, dtype=TORCH_DTYPES[self.dtype], device=DEVICE)
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ def decode(session: Session) -> Report:
     """Speed of decoding and of reading the prompt, at several depths of the context."""
     context, measured = session.config.max_position_embeddings, {}
     bandwidth = max(session.bandwidth.values())
-    for depth in sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS}):
+    for depth in sorted({0, context // 2, context - 2 * EDGE_TOKENS}):
         measured[str(depth)] = bench.benchmark(session.decoder(), depth, say, bandwidth)
     return {"depths": measured}
 
@@ -310,7 +310,7 @@ def lane_alone(session: Session) -> Report:
     for blocks in dict.fromkeys((multiprocessors // 32 * 32, multiprocessors)):
         decoder = SequenceDecoder(config, tensors, session.dtype, (DEVICE,), blocks_per_lane=blocks, limit_s=LIMIT_S)
         rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
-    bytes_per_token = bench.weight_bytes(decoder.geometry) + bench.cached_bytes(decoder.geometry, TRIAL_TOKENS / 2)
+    bytes_per_token = bench.weight_bytes(decoder.geometry) + cached_bytes(decoder.config, TRIAL_TOKENS / 2, 2)
     joins = [session.config.join(i, m) for i in range(session.config.num_hidden_layers) for m in MODULES]
     return {
         "rows": rows, "lanes": session.config.num_lanes, "layers": session.config.num_hidden_layers,

@@ -9,9 +9,10 @@ of the same bytes.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_mixtures import mixture
+from data_mixtures.mixture import Mixture
 from tools.bench import harness
 from tools.bench.harness import Candidate, Result, alternate, table
-from tools.bench.loader_baselines import BATCH, INSTALL, LOADERS, MOSAIC_FOLDER, worst_deviation
+from tools.bench.loader_baselines import BATCH, LOADERS, MOSAIC_FOLDER, MOSAIC_INSTALL, cpu_rate, worst_deviation
 from tools.bench.synthetic_data import write_lock
 
 WEIGHTS = {"web": 6320, "code": 2100, "math": 630, "multilingual": 500, "qa": 450}
@@ -73,7 +74,7 @@ def compare(options: Options, console: Any) -> Result:
     """Speed and stalls in every round, what needs no repetition in the first; a new process per loader and round."""
     names = [name for name in options.only if name != "mosaicml-streaming" or (MOSAIC_FOLDER / "streaming").is_dir()]
     measured: dict[str, Result] = {name: {} for name in names}
-    probes: list[dict[str, float]] = []
+    probes: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bench-loader-") as folder, console.status("writing data") as status:
         data = Path(folder)
         write_data(data, options)
@@ -82,30 +83,28 @@ def compare(options: Options, console: Any) -> Result:
             probes.append(probe(data, options))
             for name in order:
                 status.update(f"round {len(probes)} of {options.rounds}: {name}")
-                commands: dict[str, Any] = {"first_pass": options.windows} if first and name == BARE else {}
-                commands["speed"] = options.seconds
-                if name != BARE:
-                    commands["stalls"] = options.steps
-                    commands |= {"deviation": options.sequences, "resume": options.resume_at} if first else {}
+                once = {"deviation": options.sequences, "resume": options.resume_at}
+                commands: Result = {"first_pass": options.windows} if first and name == BARE else {}
+                commands |= {"speed": options.seconds} | ({} if name == BARE else {"stalls": options.steps})
+                commands |= once if first and name != BARE else {}
                 for key, value in figures_of(name, data, commands).items():
                     measured[name].setdefault(key, []).append(value)
-    missing = {name: INSTALL[name] for name in set(options.only) - set(names)}
+    missing = dict.fromkeys(set(options.only) - set(names), MOSAIC_INSTALL)
     drawn = random_draws(options.sequences)
     return {"loaders": measured, "missing": missing, "probes": probes, "random_draws": drawn}
 
 
 def write_data(data: Path, options: Options) -> None:
     """Shards with manifests and a lock; a Parquet file per source; one of all in the mixture's order for torchtitan."""
-    total, generator = sum(WEIGHTS.values()), np.random.default_rng(1)
-    tokens = {}
+    generator, tokens = np.random.default_rng(1), {}
     for index, (name, weight) in enumerate(WEIGHTS.items()):
-        windows = -(-options.windows * weight // total) + 1
+        windows = -(-options.windows * weight // sum(WEIGHTS.values())) + 1
         count = (windows + 1) * options.seq_len + 1
         tokens[name] = generator.integers(3, VOCAB_SIZE, count, dtype=np.uint16)
         rows = np.lib.stride_tricks.sliding_window_view(tokens[name], options.seq_len + 1)[:: options.seq_len]
         write_rows(data / f"{name}.parquet", rows[:windows], np.full(windows, index))
     lock = write_lock(data, tokens, WEIGHTS, options.seq_len, VOCAB_SIZE, windows_per_shard=8192)
-    write_rows(data / "mixed.parquet", *mixture.Mixture.open(lock).sequences(0, options.windows))
+    write_rows(data / "mixed.parquet", *Mixture.open(lock).sequences(0, options.windows))
 
 
 def write_rows(path: Path, tokens: np.ndarray, sources: np.ndarray) -> None:
@@ -117,37 +116,34 @@ def write_rows(path: Path, tokens: np.ndarray, sources: np.ndarray) -> None:
 
 def figures_of(name: str, data: Path, commands: dict[str, Any]) -> Result:
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    process = Candidate(name, ["-m", "tools.bench.loader_baselines", "--name", name, "--data", str(data)], environment)
-    try:
+    with contextlib.closing(
+        Candidate(name, ["-m", "tools.bench.loader_baselines", name, str(data)], environment)
+    ) as process:
         answers = [process.ask(do, argument=argument) for do, argument in commands.items()]
-    finally:
-        process.close()
     return {key: value for answer in answers for key, value in answer.items()}
 
 
-def probe(data: Path, options: Options) -> dict[str, float]:
+def probe(data: Path, options: Options) -> Result:
     """Upper limits of this machine now, tokens per second of CPU time: the same bytes copied, and cast to int64."""
     tokens = np.fromfile(data / "web" / "shard-00000.bin", dtype=np.uint16)
     step = BATCH * options.seq_len
-    parts = [tokens[i : i + step] for i in range(0, len(tokens) - step + 1, step)]
-    rates = {}
-    for name, dtype in (("copy", np.uint16), ("cast", np.int64)):
-        count, started, wall = 0, time.process_time(), time.perf_counter()
-        while time.perf_counter() - wall < options.seconds / 2:
-            for part in parts:
-                np.empty(len(part), dtype=dtype)[:] = part
-            count += len(parts) * step
-        rates[f"{name}_tokens_per_s"] = count / (time.process_time() - started)
-    return rates
+    parts = tokens[: len(tokens) // step * step].reshape(-1, BATCH, options.seq_len)
+
+    def write(dtype: type) -> int:
+        for part in parts:
+            np.empty(part.shape, dtype)[:] = part
+        return parts.size
+
+    dtypes = {"copy": np.uint16, "cast": np.int64}
+    rates = {name: cpu_rate(functools.partial(write, dtype), options.seconds / 2) for name, dtype in dtypes.items()}
+    return {f"{name}_tokens_per_s": rate for name, rate in rates.items()}
 
 
 def random_draws(sequences: int, seeds: int = 20) -> dict[str, float]:
     """Median over seeds of the worst deviation when a source is drawn for each sequence, as many loaders do."""
-    shares = np.array(list(WEIGHTS.values())) / sum(WEIGHTS.values())
-    worst = [
-        worst_deviation(np.random.default_rng(seed).choice(len(shares), sequences, p=shares), shares.tolist())
-        for seed in range(seeds)
-    ]
+    shares = [weight / sum(WEIGHTS.values()) for weight in WEIGHTS.values()]
+    drawn = (np.random.default_rng(seed).choice(len(shares), sequences, p=shares) for seed in range(seeds))
+    worst = [worst_deviation(sources, shares) for sources in drawn]
     return {limit: statistics.median(each[limit] for each in worst) for limit in worst[0]}
 
 

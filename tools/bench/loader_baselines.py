@@ -1,8 +1,7 @@
 """The candidates of tools.bench.loader, each in a process of its own: the same windows, batches of BATCH, int64.
 
-A candidate opens its data and yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None).
-The baselines are unmodified; each reads already tokenized data in the form that its documentation asks for, and makes
-batches in the faster of its ways. How to install: `INSTALL`.
+A loader yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None). The baselines are
+unmodified; each reads already tokenized data in the form that its documentation asks for, in the faster of its ways.
 """
 
 from __future__ import annotations
@@ -19,21 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
-import tyro
 
 from data_mixtures.mixture import Mixture, read_lock
-from tools.bench.harness import serve
+from tools.bench.harness import Result, serve
 from train.job_config import patch_torch_for_cpu
 
 BATCH = 8
 EPOCH = 20_000  # samples, where a baseline asks for it
 MOSAIC_FOLDER = Path(sys.prefix) / "mosaicml-streaming"  # beside the environment, so that none of its packages changes
-INSTALL = {
-    # its other dependencies are clouds and image data sets, which token streams do not touch
-    "mosaicml-streaming": f"{sys.executable} -m pip install --no-deps --target {MOSAIC_FOLDER} mosaicml-streaming zstd "
-    "python-snappy cramjam Brotli catalogue",
-}
+# its other dependencies are clouds and image data sets, which token streams do not touch
+MOSAIC_PACKAGES = "mosaicml-streaming zstd python-snappy cramjam Brotli catalogue"
+MOSAIC_INSTALL = f"{sys.executable} -m pip install --no-deps --target {MOSAIC_FOLDER} {MOSAIC_PACKAGES}"
 Batches = Iterator[tuple[torch.Tensor, np.ndarray | None]]
 
 
@@ -103,9 +100,7 @@ class TorchTitan(Loader):
             yield inputs["input"], None
 
     def state_at(self, sequence: int) -> Any:
-        import pyarrow.parquet
-
-        if sequence >= (rows := pyarrow.parquet.read_metadata(self.data / "mixed.parquet").num_rows):
+        if sequence >= (rows := pq.read_metadata(self.data / "mixed.parquet").num_rows):
             raise LookupError(f"only by reading beyond its {rows} rows")
         return sequence
 
@@ -115,29 +110,29 @@ class Interleave(Loader):
 
     streaming = False
 
-    def _mixed(self) -> Any:
+    def mixed(self, state: Any = 0) -> Any:
         import datasets
 
         parts = [self.parquet(name, streaming=self.streaming) for name in self.names]
         mixed = datasets.interleave_datasets(parts, self.shares, seed=1, stopping_strategy="all_exhausted")
-        return mixed.with_format("numpy")
+        mixed = mixed.with_format("numpy")
+        if state and self.streaming:
+            mixed.load_state_dict(state)
+        return mixed.skip(state) if state and not self.streaming else mixed
 
     def state_at(self, sequence: int) -> Any:
-        if sequence >= (length := len(self._mixed())):
+        if sequence >= (length := len(self.mixed())):
             raise LookupError(f"impossible beyond its {length} rows")
         return sequence
 
-    def _at(self, state: Any) -> Any:
-        return self._mixed().skip(state)
-
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
-        mixed = self._at(state)
+        mixed = self.mixed(state)
         if workers:
             yield from torch.utils.data.DataLoader(mixed, BATCH, num_workers=workers, collate_fn=_collate)
         while True:
             for rows in mixed.iter(BATCH, drop_last_batch=True):
                 yield torch.from_numpy(rows["tokens"].astype(np.int64)), rows["source"]
-            mixed = self._mixed()
+            mixed = self.mixed()
 
 
 class InterleaveStreaming(Interleave):
@@ -148,16 +143,10 @@ class InterleaveStreaming(Interleave):
     def state_at(self, sequence: int) -> Any:
         if sequence > EPOCH:
             raise LookupError(f"only by reading beyond {EPOCH} sequences")
-        mixed = self._mixed()
+        mixed = self.mixed()
         for _ in islice(mixed.iter(BATCH), sequence // BATCH):
             pass
         return mixed.state_dict()
-
-    def _at(self, state: Any) -> Any:
-        mixed = self._mixed()
-        if state:
-            mixed.load_state_dict(state)
-        return mixed
 
 
 class Mosaic(Loader):
@@ -170,17 +159,14 @@ class Mosaic(Loader):
         package.__path__ = [str(MOSAIC_FOLDER / "streaming")]
         sys.modules["streaming"] = package
         torch._utils._get_available_device_type = lambda: "cpu"
-        if not (data / "mds").is_dir():
-            self._write()
-
-    def _write(self) -> None:
-        import pyarrow.parquet
+        if (data / "mds").is_dir():
+            return
         from streaming.base import MDSWriter
 
         columns = {"tokens": f"ndarray:uint16:{self.seq_len + 1}", "source": "uint16"}
         for index, name in enumerate(self.names):
-            rows = pyarrow.parquet.read_table(self.data / f"{name}.parquet")["tokens"].combine_chunks()
-            with MDSWriter(out=str(self.data / "mds" / name), columns=columns) as writer:
+            rows = pq.read_table(data / f"{name}.parquet")["tokens"].combine_chunks()
+            with MDSWriter(out=str(data / "mds" / name), columns=columns) as writer:
                 for window in rows.flatten().to_numpy().reshape(-1, self.seq_len + 1):
                     writer.write({"tokens": window, "source": np.uint16(index)})
 
@@ -217,19 +203,23 @@ LOADERS: dict[str, type[Loader]] = {
 }
 
 
-def speed(loader: Loader, seconds: float) -> dict[str, float]:
+def cpu_rate(read: Callable[[], int], seconds: float) -> float:
+    """Tokens per second of CPU time of this process; `read` returns how many it has read."""
+    tokens, started, wall = 0, time.process_time(), time.perf_counter()
+    while time.perf_counter() - wall < seconds:
+        tokens += read()
+    return tokens / (time.process_time() - started)
+
+
+def speed(loader: Loader, seconds: float) -> Result:
     """Tokens per second of CPU time on one core, all threads together."""
     batches = loader.batches()
     for _ in islice(batches, 20):
         pass
-    tokens, started, wall = 0, time.process_time(), time.perf_counter()
-    while time.perf_counter() - wall < seconds:
-        batch, _ = next(batches)
-        tokens += batch.shape[0] * loader.seq_len
-    return {"tokens_per_s": tokens / (time.process_time() - started)}
+    return {"tokens_per_s": cpu_rate(lambda: len(next(batches)[0]) * loader.seq_len, seconds)}
 
 
-def first_pass(loader: Loader, sequences: int) -> dict[str, float]:
+def first_pass(loader: Loader, sequences: int) -> Result:
     """Tokens per second of CPU time while everything is read for the first time, hence verified."""
     batches, started, count = loader.batches(), time.process_time(), sequences // BATCH
     for _ in islice(batches, count):
@@ -237,27 +227,24 @@ def first_pass(loader: Loader, sequences: int) -> dict[str, float]:
     return {"first_pass_tokens_per_s": count * BATCH * loader.seq_len / (time.process_time() - started)}
 
 
-def stalls(loader: Loader, steps: int, step_s: float = 0.02) -> dict[str, float]:
-    """How long a training step of `step_s`, which leaves the interpreter idle, waits for its batch; on all cores."""
+def stalls(loader: Loader, steps: int) -> Result:
+    """How long a training step of 20 ms, which leaves the interpreter idle, waits for its batch; on all cores."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    batches, waits, batch = loader.batches(workers=1), [], None
+    batches, waits = loader.batches(workers=1), []
     for _ in range(steps + 10):
-        time.sleep(step_s)
+        time.sleep(0.02)
         started = time.perf_counter()
-        batch = next(batches)
+        next(batches)
         waits.append(time.perf_counter() - started)
-    del batch
-    return {"stall_p50_s": float(np.median(waits[10:])), "stall_p99_s": float(np.quantile(waits[10:], 0.99))}
+    p50, p99 = np.quantile(waits[10:], (0.5, 0.99)).tolist()
+    return {"stall_p50_s": p50, "stall_p99_s": p99}
 
 
-def deviation(loader: Loader, sequences: int) -> dict[str, Any]:
+def deviation(loader: Loader, sequences: int) -> Result:
     """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000 and up to `sequences`."""
-    read = []
-    for _, sources in islice(loader.batches(), -(-sequences // BATCH)):
-        if sources is None:
-            return {"deviation": None}
-        read.append(sources)
-    return {"deviation": worst_deviation(np.concatenate(read)[:sequences], loader.shares)}
+    batches = islice(loader.batches(), -(-sequences // BATCH))
+    read = [sources for _, sources in batches if sources is not None]
+    return {"deviation": worst_deviation(np.concatenate(read)[:sequences], loader.shares) if read else None}
 
 
 def worst_deviation(sources: np.ndarray, shares: list[float]) -> dict[str, float]:
@@ -266,9 +253,9 @@ def worst_deviation(sources: np.ndarray, shares: list[float]) -> dict[str, float
     return {str(limit): float(apart[:limit].max()) for limit in (1000, 10_000) if limit <= len(sources)}
 
 
-def resume(loader: Loader, sequences: list[int]) -> dict[str, Any]:
+def resume(loader: Loader, sequences: list[int]) -> Result:
     """Seconds from nothing opened to the first batch at each sequence; where that is impossible, the reason."""
-    taken: dict[str, Any] = {}
+    taken: Result = {}
     next(loader.batches())  # imports, and what the first use writes to a cache
     for sequence in sequences:
         try:
@@ -282,18 +269,18 @@ def resume(loader: Loader, sequences: list[int]) -> dict[str, Any]:
     return {"resume_s": taken}
 
 
-MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
+MEASURES: dict[str, Callable[..., Result]] = {
     "speed": speed, "first_pass": first_pass, "stalls": stalls, "deviation": deviation, "resume": resume,
 }  # fmt: skip
 
 
-def main(name: str, data: Path) -> None:
-    """Answer what to measure until stdin ends. Started by tools.bench.loader."""
+def serve_loader(name: str, data: Path) -> None:
+    """The process of one loader: answers what to measure until stdin ends."""
     torch.set_num_threads(1)
     patch_torch_for_cpu()
     loader = functools.cache(lambda: LOADERS[name](data))
 
-    def answer(do: str, argument: Any) -> dict[str, Any]:
+    def answer(do: str, argument: Any) -> Result:
         os.sched_setaffinity(0, {0})
         return MEASURES[do](loader(), argument)
 
@@ -301,4 +288,4 @@ def main(name: str, data: Path) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    serve_loader(sys.argv[1], Path(sys.argv[2]))

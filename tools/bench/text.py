@@ -2,13 +2,13 @@
 
     python -m tools.bench text [--out FILE.md] [--megabytes 8] [--rounds 3] [--tokenizer tokenizer.model]
 
-The text is what the machine has: Python's library as code; manual pages and package descriptions as prose. Every figure
-is in CPU seconds of this process, so that other work on the machine has little effect; medians over rounds. Ids are
-compared before anything is timed.
+The text is what the machine has: Python's library as code; manual pages and package descriptions as prose. Figures are
+of CPU seconds of this process, so that other work on the machine has little effect; medians over rounds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import gzip
@@ -52,6 +52,7 @@ Figures are of CPU seconds of one process on one core; all candidates give the s
 writing, sorting and loading the model once."""
 
 
+Corpus = tuple[list[str], list[str]]  # texts of one kind that are timed, and others that are processed before
 Candidate = Callable[[], Callable[[], Any]]  # prepares a trial without being timed; what it returns is timed
 
 
@@ -69,75 +70,53 @@ class Options(harness.Options):
     """A sentencepiece model; default: 32,000 pieces trained on code."""
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Texts of one kind that are timed, and others of the same kind that are processed before."""
-
-    timed: list[str]
-    before: list[str]
-
-    @property
-    def size(self) -> int:
-        return sum(len(text.encode()) for text in self.timed)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     harness.run("text", Options, compare, section, FILE_START, arguments)
 
 
 def compare(options: Options, console: Any) -> Result:
-    result: Result = {}
-    with tempfile.TemporaryDirectory() as name, console.status("reading text") as status:
-        corpora = {kind: corpus(paths, options.megabytes) for kind, paths in kinds().items()}
-        status.update("training a tokenizer")
-        model = options.tokenizer or train(corpora["code"], Path(name))
-        for kind, other in zip(KINDS, reversed(KINDS), strict=True):
-            texts = corpora[kind]
-            status.update(f"{kind}: filtering")
-            passages = cut_passages(corpora[other].before, options.passages)
-            filtered = filtering(texts, passages, options.rounds, Path(name))
-            status.update(f"{kind}: tokenizing")
-            tokenized = tokenizing(texts, model, options.rounds, Path(name))
-            result[kind] = {"bytes": texts.size, "filtering": filtered, "tokenizing": tokenized}
-    return result
-
-
-def kinds() -> dict[str, list[str]]:
+    """Bytes, MB/s of filtering and M tokens/s of tokenizing, for each kind of text."""
     stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
     code = [path for path in glob.glob(f"{stdlib}/**/*.py", recursive=True) if "site-packages" not in path]
-    prose = [*glob.glob(f"{packages}/**/METADATA", recursive=True), *glob.glob(f"{packages}/**/*.md", recursive=True)]
-    return {"code": code, "prose": prose + glob.glob("/usr/share/man/man[1-8]/*")}
+    prose = [path for end in ("METADATA", "*.md") for path in glob.glob(f"{packages}/**/{end}", recursive=True)]
+    paths = {"code": code, "prose": prose + glob.glob("/usr/share/man/man[1-8]/*")}
+    result: Result = {}
+    with tempfile.TemporaryDirectory() as name, console.status("reading text") as status:
+        folder, corpora = Path(name), {kind: corpus(paths[kind], options.megabytes) for kind in KINDS}
+        model = options.tokenizer or folder / "trained.model"
+        if options.tokenizer is None:
+            status.update("training a tokenizer")
+            timed, before = corpora["code"]
+            model.write_bytes(tokenizer.train([*timed, *before], TokenizerTraining(VOCAB_SIZE, 0, 0.9999)))
+        for kind, other in zip(KINDS, reversed(KINDS), strict=True):
+            timed, before = corpora[kind]
+            size = sum(len(text.encode()) for text in timed)
+            status.update(f"{kind}: filtering")
+            filters = filtering(timed, cut_passages(corpora[other][1], options.passages), folder)
+            filtered = rates(filters, size, options.rounds)
+            status.update(f"{kind}: tokenizing")
+            encoders, tokens = tokenizing(timed, before, model, folder)
+            tokenized = rates(encoders, tokens, options.rounds)
+            result[kind] = {"bytes": size, "filtering": filtered, "tokenizing": tokenized}
+    return result
 
 
 def corpus(paths: list[str], megabytes: float) -> Corpus:
     """Files in a fixed random order: `megabytes` to time, twice as much to process before."""
     paths = sorted(paths)
     random.Random(1).shuffle(paths)
-    texts = readable(paths)
-    return Corpus(take(texts, megabytes * 1e6), take(texts, 2 * megabytes * 1e6))
-
-
-def readable(paths: list[str]) -> Iterator[str]:
+    parts: Corpus = ([], [])
+    left = [megabytes * 1e6, 2 * megabytes * 1e6]
     for path in paths:
-        raw = Path(path).read_bytes()
-        try:
-            yield (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-
-
-def take(texts: Iterator[str], size: float) -> list[str]:
-    taken: list[str] = []
-    while size > 0 and (text := next(texts, None)) is not None:
-        taken.append(text)
-        size -= len(text)
-    return taken
-
-
-def train(texts: Corpus, folder: Path) -> Path:
-    path = folder / "trained.model"
-    path.write_bytes(tokenizer.train([*texts.timed, *texts.before], TokenizerTraining(VOCAB_SIZE, 0, 0.9999)))
-    return path
+        part = 0 if left[0] > 0 else 1
+        with contextlib.suppress(UnicodeDecodeError, OSError):
+            raw = Path(path).read_bytes()
+            text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
+            parts[part].append(text)
+            left[part] -= len(text)
+        if left[1] <= 0:
+            break
+    return parts
 
 
 def rates(candidates: dict[str, Candidate], amount: float, rounds: int) -> dict[str, float]:
@@ -151,10 +130,10 @@ def rates(candidates: dict[str, Candidate], amount: float, rounds: int) -> dict[
     return {name: amount / 1e6 / statistics.median(seconds) for name, seconds in taken.items()}
 
 
-def filtering(texts: Corpus, passages: list[str], rounds: int, folder: Path) -> dict[str, float]:
-    """MB per CPU second: the stage from Parquet to Parquet, with and without benchmarks, and the search alone."""
+def filtering(timed: list[str], passages: list[str], folder: Path) -> dict[str, Candidate]:
+    """The stage from Parquet to Parquet, with and without benchmarks, and the search alone."""
     raw, result = folder / stage.RAW, folder / stage.DOCUMENTS
-    pq.write_table(pa.table({"text": texts.timed}), raw, compression="zstd")
+    pq.write_table(pa.table({"text": timed}), raw, compression="zstd")
     benchmark = decontaminate.Benchmark("cut", len(passages), len(passages), {})
     index = decontaminate.Index((benchmark,), decontaminate.build([[text] for text in passages]))
     grams = {gram for text in passages for gram in plain_grams(text)}
@@ -163,13 +142,12 @@ def filtering(texts: Corpus, passages: list[str], rounds: int, folder: Path) -> 
         kept = filter.DocumentFilter(1, MAX_CHARS, held)
         filter.write(result, (kept.kept(batch) for batch in filter.raw_texts(raw, "text")))
 
-    candidates: dict[str, Candidate] = {
+    return {
         "filter stage": lambda: functools.partial(stage_with, index),
         "filter stage without benchmarks": lambda: functools.partial(stage_with, None),
-        "decontamination alone": lambda: functools.partial(index.find, texts.timed),
-        "a set of 13-grams in plain Python": lambda: lambda: [grams.isdisjoint(plain_grams(t)) for t in texts.timed],
+        "decontamination alone": lambda: functools.partial(index.find, timed),
+        "a set of 13-grams in plain Python": lambda: lambda: [grams.isdisjoint(plain_grams(text)) for text in timed],
     }
-    return rates(candidates, texts.size, rounds)
 
 
 def cut_passages(texts: list[str], count: int) -> list[str]:
@@ -183,48 +161,41 @@ def plain_grams(text: str) -> Iterator[tuple[str, ...]]:
     return zip(*(words[i:] for i in range(decontaminate.GRAM_WORDS)), strict=False)
 
 
-def tokenizing(texts: Corpus, model: Path, rounds: int, folder: Path) -> dict[str, float]:
-    """Million tokens per CPU second in memory, and from documents.parquet to files of tokens."""
+def tokenizing(timed: list[str], before: list[str], model: Path, folder: Path) -> tuple[dict[str, Candidate], int]:
+    """Encoders in memory, stages from Parquet to files of tokens; the number of tokens, after comparing the ids."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    plain = without_specials(tokenizer_from_sentencepiece(model))
-    tokens, _ = tokenizer.encode(processor, texts.timed)
-    batches = [processor.encode(texts.timed, num_threads=1), [e.ids for e in plain.encode_batch_fast(texts.timed)]]
-    for ids in batches:
-        expected = (i for document in ids for i in (tokenizer.BOS, *document, tokenizer.EOS))
+    spec = json.loads(tokenizer_from_sentencepiece(model).to_str())  # text is never parsed for control tokens
+    plain = tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None}))
+    tokens, _ = tokenizer.encode(processor, timed)
+    for batch in (processor.encode(timed, num_threads=1), [e.ids for e in plain.encode_batch_fast(timed)]):
+        expected = (i for document in batch for i in (tokenizer.BOS, *document, tokenizer.EOS))
         assert np.array_equal(tokens, np.fromiter(expected, np.int64)), "all candidates must give the same ids"
-    candidates: dict[str, Candidate] = {
-        "data_mixtures, after other text": lambda: our_encoder(processor, texts.before, texts.timed),
-        "data_mixtures, first text": lambda: our_encoder(processor, [], texts.timed),
-        "sentencepiece": lambda: functools.partial(processor.encode, texts.timed, num_threads=1),
-        "tokenizers": lambda: functools.partial(plain.encode_batch_fast, texts.timed),
-        "tokenize stage, Parquet to files": lambda: our_stage(folder, texts, model),
+
+    def encoder(texts_before: list[str]) -> Callable[[], Any]:
+        ours = tokenizer.Encoder(processor)
+        for text in texts_before:
+            ours.encode(text)
+        return lambda: [ours.encode(text) for text in timed]
+
+    return {
+        "data_mixtures, after other text": lambda: encoder(before),
+        "data_mixtures, first text": lambda: encoder([]),
+        "sentencepiece": lambda: functools.partial(processor.encode, timed, num_threads=1),
+        "tokenizers": lambda: functools.partial(plain.encode_batch_fast, timed),
+        "tokenize stage, Parquet to files": lambda: our_stage(folder / "data", timed, model),
         "datatrove, Parquet to files": lambda: datatrove(folder, plain),
-    }
-    return rates(candidates, len(tokens), rounds)
+    }, len(tokens)
 
 
-def our_encoder(processor: Any, before: list[str], timed: list[str]) -> Callable[[], Any]:
-    encoder = tokenizer.Encoder(processor)
-    for text in before:
-        encoder.encode(text)
-    return lambda: [encoder.encode(text) for text in timed]
-
-
-def without_specials(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Text is never parsed for control tokens, and none are added."""
-    spec = json.loads(fast.to_str())
-    return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None}))
-
-
-def our_stage(folder: Path, texts: Corpus, model: Path) -> Callable[[], Any]:
+def our_stage(out: Path, timed: list[str], model: Path) -> Callable[[], Any]:
     """The tokenize stage on a data folder of one unit."""
-    out, unit = folder / "data", stage.Unit(SOURCE, 0)
+    unit = stage.Unit(SOURCE, 0)
     filtered = stage.unit_folder(out, filter.Filter.name, unit)
-    filtered.mkdir(parents=True, exist_ok=True)
-    filter.write(filtered / stage.DOCUMENTS, [[text.encode() for text in texts.timed]])
+    for made in (filtered, out / "result"):
+        made.mkdir(parents=True, exist_ok=True)
+    filter.write(filtered / stage.DOCUMENTS, [[text.encode() for text in timed]])
     (filtered / stage.RECEIPT).write_text("{}")
     shutil.copy(model, out / tokenize.TOKENIZER)
-    (out / "result").mkdir(exist_ok=True)
     source = recipe.LocalSource(SOURCE, "web", ())
     wanted = recipe.Recipe(1, 4096, 1, 1, 1, 1, out / tokenize.TOKENIZER, (source,), {})
     return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")

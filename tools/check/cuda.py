@@ -11,14 +11,13 @@ refuse engines with one planted fault each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.config import MODULES, Join
 from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
 from tools.check.reference import (
     Weights,
@@ -26,9 +25,9 @@ from tools.check.reference import (
     hf_logits,
     hf_model,
     mean_kl,
+    planted_faults,
     relative_errors,
     tensors_of,
-    without_message,
 )
 
 BEYOND_WINDOW = 64  # positions of the scored text whose window excludes its start
@@ -137,26 +136,11 @@ def one_launch_is_many(decoder: SequenceDecoder, prompt: list[int]) -> bool:
     return parts[len(prompt) :] == whole
 
 
-def faults(config: LaneformerConfig, weights: Weights) -> Iterator[tuple[str, LaneformerConfig, Weights]]:
-    """One small fault at a time; those that do not apply to this architecture are left out."""
-    name = f"layers.{config.num_hidden_layers // 2}.feed_forward.w2.weight"
-    swapped = weights[name].clone()
-    swapped[[0, 1]] = weights[name][[1, 0]]
-    yield "two lanes of one matrix swapped", config, {**weights, name: swapped}
-    modules = [(i, m) for i in range(config.num_hidden_layers) for m in MODULES]
-    sent = [module for module in modules if config.broadcasts(*module)]
-    if sent:
-        yield "one module's remote partials dropped", without_message(config, sent[len(sent) // 2]), weights
-    if any(config.join(*module) == Join.PAST for module in modules):
-        later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
-        yield "delay one more", later, weights
-
-
 def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) -> Report:
     """The gate on a short text: the sound engine passes, each planted fault is refused."""
     truth = reference(config, weights, SHORT_LENGTH)
     found = {"none": compare(score(make(config, tensors_of(weights)), truth.ids), truth)}
-    for name, wrong_config, wrong_weights in faults(config, weights):
+    for name, _, wrong_config, wrong_weights in planted_faults(config, weights):
         found[name] = compare(score(make(wrong_config, tensors_of(wrong_weights)), truth.ids), truth)
     refused = [name for name, report in found.items() if name != "none" and not report["holds"]]
     return {"faults": found, "holds": found["none"]["holds"] and len(refused) == len(found) - 1}

@@ -1,23 +1,33 @@
-"""What an engine is checked against: random weights, PyTorch and Transformers models, distances, a planted fault.
+"""What an engine is checked against: random weights, PyTorch and Transformers models, distances, planted faults.
 
+Logits say that something is wrong, the modules' outputs say where: the first module in order of execution whose error
+is beyond what rounding explains. How much that is follows from the arithmetic alone (`allowed_error`).
 Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
 
-    S positions   V vocabulary
+    S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import hf_name
-from laneformer.engine.folder import Tensor
+from laneformer.config import MODULES, Join, hf_name
+from laneformer.engine.folder import STORED_TYPES, Tensor
 from laneformer.hf.configuration_laneformer import LaneformerHFConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
+FP32, BF16 = 2.0**-24, 2.0**-9  # unit roundoff: the largest relative error of one rounding to nearest
+ROUNDED_INPUTS = 2  # of a module's matrices in a row: the normed stream, then the mixed values or the gated ones
+AMPLIFICATION = 4.0  # by a product of two inexact factors (gate and up, scores and values), in both modules of a layer
 Weights = dict[str, torch.Tensor]
+Fault = tuple[str, list[Any] | None, LaneformerConfig, Weights]  # name; first module that is wrong, None: only the head
 
 
 def random_weights(
@@ -36,8 +46,9 @@ def random_weights(
 
 
 def tensors_of(weights: Weights) -> dict[str, Tensor]:
+    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     return {
-        name: Tensor(DTYPE_NAMES[w.dtype], (w if w.dtype == torch.float32 else w.view(torch.uint16)).cpu().numpy())
+        name: Tensor(names[w.dtype], (w if w.dtype == torch.float32 else w.view(torch.uint16)).cpu().numpy())
         for name, w in weights.items()
     }
 
@@ -53,8 +64,7 @@ def plain_model(config: LaneformerConfig, weights: Weights) -> Laneformer:
 def hf_model(config: LaneformerConfig, weights: Weights, dtype: torch.dtype) -> LaneformerForCausalLM:
     with torch.device("meta"):
         model = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict())).eval()
-    named = {hf_name(n): w.to(dtype) for n, w in weights.items()}
-    model.load_state_dict(named, assign=True)
+    model.load_state_dict({hf_name(name): w.to(dtype) for name, w in weights.items()}, assign=True)
     return model
 
 
@@ -89,6 +99,125 @@ def hf_greedy(model: LaneformerForCausalLM, prompt: list[int], new_tokens: int) 
         tokens.append(int(best.indices[0]))
         ids = best.indices[:1][None]
     return tokens, leads
+
+
+# --- every module's partial output, per layer, module and lane ----------------------------------------------------
+
+
+@torch.no_grad()
+def model_outputs(model: Laneformer, ids: Sequence[int], positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits (S, V) and the modules' partial outputs (P, N, 2, L, D), both in the model's dtype."""
+    kept: list[torch.Tensor] = []
+    modules = [layer.get_submodule(name) for layer in model.layers.children() for name in ("attention", "feed_forward")]
+    hooks = [module.register_forward_hook(lambda m, i, out: kept.append(out[0, list(positions)])) for module in modules]
+    try:
+        logits = model(torch.tensor([list(ids)]))[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return logits.numpy(), torch.stack(kept, 1).unflatten(1, (-1, len(MODULES))).numpy()
+
+
+def chosen_positions(config: LaneformerConfig, length: int) -> list[int]:
+    """The first positions, those on both sides of each window's edge, after the ring has wrapped, and the last one."""
+    windows = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
+    wanted = {0, 1, 10, length - 1}
+    for window in windows:
+        if window:
+            wanted |= {window - 1, window, window + 16, ring_slots(window) - 1, ring_slots(window)}
+    return sorted(p for p in wanted if 0 <= p < length)
+
+
+def ring_slots(window: int) -> int:
+    """Positions that the engine's ring holds (`cache_slots` of model.h): the next one overwrites the first."""
+    return -(-(window + window // 8 + 31) // 16) * 16
+
+
+def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Distance of two outputs over the reference's length, (P, N, 2, L)."""
+    return np.linalg.norm(partials - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
+
+
+def allowed_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray:
+    """The relative error that rounding explains at a position with `depth` before it, (N, 2).
+
+    A sum of K products in float32 errs by about sqrt(K) roundings, as their signs are independent (the worst case, K,
+    has never been seen). A module's longest chain sums over D inputs of the norm and of the first matrix, then over
+    head dimensions and positions or over a lane's intermediate size. With math "bf16" the inputs of its matrices are
+    rounded to bf16 before; such errors are independent as well, and do not grow with K. A stream is a sum of modules'
+    outputs, so what the n-th module receives is wrong by no more than n such errors; that they partly cancel, and that
+    the norm divides by the whole stream, is left as reserve. Weights are widened exactly: their dtype plays no part.
+    """
+    sums = (2 * config.hidden_size, config.head_dim, depth + 1, config.intermediate_size // config.num_lanes)
+    one_module = FP32 * sum(np.sqrt(k) for k in sums) + (ROUNDED_INPUTS * BF16 if math == "bf16" else 0.0)
+    count = np.arange(1, config.num_hidden_layers * len(MODULES) + 1)
+    return (AMPLIFICATION * one_module * count).reshape(-1, len(MODULES))
+
+
+def module_report(
+    config: LaneformerConfig, partials: np.ndarray, reference: np.ndarray, positions: Sequence[int], math: str
+) -> dict[str, Any]:
+    """Errors by depth and module, worst over lanes; `first_wrong` names the first module beyond its allowance."""
+    errors = output_errors(partials, reference).max(-1)
+    wide = partials.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=-1) * np.linalg.norm(reference, axis=-1)
+    cosine = ((wide * reference).sum(-1) / np.maximum(lengths, np.finfo(np.float64).tiny)).min(-1)
+    allowed = np.array([allowed_error(config, position, math) for position in positions])
+    # two vectors whose distance is e of one's length enclose an angle of at most arcsin(e)
+    allowed_cosine = np.sqrt(1 - np.minimum(allowed, 1) ** 2) - config.hidden_size * 2.0**-53
+    wrong = ((errors > allowed) | (cosine < allowed_cosine) | ~np.isfinite(errors)).any(0)
+    by_depth = [
+        {
+            "depth": position + 1, "module": module, "relative_error": float(errors[p, :, m].max()),
+            "cosine": float(cosine[p, :, m].min()), "layer": int((errors / allowed)[p, :, m].argmax()),
+            "of_allowed": float((errors / allowed)[p, :, m].max()),
+        }
+        for p, position in enumerate(positions)
+        for m, module in enumerate(MODULES)
+    ]  # fmt: skip
+    return {"by_depth": by_depth, "first_wrong": first_module(wrong), "of_allowed": float((errors / allowed).max())}
+
+
+def first_module(wrong: np.ndarray) -> list[Any] | None:
+    """[layer, module] of the first true entry of (N, 2) in order of execution."""
+    if not wrong.any():
+        return None
+    layer, module = divmod(int(wrong.reshape(-1).argmax()), len(MODULES))
+    return [layer, MODULES[module]]
+
+
+def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[Any] | None:
+    """The first module that reads a stream which two configs join differently; None where only the head does."""
+
+    def joined(config: LaneformerConfig, layer: int, module: str) -> tuple[Join, int | None]:
+        how, source = config.join(layer, module), layer - config.broadcast_delay
+        return how, source if how == Join.PAST and config.broadcasts(source, module) else None
+
+    modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in MODULES]
+    changed = [joined(config, *module) != joined(other, *module) for module in modules]
+    return first_module(np.array([False, *changed[:-1]]).reshape(-1, len(MODULES)))
+
+
+# --- planted faults ----------------------------------------------------------------------------------------------
+
+
+def planted_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
+    """One fault at a time, each as small as such a fault can be; those that this architecture has not are left out."""
+    if config.num_lanes < 2:
+        return
+    layer = config.num_hidden_layers // 2
+    name = f"layers.{layer}.feed_forward.w2.weight"
+    swapped = weights[name].clone()
+    swapped[[0, 1]] = weights[name][[1, 0]]
+    yield "two lanes of one matrix swapped", [layer, "mlp"], config, {**weights, name: swapped}
+    modules = [(i, m) for i in range(config.num_hidden_layers) for m in MODULES]
+    lost = [without_message(config, module) for module in modules if config.broadcasts(*module)]
+    if lost:  # the last one that a module still reads, not the head alone
+        wrong = next((c for c in reversed(lost) if first_affected(config, c)), lost[-1])
+        yield "one module's remote partials dropped", first_affected(config, wrong), wrong, weights
+    if any(config.join(*module) == Join.PAST for module in modules):
+        later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
+        yield "delay one more", first_affected(config, later), later, weights
 
 
 def without_message(config: LaneformerConfig, lost: tuple[int, str]) -> LaneformerConfig:

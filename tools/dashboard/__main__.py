@@ -6,27 +6,35 @@
 
 The page is one file with plotly.js inside; its policy makes the browser refuse the network. What has no figure says
 "not measured". records.run reads a run, figures.py, panels.py and core.py draw, cards.py and scores.py write the cards.
+The server listens on this machine alone; from elsewhere, forward its port through ssh.
 """
 
 from __future__ import annotations
 
+import json
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import parse_qs, urlsplit
 
 import tyro
 from plotly.offline import get_plotlyjs
 
 from records.files import write_atomically
 from records.page import card, chart, html_page, line_chip, utc
-from records.run import Run, read_run
+from records.run import Run, read_run, stamp
 from tools.dashboard.cards import header, measurements, provenance_card, tiles_of, training_cards
 from tools.dashboard.core import core_of_all
 from tools.dashboard.figures import comparison_figure, smooth_losses
-from tools.dashboard.live import Live, serve, watch
 from tools.dashboard.scores import evaluations_card, score_cards
+
+HOST = "127.0.0.1"
+REST = 4.0  # idle time after making a page, as a multiple of the time it took: at most a fifth of a login node's core
 
 
 def page_body(runs: Sequence[Run], now: float) -> str:
@@ -70,14 +78,102 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def write_page(
-    folders: Iterable[Path], out: Path, now: float | None = None, reload_s: float | None = None
+    folders: Sequence[Path], out: Path, now: float | None = None, reload_s: float | None = None
 ) -> list[Run]:
     """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
-    runs = read_runs(list(folders))
+    runs = read_runs(folders)
     text = page(runs, time.time() if now is None else now, reload_s)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text)
     return runs
+
+
+# --- while a job runs --------------------------------------------------------------------------------------------
+
+
+def version_of(folders: Sequence[Path]) -> str:
+    """Changes with the runs' files, and with the minute: the page says since when a run has been quiet."""
+    return f"{hash((stamp(folders), int(time.time() // 60))) & 0xFFFFFFFFFFFF:x}"
+
+
+def watch(folders: Sequence[Path], write: Callable[[], Any], every_s: float) -> None:
+    """Call `write` whenever the runs have changed, until the process is interrupted (KeyboardInterrupt)."""
+    written = ""
+    while True:
+        version = version_of(folders)
+        if version != written:
+            started = time.monotonic()
+            write()
+            written = version
+            every_s = max(every_s, REST * (time.monotonic() - started))
+        time.sleep(every_s)
+
+
+@dataclass
+class Live:
+    """What the server hands out, made at most once for each state of the run folders."""
+
+    folders: Sequence[Path]
+    body: Callable[[], str]  # the inner HTML of <main>
+    page: Callable[[str, str], str]  # (inner HTML of <main>, version) -> the whole page
+    rest: float = REST
+    version: str = ""
+    main: str = ""
+    not_before: float = 0.0  # on the monotonic clock
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def newest(self) -> tuple[str, str]:
+        """(version, inner HTML of <main>)."""
+        with self.lock:
+            version, now = version_of(self.folders), time.monotonic()
+            if version != self.version and now >= self.not_before:
+                self.main, self.version = self.body(), version
+                self.not_before = time.monotonic() + self.rest * (time.monotonic() - now)
+            return self.version, self.main
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The page at /, its changes at /data.json; a subclass names what it serves."""
+
+    live: Live
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+            self.send_error(403)  # a name that some web page made point here
+        elif address.path not in ("/", "/data.json"):
+            self.send_error(404)
+        else:
+            version, main = self.live.newest()
+            if address.path == "/":
+                self.answer(self.live.page(main, version), "text/html; charset=utf-8")
+            elif parse_qs(address.query).get("version") == [version]:
+                self.send_response(204)
+                self.end_headers()
+            else:
+                self.answer(json.dumps({"version": version, "main": main}), "application/json")
+
+    def answer(self, text: str, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *unused: Any) -> None:
+        """Polling requests are not logged."""
+
+
+def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
+    """Serve the page until the process is interrupted; port 0 takes a free one. ready: receives the address."""
+    try:
+        server = ThreadingHTTPServer((HOST, port), type("LiveHandler", (Handler,), {"live": live}))
+    except OSError as problem:
+        raise ValueError(f"port {port} of {HOST} cannot be used ({problem}); give another --port, or 0") from problem
+    with server:
+        ready(f"http://{HOST}:{server.server_address[1]}/")
+        server.serve_forever()
 
 
 def serve_pages(folders: Sequence[Path], port: int, every_s: float) -> None:

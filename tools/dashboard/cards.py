@@ -6,22 +6,7 @@ from html import escape
 from typing import Any
 
 from laneformer import LaneformerConfig
-from records.page import (
-    bar,
-    card,
-    chart,
-    chip,
-    code,
-    colour,
-    line_chip,
-    measured,
-    none,
-    percent,
-    short,
-    table,
-    tiles,
-    utc,
-)
+from records.page import bar, card, chart, chip, code, colour, line_chip, measured, none, short, table, tiles, utc
 from records.run import Run, number
 from tools.dashboard import figures, panels
 from tools.dashboard.core import points_of, where_evaluated
@@ -144,13 +129,12 @@ def sources_card(run: Run) -> str:
     rows = []
     for place, name in enumerate(figures.sources_of(run)):
         count = tokens.get(name)
-        cells = [line_chip(place, name), short(count), percent(None if count is None else count / total)]
+        cells = [line_chip(place, name), short(count), measured(count and 100 * count / total, ".1f", " %")]
         rows.append([*cells, *(measured(last[key].get(name), ".4f") for key in list(last)[:2])])
     head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
     caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
-    return card(
-        "Loss by source", chart(figures.sources_figure(run), f"sources-{run.name}") + table(head, rows), caption
-    )
+    figure = chart(figures.sources_figure(run), f"sources-{run.name}")
+    return card("Loss by source", figure + table(head, rows), caption)
 
 
 def measurements(run: Run) -> str:
@@ -174,9 +158,10 @@ def bits_card(run: Run) -> str:
         label = f"{escape(name)}<small>{escape(str(last['sources'][name].get('category', '')))}</small>"
         filled, text = bar((bits[name] or 0) / longest, colour(index)), measured(bits[name], ".3f")
         bars += f'<div class="row"><span>{label}</span>{filled}<b>{text}</b></div>'
-    curves = figures.checkpoint_figure(points, names, bits_of) if len(points) > 1 else None
+    body = f"<div>{bars}</div>"
+    if len(points) > 1:
+        body += chart(figures.checkpoint_figure(points, names, bits_of), f"bits-{run.name}")
     caption = f"Held-out text through the decode engine, {escape(where_evaluated(last))}. Lower is better."
-    body = f"<div>{bars}</div>{chart(curves, f'bits-{run.name}') if curves else ''}"
     return card("Bits per byte", f'<div class="bits">{body}</div>', caption)
 
 
@@ -188,25 +173,24 @@ def decode_card(run: Run) -> str:
     caption = "Batch 1. At full bandwidth every byte of a token is read once, as fast as a probe read in the same run."
     if any((number(record.get("percent_of_probe")) or 0) > 100 for record in records):
         caption += " Above 100 %, weights come from the processor's caches, which the probe's buffer does not fit into."
+    head = [""]
+    for record in records:
+        names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record.get(key)]
+        names += [f"{record['threads']} threads"] if record.get("threads") else []
+        head.append(" · ".join([*names, where_evaluated(record)]))
     columns = [decode_figures(record) for record in records]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return card("Decode speed", table(("", *map(decode_setting, records)), rows, "wrap"), caption)
-
-
-def decode_setting(record: dict[str, Any]) -> str:
-    names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record.get(key)]
-    names += [f"{record['threads']} threads"] if record.get("threads") else []
-    return " · ".join([*names, where_evaluated(record)])
+    return card("Decode speed", table(head, rows, "wrap"), caption)
 
 
 def decode_figures(record: dict[str, Any]) -> dict[str, str]:
-    keys = ("tokens_per_s", "percent_of_probe", "ttft_s", "bytes_per_token", "probe_bytes_per_s")
-    speed, share, ttft_s, per_token, bandwidth = (number(record.get(key)) for key in keys)
-    slow, fast = (record.get(f"tokens_per_s_{end}") for end in ("p10", "p90"))
+    keys = ("tokens_per_s", "percent_of_probe", "ttft_s", "bytes_per_token", "probe_bytes_per_s", "tokens_per_s_p10")
+    speed, share, ttft_s, per_token, bandwidth, slow = (number(record.get(key)) for key in keys)
+    spread = f"{short(slow)} – {short(record.get('tokens_per_s_p90'))}"
     return {
         "of the read bandwidth": f"<b>{measured(share, '.1f', ' %')}</b>{bar((share or 0) / 100, colour(0))}",
         "tokens per second": f"<b>{short(speed)}</b>",
-        "10th to 90th percentile": none() if number(slow) is None else f"{short(slow)} – {short(fast)}",
+        "10th to 90th percentile": none() if slow is None else spread,
         "at full bandwidth": short(bandwidth / per_token if bandwidth and per_token else None),
         "read bandwidth": short(bandwidth, "B/s"),
         "bytes read per token": short(per_token, "B"),

@@ -14,26 +14,12 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 from laneformer.config import LaneformerConfig, flops_per_token
-from records.page import (
-    BAD,
-    DASHES,
-    NEUTRAL,
-    PLOT,
-    card,
-    chart,
-    code,
-    colour,
-    line_chip,
-    measured,
-    missing,
-    short,
-    table,
-)
+from records.page import BAD, NEUTRAL, PLOT, card, chart, code, colour, line_chip, measured, missing, short, table
 from records.run import Run, number
 from tools.dashboard.figures import BUTTONS, MARKS, checkpoint_figure, curve, lines_figure, span
 from tools.dashboard.published import CORE_REFERENCES
 
-VERSIONS = ("v1", "v2")
+VERSIONS = {"v1": "solid", "v2": "dash"}  # of the baselines, and how its line is drawn
 BETTER = "#2f6fe0"  # than the baseline; BAD is worse
 NOISY = 0.03  # a standard error of the accuracy above which a task alone says little
 Point = dict[str, Any]  # a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
@@ -95,7 +81,7 @@ def settings_text(record: Point) -> str:
 
 
 def core_curves(runs: Sequence[Run]) -> list[Curve]:
-    """One curve a run and kind of setting."""
+    """One curve per run and kind of setting."""
     curves = []
     for run in runs:
         points = [p for p in points_of(run, "core") if isinstance(p.get("tasks"), dict)]
@@ -113,31 +99,23 @@ def tasks_of(points: Iterable[Point]) -> list[str]:
 
 def figure_of(point: Point, task: str, key: str) -> float | None:
     found = point["tasks"].get(task)
-    return number(found.get(key)) if isinstance(found, dict) else None
-
-
-def rounded(value: float | None) -> float | None:
+    value = number(found.get(key)) if isinstance(found, dict) else None
     return None if value is None else round(value, 5)
-
-
-# figures
 
 
 def core_figure(curves: Sequence[Curve]) -> go.Figure:
     """CORE v1 (solid) and v2 (dashed) with one standard error, and the references that lie within reach."""
     traces, values = [], list[float]()
     for index, each in enumerate(curves):
-        for version, dashes in zip(VERSIONS, DASHES, strict=False):
+        for version, dashes in VERSIONS.items():
             known = [(p, y) for p in each.points if (y := number(p.get(f"core_{version}"))) is not None]
             errors = [number(p.get(f"core_{version}_se")) or 0.0 for p, _ in known]
             bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
             if len(known) > MARKS:  # a dashed line would not be seen among as many marks
                 bars |= {"width": 0, "color": f"{colour(index)}55"}
-            look: dict[str, Any] = {
-                "name": f"{each.name}, {version}",
-                "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}",
-            }
-            traces.append(curve(known, colour(index), marks="circle", line_dash=dashes, error_y=bars, **look))
+            look: dict[str, Any] = {"name": f"{each.name}, {version}", "line_dash": dashes, "error_y": bars}
+            hover = "%{y:.4f} ± %{error_y.array:.4f}"
+            traces.append(curve(known, colour(index), marks="circle", hovertemplate=hover, **look))
             values += [y + sign * e for (_, y), e in zip(known, errors, strict=True) for sign in (1, -1)]
     figure = lines_figure(traces, hoverformat=".4f")
     draw_references(figure, values)
@@ -156,7 +134,7 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
     for reference in CORE_REFERENCES:
         if not ends[0] <= reference.value <= ends[1]:
             continue
-        line = {"color": NEUTRAL, "width": 1, "dash": DASHES[VERSIONS.index(reference.version)]}
+        line = {"color": NEUTRAL, "width": 1, "dash": VERSIONS[reference.version]}
         across = {"xref": "paper", "x0": 0, "x1": 1, "y0": reference.value, "y1": reference.value, "layer": "below"}
         figure.add_shape(type="line", line=line, opacity=0.6, **across)
         text = f"{reference.name} {reference.value:.4f} ({reference.version})"
@@ -169,7 +147,7 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
 def heat_figure(points: Sequence[Point]) -> go.Figure:
     """Centered accuracy of each task (rows) at each checkpoint (columns); a gap where a checkpoint lacks the task."""
     tasks, labels = tasks_of(points), [checkpoint_text(p) for p in points]
-    z = {v: [[rounded(figure_of(p, task, f"centered_{v}")) for p in points] for task in tasks] for v in VERSIONS}
+    z = {v: [[figure_of(p, task, f"centered_{v}") for p in points] for task in tasks] for v in VERSIONS}
     reach = max([0.1, *(abs(c) for row in z["v2"] for c in row if c is not None)])
     scale = [[0, BAD], [0.5, "rgba(138,148,166,0.12)"], [1, BETTER]]
     bar = {"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}}
@@ -189,9 +167,6 @@ def heat_figure(points: Sequence[Point]) -> go.Figure:
     return figure
 
 
-# the cards
-
-
 def core_card(run: Run) -> str:
     curves = core_curves([run])
     if not curves:
@@ -205,12 +180,12 @@ def core_card(run: Run) -> str:
         heat = chart(heat_figure(points), f"heat-{run.name}")
         body += f'<h3>Centered accuracy by checkpoint (tokens seen)</h3><div class="scroll wide">{heat}</div>'
     body += categories_part(points, f"categories-{run.name}")
-    hashes = {"data": "data_sha256", "tokenizer": "tokenizer_sha256", "code": "code_version"}
+    hashes = (("data", "data_sha256"), ("tokenizer", "tokenizer_sha256"), ("code", "code_version"))
+    made = [f"seed {escape(str(last.get('seed')))}", *(f"{name} {code(last.get(key))}" for name, key in hashes)]
     caption = (
         "CORE is the mean of 22 centered accuracies; bars are one standard error. v2 has DCLM's corrected baselines; "
-        "grey lines are published values in the version that they name. "
-        f"{escape(where_evaluated(last))}: seed {escape(str(last.get('seed')))}, "
-        f"{', '.join(f'{name} {code(last.get(key))}' for name, key in hashes.items())}."
+        f"grey lines are published values in the version that they name. {escape(where_evaluated(last))}: "
+        f"{', '.join(made)}."
     )
     return card("CORE", body, caption)
 
@@ -243,18 +218,18 @@ def checkpoint_text(point: Point) -> str:
 
 def categories_part(points: Sequence[Point], name: str) -> str:
     """The means by category over checkpoints; a category that lacks a task has none."""
-    means = {c: number(values.get("centered_v2")) for c, values in (points[-1].get("categories") or {}).items()}
-    if all(mean is None for mean in means.values()):
-        return ""
-    chips = [missing(f"{c}: N/A") if m is None else line_chip(i, c) for i, (c, m) in enumerate(means.items())]
 
     def mean(point: Point, category: str) -> float | None:
         return number((point.get("categories") or {}).get(category, {}).get("centered_v2"))
 
+    means = {category: mean(points[-1], category) for category in points[-1].get("categories") or {}}
+    if all(mean is None for mean in means.values()):
+        return ""
+    chips = [missing(f"{c}: N/A") if m is None else line_chip(i, c) for i, (c, m) in enumerate(means.items())]
     figure = checkpoint_figure(points, list(means), mean)
     figure.update_yaxes(zeroline=True, zerolinecolor=NEUTRAL)  # the baseline
-    chips_line = f'<p class="chips">{"".join(chips)}</p>'
-    return f"<h3>Means by category, centered on v2</h3>{chips_line}{chart(figure, name)}"
+    title = "<h3>Means by category, centered on v2</h3>"
+    return f'{title}<p class="chips">{"".join(chips)}</p>{chart(figure, name)}'
 
 
 def task_table(point: Point) -> str:
@@ -274,10 +249,10 @@ def task_table(point: Point) -> str:
     reasons = point.get("missing") or {}
     if not reasons:
         return table(head, rows)
-    why = "".join(f"{escape(task)}: {escape(str(reason))}\n" for task, reason in reasons.items())
-    words = f"{len(reasons)} of {len(reasons) + len(rows)} tasks missing"
-    rest = f"<details><summary>{missing(words)}, hence no CORE: {escape(', '.join(reasons))}</summary>"
-    return (table(head, rows) if rows else "") + f"{rest}<pre>{why}</pre></details>"
+    why = escape("".join(f"{task}: {reason}\n" for task, reason in reasons.items()))
+    words = missing(f"{len(reasons)} of {len(reasons) + len(rows)} tasks missing")
+    rest = f"{words}, hence no CORE: {escape(', '.join(reasons))}</summary><pre>{why}</pre>"
+    return (table(head, rows) if rows else "") + f"<details><summary>{rest}</details>"
 
 
 def core_of_all(runs: Sequence[Run]) -> str:

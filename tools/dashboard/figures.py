@@ -54,9 +54,7 @@ def lines_figure(curves: Sequence[go.Scatter], height: int = 380, **y_axis: Any)
     return figure
 
 
-def checkpoint_figure(
-    records: Rows, names: Sequence[str], value: Callable[..., float | None], **y_axis: Any
-) -> go.Figure:
+def checkpoint_figure(records: Rows, names: Sequence[str], value: Callable[..., float | None]) -> go.Figure:
     """A curve a name over evaluated checkpoints. value: of (record, name), None where it is not known."""
     found = [[(record, y) for record in records if (y := value(record, name)) is not None] for name in names]
     curves = [curve(known, colour(i), marks="circle", name=names[i]) for i, known in enumerate(found)]
@@ -71,13 +69,12 @@ def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None 
     found = [trace.meta for trace in figure.data]
     known = [axis for axis in AXES if all(x is not None for at in found for x in at[axis])] or ["steps"]
     changes = changes or (lambda axis: {"xaxis.title.text": AXES[axis][1]})
-    layouts = {axis: {**changes(axis), "xaxis.autorange": True} for axis in known}
-    for trace, at in zip(figure.data, found, strict=True):
-        trace.update(x=at[known[0]], meta=None)
-    x = {axis: [at[axis] for at in found] for axis in known}
-    buttons = [{"label": axis, "method": "update", "args": [{"x": x[axis]}, layouts[axis]]} for axis in known]
+    args = {a: [{"x": [at[a] for at in found]}, {**changes(a), "xaxis.autorange": True}] for a in known}
+    for trace, x in zip(figure.data, args[known[0]][0]["x"], strict=True):
+        trace.update(x=x, meta=None)
+    buttons = [{"label": axis, "method": "update", "args": args[axis]} for axis in known]
     place = place or {"y": 1, "yanchor": "bottom", "pad": {"b": 4}}
-    figure.update_layout(layouts[known[0]])
+    figure.update_layout(args[known[0]][1])
     figure.update_layout(updatemenus=[{**BUTTONS, **place, "buttons": buttons}] if len(known) > 1 else [])
     figure.update_xaxes(title_font_size=12, exponentformat="SI", nticks=8, zeroline=False)
 
@@ -94,8 +91,7 @@ def sample(rows: Rows, buckets: int, extremes: Sequence[tuple[str, Callable[...,
         inside = range(bucket * len(rows) // buckets, (bucket + 1) * len(rows) // buckets)
         chosen.add(inside[0])
         for key, extreme in extremes:
-            known = [i for i in inside if rows[i][key] is not None]
-            if known:
+            if known := [i for i in inside if rows[i][key] is not None]:
                 chosen.add(extreme(known, key=lambda i, key=key: rows[i][key]))
     return sorted(chosen)
 
@@ -153,25 +149,21 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
         losses += settled([row["smooth_loss"] for row in rows])
         validated = points([row for row in rows if row["valid_loss"] is not None], "valid_loss")
         rows = [rows[i] for i in sample(rows, BUCKETS, [("smooth_loss", min), ("smooth_loss", max)])]
-        known = [row for row in rows if row["smooth_loss"] is not None]
+        known = points([row for row in rows if row["smooth_loss"] is not None], "smooth_loss")
         curves.append(curve(points(rows, "smooth_loss"), colour(index), name=run.name, line_dash=dash(index)))
         curves.append(curve(validated, colour(index), marks="diamond", name=f"{run.name}, validation", mode="markers"))
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
         if known and parent:
-            told: dict[str, Any] = {
-                "name": f"{run.name} begins at {parent}",
-                "hovertemplate": "%{fullData.name}<extra></extra>",
-            }
-            ring = curve(points(known[:1], "smooth_loss"), colour(index), marks="circle-open", mode="markers", **told)
-            curves.append(ring.update(marker={"size": 12, "line": {"width": 2}}))
+            look: dict[str, Any] = {"name": f"{run.name} begins at {parent}", "mode": "markers"}
+            look |= {"marker": {"size": 12, "line": {"width": 2}}, "hovertemplate": "%{fullData.name}<extra></extra>"}
+            curves.append(curve(known[:1], colour(index), marks="circle-open", **look))
     return lines_figure(curves, range=span(losses))
 
 
 def sources_of(run: Run) -> list[str]:
     """All sources that any phase names, in order; the place of a source is its colour."""
-    return list(
-        dict.fromkeys(name for row in run.kept_rows for key in ("loss", "tokens") for name in row[f"{key}_by_source"])
-    )
+    keys = ("loss_by_source", "tokens_by_source")
+    return list(dict.fromkeys(name for row in run.kept_rows for key in keys for name in row[key]))
 
 
 def sources_figure(run: Run) -> go.Figure:
@@ -185,9 +177,8 @@ def sources_figure(run: Run) -> go.Figure:
             line = [(row, y) for row, y in zip(rows, losses, strict=True) if y is not None]
             line = [(row, float(f"{y:.6g}")) for row, y in (*line[::every], *line[-1:])]
             valid = [(row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None]
-            look: dict[str, Any] = {"name": name, "line_dash": dash(index)}
-            curves.append(curve(line, colour(index), 1.8, **look))
-            look |= {"name": f"{name}, validation", "opacity": 0.8}
-            curves.append(curve(valid, colour(index), 0.8, "diamond", **look))
+            curves.append(curve(line, colour(index), 1.8, name=name, line_dash=dash(index)))
+            look = {"name": f"{name}, validation", "line_dash": dash(index), "opacity": 0.8}
+            curves.append(curve(valid, colour(index), 0.8, "diamond").update(look))
             shown += [*settled([y for _, y in line]), *sorted(y for _, y in valid)[:1]]
     return lines_figure(curves, range=span(shown), hoverformat=".4f")

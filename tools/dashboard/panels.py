@@ -58,8 +58,9 @@ MACHINE = (
     Panel("Waiting for checkpoints", "s", ("checkpoint_s",), 81, ".2f"),
     Panel("Peak memory", "GiB", ("memory_gib",), 81, ".2f"),
 )
-FAINT, BOLD, PLAIN = {"opacity": 0.3}, {"line_width": 2.4}, {"line_width": 1.8, "line_color": NEUTRAL}
-LOOKS: dict[str, dict[str, Any]] = {"loss": FAINT, "smooth_loss": BOLD, "lr": PLAIN}
+LOOKS: dict[str, dict[str, Any]] = {
+    "loss": {"opacity": 0.3}, "smooth_loss": {"line_width": 2.4}, "lr": {"line_width": 1.8, "line_color": NEUTRAL}
+}  # fmt: skip
 
 
 def extremes_of(panels: Sequence[Panel]) -> list[tuple[str, Callable[..., int]]]:
@@ -158,18 +159,19 @@ def _lay_out(figure: go.Figure, panels: Sequence[Panel], with_figures: Sequence[
 
 def _draw_events(figure: go.Figure, run: Run) -> None:
     """Faults, roll-backs and starts as marks above the loss; what happened stands in their hover boxes."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for event in run.events:
         if event["x_step"] is not None:
             key = event["phase"], event.get("attempt"), event["x_step"], event.get("kind")
-            groups.setdefault(key, []).append(event)
+            by_place.setdefault(key, []).append(event)
+    groups = list(by_place.values())
     if not groups:
         return
-    tints = [BAD if TROUBLE.search(str(g[0].get("kind")).lower()) else NEUTRAL for g in groups.values()]
+    tints = [BAD if TROUBLE.search(str(group[0].get("kind")).lower()) else NEUTRAL for group in groups]
     axis, top = len(TRAINING) + 1, _domains(TRAINING)[0][1]
-    told = {"text": list(map(event_text, groups.values())), "hovertemplate": "%{text}<extra></extra>"}
+    told = {"text": list(map(event_text, groups)), "hovertemplate": "%{text}<extra></extra>"}
     look = {"mode": "markers", "cliponaxis": False, "marker": {"symbol": "triangle-down", "size": 10, "color": tints}}
-    figure.add_trace(curve([(g[0], 0.0) for g in groups.values()], NEUTRAL, yaxis=f"y{axis}").update(told | look))
+    figure.add_trace(curve([(group[0], 0.0) for group in groups], NEUTRAL, yaxis=f"y{axis}").update(told | look))
     strip = {"domain": (top + 0.6 * (1 - top), 1 - 0.1 * (1 - top)), "visible": False, "fixedrange": True}
     figure.update_layout({f"yaxis{axis}": {**strip, "range": [-1, 1]}})
 
@@ -194,33 +196,27 @@ def restarts(run: Run) -> Rows:
 def _mark_x(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
     """The axis of x of all panels, with shaded phases, restart lines and their labels."""
     titles = [annotation.to_plotly_json() for annotation in figure.layout.annotations]
-    top = _domains(panels)[0][1]
+    top, rows = _domains(panels)[0][1], restarts(run)
 
     def marks(axis: str) -> dict[str, Any]:
         x, title = AXES[axis]
         place = {"xref": "paper", "x": 0, "y": 0, "xanchor": "left", "yanchor": "top", "yshift": -26}
-        shapes, labels = _marks(run, x, top)
-        return {"shapes": shapes, "annotations": [*titles, {**LABEL, **place, "text": title}, *labels]}
+        labels, shapes = [*titles, {**LABEL, **place, "text": title}], []
+        for index, phase in enumerate(run.phases):
+            start = run.origins[phase][x == "x_tokens"]
+            end = max((row[x] for row in run.kept_rows if row["phase"] == phase), default=start)
+            area = {"type": "rect", "line": {"width": 0}, "fillcolor": f"{colour(index)}14"}
+            shapes.append({**SHAPE, **area, "x0": start, "x1": end, "y1": 1})
+            parent = run.lineages.get(phase, {}).get("parent") if index == 0 else None
+            origin = f" from {'/'.join(Path(parent).parts[-3::2])}" if parent else ""
+            text = f"<b>{escape(phase)}</b>{escape(origin)}"
+            labels.append({**LABEL, "x": (start + end) / 2, "y": 1, "yanchor": "bottom", "text": text})
+        for row in rows:
+            line = {"type": "line", "line": {"color": NEUTRAL, "width": 1, "dash": "dot"}, "opacity": 0.7}
+            shapes.append({**SHAPE, **line, "x0": row[x], "x1": row[x], "y1": top})
+            if len(rows) <= MANY:
+                place = {"x": row[x], "y": top, "yanchor": "top", "xanchor": "left", "xshift": 1}
+                labels.append({**LABEL, **place, "text": f"↻{row['attempt']}"})
+        return {"shapes": shapes, "annotations": labels}
 
     switch_x(figure, marks, y=0, yanchor="top", pad={"t": 24})
-
-
-def _marks(run: Run, x: str, top: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(shapes, labels) of phases and restarts. x: the key of the axis. top: the upper end of the panels."""
-    shapes, labels, rows = [], [], restarts(run)
-    for index, phase in enumerate(run.phases):
-        start = run.origins[phase][x == "x_tokens"]
-        end = max((row[x] for row in run.kept_rows if row["phase"] == phase), default=start)
-        area = {"type": "rect", "line": {"width": 0}, "fillcolor": f"{colour(index)}14"}
-        shapes.append({**SHAPE, **area, "x0": start, "x1": end, "y1": 1})
-        parent = run.lineages.get(phase, {}).get("parent") if index == 0 else None
-        origin = f" from {'/'.join(Path(parent).parts[-3::2])}" if parent else ""
-        text = f"<b>{escape(phase)}</b>{escape(origin)}"
-        labels.append({**LABEL, "x": (start + end) / 2, "y": 1, "yanchor": "bottom", "text": text})
-    for row in rows:
-        line = {"type": "line", "line": {"color": NEUTRAL, "width": 1, "dash": "dot"}, "opacity": 0.7}
-        shapes.append({**SHAPE, **line, "x0": row[x], "x1": row[x], "y1": top})
-    for row in rows if len(rows) <= MANY else ():
-        place = {"x": row[x], "y": top, "yanchor": "top", "xanchor": "left", "xshift": 1}
-        labels.append({**LABEL, **place, "text": f"↻{row['attempt']}"})
-    return shapes, labels

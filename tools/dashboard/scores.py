@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from statistics import fmean
 from typing import Any
 
 from evals.lm_eval.tasks import RULER_TASKS
@@ -98,14 +99,9 @@ def ruler_card(run: Run) -> str:
         return ""
     lengths = sorted({*scores, *RULER_LENGTHS}, key=lambda text: (len(text), text))
     found = {task: [scores.get(length, {}).get(task) for length in lengths] for task in RULER_TASKS}
-    rows = [
-        [escape(t), *(missing("missing") if c is None else percent(c) for c in cells)] for t, cells in found.items()
-    ]
-    means = []
-    for column in zip(*found.values(), strict=True):
-        there = [value for value in column if value is not None]
-        complete = len(there) == len(RULER_TASKS)
-        means.append(f"<b>{percent(sum(there) / len(there))}</b>" if complete else '<b class="missing">N/A</b>')
+    rows = [[escape(t), *(missing("missing") if c is None else percent(c) for c in row)] for t, row in found.items()]
+    means = ['<b class="missing">N/A</b>' if None in column else f"<b>{percent(fmean(column))}</b>"
+             for column in zip(*found.values(), strict=True)]  # fmt: skip
     rows += [[f"<b>mean of {len(RULER_TASKS)}</b>", *means], [MODEL, *["not given"] * len(lengths)]]
     caption = "; ".join(f"{escape(length)} tokens: {source}" for length, source in sources.items())
     caption += ". The published model was run on RULER-style tasks at both lengths; its scores are not given."

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tyro
 from rich.console import Console
 
-from records.files import append_line
-from records.job import read_job
-from tools.launch.branch import Start, decay_branch, last_launch, next_phase
+from records.files import append_line, read_lines
+from records.job import JobSections, LRScheduler, read_job
 from tools.launch.script import ENDED, Cluster, batch_script, job_state, submit
 from tools.launch.snapshot import remove, take_snapshot
 
@@ -33,7 +33,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Cluster):
     """Launch a run: snapshot, batch script, sbatch. Other --section.key value pairs are passed to TorchTitan."""
 
     config: Path | None = None
@@ -47,34 +47,27 @@ class Options:
     steps: int | None = None
     """Number of steps of the decay"""
 
-    nodes: int | None = None
-    """Number of nodes that train"""
-    gpus_per_node: int | None = None
-    """GPUs (and ranks) per node"""
-    spares: int | None = None
-    """Additional nodes that replace lost or bad ones"""
-    cpu: bool = False
-    """Run the ranks on CPUs, for nodes without GPUs (tests)"""
-    partition: str | None = None
-    time: str | None = None
-    """Slurm's time limit of one job, e.g. 2-00:00:00; the run continues in the next job"""
-    account: str | None = None
-    qos: str | None = None
     dependency: str | None = None
     """Slurm's --dependency, e.g. afterok:1234"""
-    requeue: bool = True
-    """Requeue the job when its time ends or its first node dies"""
-    signal_before_s: int | None = None
-    """Seconds before the time limit at which a checkpoint is written; longer than writing one takes; default: 600"""
-    env: tuple[str, ...] = ()
-    """KEY=VALUE pairs for the job's environment; no secrets: sbatch inherits those from the shell"""
-
     allow_dirty: bool = False
     """Launch with uncommitted changes, which are kept in the snapshot"""
     dry_run: bool = False
     """Print what would run without creating anything"""
     local: bool = False
     """Run on this machine, without Slurm, from the same kind of snapshot"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a new run begins."""
+
+    config: Path
+    overrides: list[str] = field(default_factory=list)
+    parent: Path | None = None  # run folder
+    checkpoint: str | None = None  # step folder, which a running parent may not have written yet
+    dependency: str | None = None
+    run: Path | None = None  # folder of the new run, if its name derives from the parent's
+    skip_list: Path | None = None  # data that the parent skips, and so must the branch
 
 
 def main() -> None:
@@ -106,7 +99,11 @@ def launch(options: Options, overrides: list[str]) -> None:
         return batch_script(snapshot, run, cluster, None if options.local else dependency)
 
     if options.dry_run:
-        show_dry_run(run, start, overrides, script)
+        console.print(f"run folder   {run}\njob file     {start.config}")
+        console.print(f"overrides    {' '.join([*start.overrides, *overrides]) or 'none'}", markup=False)
+        if start.checkpoint:
+            console.print(f"starts from  {start.checkpoint}")
+        print(script(run / "snapshot/<time>-<commit>"))
         return
     if not options.local and not shutil.which("sbatch"):
         raise ValueError("sbatch is not installed; launch from a login node, or with --local or --dry-run")
@@ -155,10 +152,8 @@ def run_folder(options: Options, start: Start) -> Path:
         raise ValueError(f"job file {start.config} does not exist")
     if options.run:
         folder = Path(options.run) if "/" in options.run else Path("runs") / options.run
-    elif start.run:
-        folder = start.run
     else:
-        folder = read_job(["--job.config_file", str(start.config)]).run
+        folder = start.run or read_job(["--job.config_file", str(start.config)]).run
     if folder.resolve() == start.parent:
         raise ValueError(f"{folder} is the run to start from; name the new one with --run")
     return folder.resolve()
@@ -167,15 +162,12 @@ def run_folder(options: Options, start: Start) -> Path:
 def cluster_of(options: Options, parent: Path | None) -> Cluster:
     """The Slurm options: those given, else the parent run's, else the defaults."""
     asked: dict[str, Any] = dict((last_launch(parent) or {}).get("cluster", {})) if parent else {}
-    for field in dataclasses.fields(Cluster):
-        value = getattr(options, field.name)
-        if value != getattr(Options, field.name):  # given on the command line
-            asked[field.name] = value
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster)}
+    asked |= {name: value for name, value in given.items() if value != getattr(Cluster, name)}
     for needed in ("nodes", "gpus_per_node"):
         if asked.get(needed, 0) < 1:
             raise ValueError(f"--{needed.replace('_', '-')} is missing; it must be at least 1")
-    asked["env"] = tuple(asked.get("env", ()))
-    return Cluster(**asked)
+    return Cluster(**asked | {"env": tuple(asked.get("env", ()))})
 
 
 def refuse_second_job(run: Path) -> None:
@@ -187,12 +179,83 @@ def refuse_second_job(run: Path) -> None:
             raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run")
 
 
-def show_dry_run(run: Path, start: Start, overrides: list[str], script: Any) -> None:
-    console.print(f"run folder   {run}\njob file     {start.config}")
-    console.print(f"overrides    {' '.join([*start.overrides, *overrides]) or 'none'}", markup=False)
-    if start.checkpoint:
-        console.print(f"starts from  {start.checkpoint}")
-    print(script(run / "snapshot/<time>-<commit>"))
+# --- runs that start from another run -------------------------------------------------------------------------------
+
+
+def last_launch(run: Path) -> dict[str, Any] | None:
+    """The last row of launches.jsonl; None for a run that was not started by tools.launch."""
+    return next(reversed(read_lines(run / "launches.jsonl")), None)
+
+
+def resolved_job(run: Path) -> tuple[Path, JobSections]:
+    """The resolved job file of a run: that of its newest launch, else what its workers wrote. Raises ValueError."""
+    launch = last_launch(run)
+    path = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run folder: {path} does not exist")
+    return path, read_job(["--job.config_file", str(path)])
+
+
+def final_checkpoint(run: Path) -> Path:
+    """The path of a run's final checkpoint, whether it exists or not."""
+    return run / f"checkpoint/step-{resolved_job(run)[1].training.steps}"
+
+
+def next_phase(run: Path, config: Path) -> Start:
+    """A phase that starts from the final checkpoint of `run`, queued after its job if that has not finished.
+
+    Raises ValueError if the checkpoint does not exist and no job will write it.
+    """
+    checkpoint = final_checkpoint(run)
+    job_id = (last_launch(run) or {}).get("job_id")
+    written = (checkpoint / ".metadata").is_file()
+    state = job_state(job_id) if job_id is not None and not written else None
+    if not written and state in ENDED:
+        raise ValueError(
+            f"{checkpoint} does not exist, and " + (f"job {job_id} is {state or 'forgotten'}" if job_id else "no job")
+            + " that would write it; finish that run first"
+        )  # fmt: skip
+    overrides = ["--checkpoint.initial_load_path", str(checkpoint)]
+    return Start(config, overrides, run, str(checkpoint), None if written else f"afterok:{job_id}")
+
+
+def decay_branch(checkpoint: Path, steps: int) -> Start:
+    """A copy of a run that continues from one of its checkpoints and decays the learning rate over `steps` steps.
+
+    The schedule is rebuilt from the job file at every start, so the branch only overrides numbers. TorchTitan reaches
+    the minimum one step after total_steps; one less reaches it at the last step of the run.
+    """
+    run = checkpoint.parent.parent
+    job_file, job = resolved_job(run)
+    named = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if not named:
+        raise ValueError(f"{checkpoint} is not a checkpoint; pass RUN/checkpoint/step-N")
+    at = int(named[1])
+    first, last = stable_steps(job.lr_scheduler, job.training.steps)
+    if steps < 1:
+        raise ValueError(f"--steps {steps}: a decay has at least 1 step")
+    if not first <= at <= last:
+        raise ValueError(
+            f"step {at} of {run} is not in the stable part of its schedule, steps {first} to {last}; a decay starts at "
+            "the full learning rate"
+        )
+    total = at + steps - 1
+    overrides = [
+        "--training.steps", str(at + steps), "--lr_scheduler.total_steps", str(total),
+        "--lr_scheduler.decay_ratio", repr(steps / total), "--checkpoint.initial_load_path", str(checkpoint),
+        "--checkpoint.initial_load_all_states", "--checkpoint.no-allow_fresh_start",
+    ]  # fmt: skip
+    branch = run.with_name(f"{run.name}-decay-{at}+{steps}")
+    skip_list = next(run.glob("skip_sequences.json"), None)
+    return Start(job_file, overrides, run, str(checkpoint), None, branch, skip_list)
+
+
+def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
+    """First and last step whose checkpoint is after the warmup and before the decay."""
+    total = schedule.total_steps or training_steps
+    ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
+    decay = total - warmup if ratio is None else round(total * ratio)
+    return warmup + 1, min(total, total + 1 - decay)
 
 
 if __name__ == "__main__":

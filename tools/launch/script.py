@@ -19,14 +19,13 @@ from pathlib import Path
 from records.events import STOPPED
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-SLURM_TIMEOUT_S = 60
 # None: Slurm no longer knows the job. Any other state counts as alive
 ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
          "PREEMPTED", "REVOKED")  # fmt: skip
 
 SCRIPT = """#!/bin/bash
 {directives}
-# Written by tools.launch. {what}
+# Written by tools.launch. {nodes} nodes x {gpus} ranks, {spares} spare
 set -u
 cd {snapshot}
 sha256sum --quiet --check SHA256SUMS || {{ echo "{snapshot} was changed after it was made; launch again"; exit 1; }}
@@ -37,8 +36,8 @@ export PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 nodes=
 if [ -n "${{SLURM_JOB_ID:-}}" ]; then
   names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  nodes="--nodes $names {spares}"
-  if {watch} && [ "${{names##*,}}" != "$names" ]; then
+  nodes="--nodes $names --spares {spares}"
+  if {requeue} && [ "${{names##*,}}" != "$names" ]; then
     pulse={run}/.pulse-$SLURM_JOB_ID every=${{PULSE_S:-20}}
     while touch "$pulse"; do sleep "$every"; done &
     last=(--nodelist="${{names##*,}}" --nodes=1 --ntasks=1 --overlap --cpu-bind=none)
@@ -46,7 +45,7 @@ if [ -n "${{SLURM_JOB_ID:-}}" ]; then
     trap 'kill $(jobs -p); rm -f "$pulse"' EXIT
   fi
 fi
-{supervise} $nodes --job.config_file {job_file} &
+{snapshot}/env/bin/python -P -m train.supervise --nproc-per-node {gpus} $nodes --job.config_file {snapshot}/job.toml &
 supervisor=$!
 signalled=
 trap 'signalled=yes; kill -USR1 $supervisor 2>/dev/null' USR1
@@ -79,58 +78,56 @@ done"""
 class Cluster:
     """The Slurm options of a job; None leaves the choice to the cluster."""
 
-    nodes: int
-    gpus_per_node: int
-    spares: int = 0
+    nodes: int = 0
+    """Number of nodes that train; required, unless the run starts from another one"""
+    gpus_per_node: int = 0
+    """GPUs (and ranks) per node; required, unless the run starts from another one"""
+    spares: int | None = None
+    """Additional nodes that replace lost or bad ones; default: 0"""
     cpu: bool = False
+    """Run the ranks on CPUs, for nodes without GPUs (tests)"""
     partition: str | None = None
     time: str | None = None
+    """Slurm's time limit of one job, e.g. 2-00:00:00; the run continues in the next job"""
     account: str | None = None
     qos: str | None = None
     requeue: bool = True
-    signal_before_s: int = 600
+    """Requeue the job when its time ends or its first node dies"""
+    signal_before_s: int | None = None
+    """Seconds before the time limit at which a checkpoint is written; longer than writing one takes; default: 600"""
     env: tuple[str, ...] = ()
+    """KEY=VALUE pairs for the job's environment; no secrets: sbatch inherits those from the shell"""
 
 
 def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | None) -> str:
     """The text of submit.sbatch. ValueError if an --env is not KEY=VALUE or looks like a secret."""
+    spares = cluster.spares or 0
     options = {
         "job-name": run.name,
-        "nodes": cluster.nodes + cluster.spares,
+        "nodes": cluster.nodes + spares,
         "ntasks-per-node": 1,
         "gpus-per-node": None if cluster.cpu else cluster.gpus_per_node,
         "mem": 0,
-        "partition": cluster.partition,
-        "time": cluster.time,
-        "account": cluster.account,
-        "qos": cluster.qos,
+        **{name: getattr(cluster, name) for name in ("partition", "time", "account", "qos")},
         "dependency": dependency,
-        "signal": f"B:USR1@{cluster.signal_before_s}",
+        "signal": f"B:USR1@{cluster.signal_before_s or 600}",
         "output": run / "slurm-%j.log",
         "open-mode": "append",
     }
-    flags = ["exclusive", "no-kill", "requeue" if cluster.requeue else "no-requeue"]
-    directives = [f"--{k}={_quoted(str(v))}" for k, v in options.items() if v is not None] + [f"--{f}" for f in flags]
-    python = snapshot / "env/bin/python"
-    supervise = [str(python), "-P", "-m", "train.supervise", "--nproc-per-node", str(cluster.gpus_per_node)]
+    directives = [f"--{k}=" + (f'"{v}"' if " " in str(v) else f"{v}") for k, v in options.items() if v is not None]
+    directives += ["--exclusive", "--no-kill", "--requeue" if cluster.requeue else "--no-requeue"]
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {d}" for d in directives),
-        what=f"{cluster.nodes} nodes x {cluster.gpus_per_node} ranks, {cluster.spares} spare",
+        nodes=cluster.nodes,
+        gpus=cluster.gpus_per_node,
+        spares=spares,
         snapshot=shlex.quote(str(snapshot)),
         exports="\n".join(f"export {_export(pair)}" for pair in cluster.env),
-        supervise=shlex.join(supervise),
         run=shlex.quote(str(run)),
-        watch="true" if cluster.requeue else "false",
         watcher=shlex.quote(WATCHER),
-        spares=f"--spares {cluster.spares}",
-        job_file=shlex.quote(str(snapshot / "job.toml")),
         stopped=STOPPED,
         requeue="true" if cluster.requeue else "false",
     )
-
-
-def _quoted(value: str) -> str:
-    return f'"{value}"' if " " in value else value
 
 
 def _export(pair: str) -> str:
@@ -145,11 +142,13 @@ def _export(pair: str) -> str:
     return f"{key}={shlex.quote(value)}"
 
 
+def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def submit(script: Path) -> int:
     """Submit with sbatch; returns the job id. ValueError with Slurm's message if it refuses."""
-    done = subprocess.run(
-        ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SLURM_TIMEOUT_S
-    )
+    done = _slurm("sbatch", "--parsable", str(script))
     if done.returncode:
         raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
     return int(done.stdout.strip().split(";")[0])
@@ -157,9 +156,8 @@ def submit(script: Path) -> int:
 
 def job_state(job_id: int) -> str | None:
     """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm does not know."""
-    command = ["scontrol", "show", "job", "-o", str(job_id)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
+    done = _slurm("scontrol", "show", "job", "-o", str(job_id))
     found = re.search(r"\bJobState=(\S+)", done.stdout)
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+        raise ValueError(f"{' '.join(done.args)} failed: {done.stderr.strip()}")
     return found[1] if found else None

@@ -6,14 +6,19 @@
 
 Several job files are phases of one run: their tokens, days and sources add up. TorchTitan's flags follow the job files.
 With --dry-run the real trainer takes one step as rank 0 of the whole world, on this machine's CPU with a fake network
-(tools/plan/dry_run.py lists what that checks). The last line of stdout is JSON.
+(`take_step` lists what that checks). The last line of stdout is JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,8 +28,10 @@ from rich.table import Table
 
 from data_mixtures import recipe
 from data_mixtures.mixture import read_lock
+from laneformer.config import LaneformerConfig
+from records.files import read_lines
+from tools.bench.synthetic_data import write_synthetic_lock
 from tools.plan import sums
-from tools.plan.dry_run import dry_run
 from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,16 +64,15 @@ class Options:
     """Also take one step of each job with a fake network of all GPUs."""
     json: bool = False
     """Print nothing but the JSON line."""
-    overrides: tyro.conf.Suppress[tuple[str, ...]] = field(default=())
 
 
 def main(arguments: list[str] | None = None) -> None:
-    ours, overrides = split_arguments(sys.argv[1:] if arguments is None else arguments)
-    options = tyro.cli(Options, args=ours, description=__doc__)
-    options.overrides = tuple(overrides)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    first = next((i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0]), len(arguments))
+    options = tyro.cli(Options, args=arguments[:first], description=__doc__)
     console = Console(quiet=options.json, width=None if sys.stdout.isatty() else 120)
     try:
-        result = plan(options)
+        result = plan(options, arguments[first:])
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -74,13 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(result))
 
 
-def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(our arguments, TorchTitan's): TorchTitan's begin with the first `--section.key`."""
-    first = next((i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0]), len(arguments))
-    return arguments[:first], arguments[first:]
-
-
-def plan(options: Options) -> Result:
+def plan(options: Options, overrides: list[str]) -> Result:
     """Every figure of the plan. Raises ValueError where job, mesh and GPUs do not fit each other."""
     if not options.configs:
         raise ValueError("no job file given; for example configs/phase1.toml")
@@ -88,31 +88,23 @@ def plan(options: Options) -> Result:
         raise ValueError(f"{len(options.mixture)} mixtures for {len(options.configs)} job files; give one for each")
     phases: list[Result] = []
     taken: dict[str, float] = {}
-    for index, path in enumerate(options.configs):
-        titan_job = load_job(["--job.config_file", str(path), *options.overrides])
+    gpu, nic = sums.GPUS[options.gpu], options.network_gbit_per_s * 1e9 / 8
+    for path, mixture in zip_longest(options.configs, options.mixture):
+        titan_job = load_job(["--job.config_file", str(path), *overrides])
         job = facts(titan_job, options.gpus)
-        gpu = sums.GPUS[options.gpu]
         rate = options.tokens_per_s_per_gpu
         if options.mfu is not None:
             rate = sums.tokens_per_s_at(options.mfu, job, gpu)
-        nic = options.network_gbit_per_s * 1e9 / 8
         cluster = sums.Cluster(options.gpus, options.gpus_per_node, gpu, nic, rate, 60 * options.restart_minutes)
         sums.check(job, cluster)
-        sources = read_sources(path, titan_job, options.mixture[index] if options.mixture else None)
-        phase = {"config": str(path), **phase_plan(job, cluster, sources, taken)}
+        phase = {"config": str(path), **phase_plan(job, cluster, read_sources(path, titan_job, mixture), taken)}
         phase["gpu_memory_bytes"], phase["usable_bytes"] = gpu.memory_bytes, sums.USABLE * gpu.memory_bytes
         if options.dry_run:
-            phase["dry_run"] = dry_run(path, options.overrides, titan_job, options.gpus)
+            phase["dry_run"] = take_step(path, overrides, titan_job, options.gpus)
         phases.append(phase)
     totals = {key: sum(p["compute"][key] for p in phases) for key in ("steps", "tokens", "flops", "days", "gpu_hours")}
-    return {
-        "gpu": options.gpu,
-        "gpus": options.gpus,
-        "gpus_per_node": options.gpus_per_node,
-        "network_gbit_per_s": options.network_gbit_per_s,
-        "phases": phases,
-        "total": totals,
-    }
+    hardware = {key: getattr(options, key) for key in ("gpu", "gpus", "gpus_per_node", "network_gbit_per_s")}
+    return {**hardware, "phases": phases, "total": totals}
 
 
 def facts(titan_job: Any, gpus: int) -> sums.Job:
@@ -168,15 +160,12 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
 
 def phase_plan(job: sums.Job, cluster: sums.Cluster, sources: list[Result], taken: dict[str, float]) -> Result:
     """One phase; `taken`, the tokens that earlier phases took of each source, is brought up to date."""
-    compute = sums.compute(job, cluster)
-    weights = {source["name"]: source["weight"] for source in sources}
-    here = sums.data_needed(int(compute["tokens"]), weights, {}) if sources else {}
-    taken.update(sums.data_needed(int(compute["tokens"]), weights, taken) if sources else {})
-    data = [
-        {**source, "tokens": here[source["name"]], "tokens_so_far": taken[source["name"]],
-         "epochs_so_far": taken[source["name"]] / source["expected_tokens"] if source["expected_tokens"] else None}
-        for source in sources
-    ]  # fmt: skip
+    compute, data = sums.compute(job, cluster), []
+    for source in sources:
+        tokens = compute["tokens"] * source["weight"] / sum(each["weight"] for each in sources)
+        so_far = taken[source["name"]] = taken.get(source["name"], 0.0) + tokens
+        epochs = so_far / source["expected_tokens"] if source["expected_tokens"] else None
+        data.append({**source, "tokens": tokens, "tokens_so_far": so_far, "epochs_so_far": epochs})
     return {
         "job": {**asdict(job), "config": job.config.to_dict(), "micro_batches": job.micro_batches},
         "tokens_per_s_per_gpu": cluster.tokens_per_s_per_gpu,
@@ -193,7 +182,57 @@ def phase_plan(job: sums.Job, cluster: sums.Cluster, sources: list[Result], take
     }
 
 
+def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: int) -> Result:
+    """One step of the real trainer as rank 0 of the whole world, in a process of its own; returns what was logged.
+
+    Checked: the job file and its overrides, the mesh of all ranks, batch divisibility and the micro-batches that
+    follow, how every parameter is cut (rank 0's shard), the dataloader's slice, optimizer, schedule of full length,
+    one step forward and backward through FSDP. Not checked: that the collectives work and what they cost (a fake one
+    moves nothing, so the loss means nothing), the GPU's memory, mixed precision, compile, and the layers left out: to
+    stay within a CPU's memory and minutes, widths and lanes are the job's own, but there is one layer and a sequence is
+    short. Raises ValueError with the end of its output.
+    """
+    layers, seq_len = 1, 16
+    training = titan_job.training
+    vocab_size = titan_job.architecture.vocab_size or LaneformerConfig.from_flavor(titan_job.model.flavor).vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        lock = write_synthetic_lock(Path(folder) / "data", 2 * training.global_batch_size, seq_len, vocab_size)
+        run = Path(folder) / "run"
+        command = [
+            sys.executable, "-m", "train", "--job.config_file", str(config), *overrides,
+            "--comm.mode", "fake_backend", "--job.dump_folder", str(run), "--mixture.lock", str(lock),
+            "--architecture.num_hidden_layers", str(layers), "--architecture.swa_layers", "0",
+            "--architecture.sliding_window", str(seq_len // 2), "--training.seq_len", str(seq_len),
+            "--training.steps", "1", "--lr_scheduler.total_steps", str(training.steps),
+            "--training.mixed_precision_param", "float32", "--compile.no-enable", "--checkpoint.no-enable",
+            "--checkpoint.allow_fresh_start", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
+            "--metrics.log_freq", "1",
+        ]  # fmt: skip
+        env = {**os.environ, "NGPU": str(world_size), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "RANK": "0"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+        if done.returncode != 0:
+            raise ValueError(f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}")
+        row = read_lines(run / "metrics.jsonl")[-1]
+        world_size = read_lines(run / "attempts.jsonl")[-1]["world_size"]
+    said = f"one step as rank 0 of {world_size}, {layers} layer, {seq_len} tokens"
+    seen = {"world_size": world_size, "step": row["step"], "lr": row["lr"]}
+    return {**seen, "layers": layers, "seq_len": seq_len, "said": said}
+
+
 # --- the report --------------------------------------------------------------------------------------------------
+
+
+def show(result: Result, console: Console) -> None:
+    for phase in result["phases"]:
+        console.rule(phase["config"])
+        for title, columns, rows in tables(phase, result):
+            console.print(table(title, columns, rows))
+        if "dry_run" in phase:
+            console.print(f"dry run: {phase['dry_run']['said']}")
+    if len(result["phases"]) > 1:
+        total = result["total"]
+        row = [f"{total['tokens']:.4g}", f"{total['flops']:.4g}", f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}"]
+        console.print(table("all phases", ["tokens", "FLOPs", "days", "GPU-hours"], [row]))
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
@@ -209,33 +248,12 @@ def gb(value: float) -> str:
     return f"{value / 1e9:,.2f} GB"
 
 
-def show(result: Result, console: Console) -> None:
-    for phase in result["phases"]:
-        console.rule(phase["config"])
-        for made in (parameter_table(phase), compute_table(phase, result), memory_table(phase, result),
-                     checkpoint_table(phase), traffic_table(phase, result)):  # fmt: skip
-            console.print(made)
-        if phase["data"]:
-            console.print(data_table(phase))
-        if "dry_run" in phase:
-            console.print(f"dry run: {phase['dry_run']['said']}")
-    if len(result["phases"]) > 1:
-        total = result["total"]
-        rows = [
-            [f"{total['tokens']:.4g}", f"{total['flops']:.4g}", f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}"]
-        ]
-        console.print(table("all phases", ["tokens", "FLOPs", "days", "GPU-hours"], rows))
-
-
-def parameter_table(phase: Result) -> Table:
-    total = phase["parameters"]["total"]
-    rows = [[name, f"{count:,}", f"{100 * count / total:.1f}%"] for name, count in phase["parameters"].items()]
-    return table("parameters", ["part", "count", "share"], rows)
-
-
-def compute_table(phase: Result, result: Result) -> Table:
-    c, job = phase["compute"], phase["job"]
-    rows = [
+def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """(title, columns, rows) of the tables of one phase."""
+    parts, c, job, saved = phase["parameters"], phase["compute"], phase["job"], phase["checkpoints"]
+    rows = [[name, f"{count:,}", f"{100 * count / parts['total']:.1f}%"] for name, count in parts.items()]
+    yield "parameters", ["part", "count", "share"], rows
+    yield "compute", ["", ""], [
         ["batch", f"{job['global_batch']} sequences x {job['seq_len']} = {c['tokens_per_step']:,} tokens a step"],
         ["mesh", f"{job['replicate']} x {job['shard']} GPUs"],
         ["micro-batches", f"{job['micro_batches']} of {job['local_batch']} sequences a GPU"],
@@ -244,62 +262,55 @@ def compute_table(phase: Result, result: Result) -> Table:
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
         ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days = {c['gpu_hours']:,.0f} GPU-hours"],
     ]  # fmt: skip
-    return table("compute", ["", ""], rows)
+    yield memory_table(phase, result["gpu"])
+    lost = f"{saved['hours_lost_per_failure']:.2f} h = {saved['gpu_hours_lost_per_failure']:.0f} GPU-hours"
+    yield "checkpoints", ["", ""], [
+        ["one, with optimizer", gb(saved["bytes"])],
+        ["every", f"{job['checkpoint_interval']} steps = {saved['every_s'] / 60:.1f} min"],
+        ["written in all", f"{saved['written']:,} = {saved['bytes_written'] / 1e12:,.1f} TB"],
+        ["kept at most", gb(saved["bytes_kept"])],
+        ["lost per failure, on average", lost],
+    ]  # fmt: skip
+    yield traffic_table(phase, result["network_gbit_per_s"])
+    if phase["data"]:
+        yield data_table(phase["data"])
 
 
-def memory_table(phase: Result, result: Result) -> Table:
+def memory_table(phase: Result, gpu: str) -> tuple[str, list[str], list[list[str]]]:
     m = phase["memory"]
     parts = ("weights", "moments", "gradients", "gathered", "kept_activations", "working_set", "total")
-    rows = [
-        [name.replace("_", " "), gb(m[name]), f"{100 * m[name] / phase['gpu_memory_bytes']:.0f}%"] for name in parts
-    ]
-    fits = m["total"] <= phase["usable_bytes"]
-    said = "fits" if fits else "DOES NOT FIT"
-    rows.append([f"usable of one {result['gpu']}", gb(phase["usable_bytes"]), said])
+    rows = [[n.replace("_", " "), gb(m[n]), f"{100 * m[n] / phase['gpu_memory_bytes']:.0f}%"] for n in parts]
+    fits = "fits" if m["total"] <= phase["usable_bytes"] else "DOES NOT FIT"
+    rows.append([f"usable of one {gpu}", gb(phase["usable_bytes"]), fits])
     rows.append(["largest local batch that fits", str(phase["largest_local_batch"]), ""])
     rows.append(["(logits in float32, were they whole)", gb(m["logits_whole_fp32"]), "never made"])
-    return table("memory per GPU at the peak (activations are an estimate)", ["", "bytes", "of the GPU"], rows)
+    return "memory per GPU at the peak (activations are an estimate)", ["", "bytes", "of the GPU"], rows
 
 
-def checkpoint_table(phase: Result) -> Table:
-    c = phase["checkpoints"]
-    rows = [
-        ["one, with optimizer", gb(c["bytes"])],
-        ["every", f"{phase['job']['checkpoint_interval']} steps = {c['every_s'] / 60:.1f} min"],
-        ["written in all", f"{c['written']:,} = {c['bytes_written'] / 1e12:,.1f} TB"],
-        ["kept at most", gb(c["bytes_kept"])],
-        ["lost per failure, on average", f"{c['hours_lost_per_failure']:.2f} h = "
-         f"{c['gpu_hours_lost_per_failure']:.0f} GPU-hours"],
-    ]  # fmt: skip
-    return table("checkpoints", ["", ""], rows)
-
-
-def traffic_table(phase: Result, result: Result) -> Table:
-    step_s = phase["compute"]["step_s"]
+def traffic_table(phase: Result, gbit_per_s: float) -> tuple[str, list[str], list[list[str]]]:
+    meshes, step_s = phase["traffic"].values(), phase["compute"]["step_s"]
     names = ("all_gather_bytes", "reduce_scatter_bytes", "all_reduce_bytes", "nic_bytes", "nic_bytes_worst")
-    rows = [[name.removesuffix("_bytes").replace("_", " "), *(gb(t[name]) for t in phase["traffic"].values())]
-            for name in names]  # fmt: skip
+    rows = [[n.removesuffix("_bytes").replace("_", " "), *(gb(mesh[n]) for mesh in meshes)] for n in names]
     for key, label in (("nvlink_s", "over NVLink"), ("nic_s", "over the network"), ("nic_s_worst", "at worst")):
-        cells = [f"{1e3 * t[key]:.0f} ms, {100 * t[key] / step_s:.0f}%" for t in phase["traffic"].values()]
+        cells = [f"{1e3 * mesh[key]:.0f} ms, {100 * mesh[key] / step_s:.0f}%" for mesh in meshes]
         rows.append([f"{label}, of a step", *cells])
-    rows.append(["ranks in the longest ring", *(str(t["ring_ranks"]) for t in phase["traffic"].values())])
-    title = f"received by a GPU in a step ({result['network_gbit_per_s']:g} Gb/s a GPU), before any overlap"
-    return table(title, ["mesh", *phase["traffic"]], rows)
+    rows.append(["ranks in the longest ring", *(str(mesh["ring_ranks"]) for mesh in meshes)])
+    title = f"received by a GPU in a step ({gbit_per_s:g} Gb/s a GPU), before any overlap"
+    return title, ["mesh", *phase["traffic"]], rows
 
 
-def data_table(phase: Result) -> Table:
-    def count(tokens: float | None) -> str:
-        return "?" if tokens is None else f"{tokens / 1e9:,.2f}"
+def data_table(data: list[Result]) -> tuple[str, list[str], list[list[str]]]:
+    def count(value: float | None, unit: float = 1e9) -> str:
+        return "?" if value is None else f"{value / unit:,.2f}"
 
-    total = sum(source["weight"] for source in phase["data"])
-    rows = []
-    for s in phase["data"]:
-        epochs = "?" if s["epochs_so_far"] is None else f"{s['epochs_so_far']:.2f}"
-        rows.append([s["name"], s["category"], f"{100 * s['weight'] / total:.2f}%", count(s["tokens"]),
-                     count(s["expected_tokens"]), epochs])  # fmt: skip
-    tokens = sum(s["tokens"] for s in phase["data"])
+    weights, tokens = (sum(source[key] for source in data) for key in ("weight", "tokens"))
+    rows = [
+        [s["name"], s["category"], f"{100 * s['weight'] / weights:.2f}%", count(s["tokens"]),
+         count(s["expected_tokens"]), count(s["epochs_so_far"], 1)]
+        for s in data
+    ]  # fmt: skip
     rows.append(["all", "", "100%", count(tokens), f"{tokens * sums.SHARD_TOKEN_BYTES / 1e12:.2f} TB", ""])
-    return table("data", ["source", "category", "weight", "needed, 1e9", "expected, 1e9", "epochs so far"], rows)
+    return "data", ["source", "category", "weight", "needed, 1e9", "expected, 1e9", "epochs so far"], rows
 
 
 if __name__ == "__main__":

@@ -227,9 +227,3 @@ def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
         "nic_s": nic / cluster.nic_bytes_per_s,
         "nic_s_worst": nic_worst / cluster.nic_bytes_per_s,
     }
-
-
-def data_needed(tokens: int, weights: dict[str, int], before: dict[str, float]) -> dict[str, float]:
-    """Tokens of each source after this phase, `before` being what earlier phases took."""
-    total = sum(weights.values())
-    return {name: before.get(name, 0.0) + tokens * weight / total for name, weight in weights.items()}

@@ -15,17 +15,20 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cpu.decoder import CpuDecoder
-from .decoder import CUDA, Request
-from .engine import Engine
+from ..config import LaneformerConfig
+from .decoder import CUDA
 from .options import GenerationOptions
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 SEGMENTS = 12
 MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not decide it
+EDGE_TOKENS = 32  # the first and the last of a run on GPUs, to be reported apart
 
 
 def benchmark(
@@ -37,39 +40,32 @@ def benchmark(
     """
     if engine.isa == CUDA:
         return on_gpus(engine, depth, progress, barriers)
-    context = engine.config.max_position_embeddings
-    if not 0 <= depth <= context - 64:
-        raise ValueError(f"depth = {depth} is outside 0 to {context - 64} (the context of {context} less 64 to decode)")
-    progress(f"prefill of {max(depth, prefill_length(engine))} positions")
-    ttft_s, prefill_tokens_per_s = measure_prefill(engine, depth)
+    config, context = engine.config, engine.config.max_position_embeddings
+    check_depth(depth, context)
+    length = max(depth, min(128, context // 2))
+    progress(f"prefill of {length} positions")
+    ttft_s = after(engine, random_prompt(config, length), 1, reuse_prefix=False).first_token_s
 
-    prompt = random_prompt(engine, max(depth, 1))
+    prompt = random_prompt(config, max(depth, 1))
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
-    token_s = measured(engine, prompt, 9, 0)[0]
-    segment = max(1, round(MIN_SEGMENT_S / float(np.median(token_s))))
+    segment = max(1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).token_s()))))
     segment = max(1, min(segment, (context - len(prompt)) // (2 * SEGMENTS)))
     progress(f"{SEGMENTS} segments of {segment} tokens, a read probe before and after each")
-    token_s, probes = measured(engine, prompt, SEGMENTS * segment + 1, segment)
+    decoder = after(engine, prompt, SEGMENTS * segment + 1, probe_every=segment)
+    token_s, probes = decoder.token_s(), decoder.probe_bytes_per_s()
 
     segments = len(token_s) // segment
-    seconds = token_s[: segments * segment].reshape(segments, segment).sum(1)
-    tokens_per_s = segment / seconds
+    tokens_per_s = segment / token_s[: segments * segment].reshape(segments, segment).sum(1)
     probe = (probes[:segments] + probes[1 : segments + 1]) / 2
-    bytes_per_token = engine.weight_bytes + cached_bytes(engine, len(prompt) + segments * segment / 2)
-    percent = 100 * bytes_per_token * tokens_per_s / probe
-    ablation = measure_barriers(engine, prompt, segment) if barriers else {}
+    bytes_per_token = engine.weight_bytes + cached_bytes(config, len(prompt) + segments * segment / 2, 4)
     return {
-        "tokens_per_s": float(np.median(tokens_per_s)),
-        "tokens_per_s_p10": float(np.percentile(tokens_per_s, 10)),
-        "tokens_per_s_p90": float(np.percentile(tokens_per_s, 90)),
+        **spread("tokens_per_s", tokens_per_s),
         "bytes_per_token": int(bytes_per_token),
         "probe_bytes_per_s": float(np.median(probe)),
-        "percent_of_probe": float(np.median(percent)),
-        "percent_of_probe_p10": float(np.percentile(percent, 10)),
-        "percent_of_probe_p90": float(np.percentile(percent, 90)),
+        **spread("percent_of_probe", 100 * bytes_per_token * tokens_per_s / probe),
         "token_s_p50": float(np.median(token_s)),
         "token_s_p99": float(np.percentile(token_s, 99)),
-        "prefill_tokens_per_s": prefill_tokens_per_s,
+        "prefill_tokens_per_s": length / ttft_s,
         "ttft_s": ttft_s,
         "stretches": segments,
         "tokens_per_stretch": segment,
@@ -79,77 +75,58 @@ def benchmark(
         "threads": engine.threads,
         "isa": engine.isa,
         "cpu": cpu_name(),
-        **ablation,
+        **(measure_barriers(engine, prompt, segment) if barriers else {}),
     }
 
 
 def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barriers: bool) -> dict[str, Any]:
     from .cuda import bench  # imports torch
-    from .cuda.decoder import CudaDecoder
 
-    decoder = engine._open()
-    assert isinstance(decoder, CudaDecoder), f"isa {CUDA!r} is the GPUs'"
     if barriers:
-        raise ValueError(
-            "barriers = True: on GPUs the ablation is a kernel of its own, which tools.bench.cuda measures"
-        )
+        raise ValueError("barriers = True: on GPUs the ablation is a kernel of its own; use tools.bench.cuda")
+    decoder: Any = engine._open()
     return bench.benchmark(decoder.gpu, depth, progress)
 
 
 def measure_barriers(engine: Engine, prompt: list[int], segment: int) -> dict[str, float]:
     """Tokens/s of segments with a barrier after every module, and how much faster their neighbours without are."""
     pairs = min(SEGMENTS, (engine.config.max_position_embeddings - len(prompt)) // (2 * segment))
-    token_s, _ = measured(engine, prompt, 2 * pairs * segment + 1, segment, compare_barriers=True)
-    delayed_s, barrier_s = token_s[: 2 * pairs * segment].reshape(pairs, 2, segment).sum(2).T
+    tokens = 2 * pairs * segment
+    token_s = after(engine, prompt, tokens + 1, probe_every=segment, compare_barriers=True).token_s()
+    delayed_s, barrier_s = token_s[:tokens].reshape(pairs, 2, segment).sum(2).T
     ratio = barrier_s / delayed_s
-    return {
-        "barriers_tokens_per_s": float(np.median(segment / barrier_s)),
-        "delay_over_barriers": float(np.median(ratio)),
-        "delay_over_barriers_p10": float(np.percentile(ratio, 10)),
-        "delay_over_barriers_p90": float(np.percentile(ratio, 90)),
-    }
+    return {"barriers_tokens_per_s": float(np.median(segment / barrier_s)), **spread("delay_over_barriers", ratio)}
 
 
-def measured(
-    engine: Engine, prompt: list[int], tokens: int, probe_every: int, compare_barriers: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of every token after the first, and the probes in between, bytes/s."""
+def after(engine: Engine, prompt: list[int], tokens: int, **fields: Any) -> Any:
+    """The CpuDecoder, with its timings, after this many new tokens; `fields`: of Request."""
     request = engine._request([prompt], GenerationOptions(max_new_tokens=tokens, ignore_eos=True))
-    request = dataclasses.replace(request, probe_every=probe_every, compare_barriers=compare_barriers)
-    decoder = finished(engine, request)
-    return decoder.token_s(), decoder.probe_bytes_per_s()
+    return engine._result(engine._start(dataclasses.replace(request, **fields)), lambda decoder: decoder)
 
 
-def finished(engine: Engine, request: Request) -> CpuDecoder:
-    """The engine's decoder after this request, with its timings."""
-    decoder = engine._start(request)
-    engine._result(decoder, lambda d: None)
-    assert isinstance(decoder, CpuDecoder)
-    return decoder
+def spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """The median of segments, their tenth and their ninetieth percentile."""
+    low, median, high = (float(np.percentile(values, percent)) for percent in (10, 50, 90))
+    return {name: median, f"{name}_p10": low, f"{name}_p90": high}
 
 
-def measure_prefill(engine: Engine, depth: int) -> tuple[float, float]:
-    """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
-    length = max(depth, prefill_length(engine))
-    options = GenerationOptions(max_new_tokens=1, reuse_prefix=False)
-    decoder = finished(engine, engine._request([random_prompt(engine, length)], options))
-    return decoder.first_token_s, length / decoder.first_token_s
+# ---- for both devices ----
 
 
-def prefill_length(engine: Engine) -> int:
-    return min(128, engine.config.max_position_embeddings // 2)
+def check_depth(depth: int, context: int) -> None:
+    if not 0 <= depth <= context - 2 * EDGE_TOKENS:
+        most, least = context - 2 * EDGE_TOKENS, 2 * EDGE_TOKENS
+        raise ValueError(f"depth = {depth} is outside 0 to {most} (the context of {context} less {least} to decode)")
 
 
-def random_prompt(engine: Engine, length: int) -> list[int]:
-    return np.random.default_rng(0).integers(0, engine.config.vocab_size, length).tolist()
+def random_prompt(config: LaneformerConfig, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
 
 
-def cached_bytes(engine: Engine, positions: float) -> float:
-    """Bytes of keys and values (fp32) read for one token at this position."""
-    config = engine.config
-    per_position = 2 * 4 * config.head_dim * config.num_key_value_heads
-    seen = [min(positions, config.window(i) or positions) for i in range(config.num_hidden_layers)]
-    return per_position * sum(seen)
+def cached_bytes(config: LaneformerConfig, positions: float, element_bytes: int) -> float:
+    """Bytes of keys and values read for one token at this position."""
+    per_position = 2 * element_bytes * config.head_dim * config.num_key_value_heads
+    return per_position * sum(min(positions, config.window(i) or positions) for i in range(config.num_hidden_layers))
 
 
 def cpu_name() -> str:

@@ -6,9 +6,11 @@ launch of the CUDA kernel).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -112,12 +114,7 @@ class Engine:
 
     @classmethod
     def random(
-        cls,
-        flavor: str | LaneformerConfig,
-        dtype: str = "bf16",
-        seed: int = 0,
-        device: str = "auto",
-        **options: Any,
+        cls, flavor: str | LaneformerConfig, dtype: str = "bf16", seed: int = 0, device: str = "auto", **options: Any
     ) -> Engine:
         """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine.
 
@@ -279,48 +276,45 @@ class Engine:
         self._open().check(request)
         return request
 
-    def _start(self, request: Request) -> Decoder:
-        """The decoder at work on the request, which `_finish` ends; RuntimeError while another one is not ended."""
+    @contextlib.contextmanager
+    def _start(self, request: Request) -> Iterator[Decoder]:
+        """The decoder at work on the request; what still runs at the end of the block is cancelled and waited for.
+
+        RuntimeError while another request has not ended.
+        """
         decoder = self._open()
         if not self._request_lock.acquire(blocking=False):
             raise RuntimeError("the engine is busy with another request; finish or close its stream first")
         try:
             decoder.start(request)
-        except BaseException:
-            self._request_lock.release()
-            raise
-        return decoder
-
-    def _finish(self, decoder: Decoder) -> None:
-        """Cancel what may still run, and wait for its end."""
-        try:
-            decoder.cancel()
-            while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
-                pass
+            try:
+                yield decoder
+            finally:
+                decoder.cancel()
+                wait(decoder)
         finally:
             self._request_lock.release()
 
-    def _result(self, decoder: Decoder, read: Callable[[Decoder], T]) -> T:
+    def _result(self, started: AbstractContextManager[Decoder], read: Callable[[Decoder], T]) -> T:
         """What `read` finds at the request's end."""
-        try:
-            while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
-                pass
+        with started as decoder:
+            wait(decoder)
             return read(decoder)
-        finally:
-            self._finish(decoder)
 
     def _tokens(self, request: Request, read: Callable[[Decoder, list[int], int], list[T]]) -> Generator[T, None, None]:
         """What `read` makes of new token ids and the index of their first, one by one."""
-        # started here and not by `stream`: an iterator that is never advanced must not leave a request running
-        decoder = self._start(request)
         known, finished = 0, False
-        try:
+        # started here and not by `stream`: an iterator that is never advanced must not leave a request running
+        with self._start(request) as decoder:
             while not finished:
                 tokens, finished = decoder.poll(known, SIGNAL_POLL_S, False)
                 yield from read(decoder, tokens, known)
                 known += len(tokens)
-        finally:
-            self._finish(decoder)
+
+
+def wait(decoder: Decoder) -> None:
+    while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
+        pass
 
 
 def without_logprobs(options: dict[str, Any]) -> GenerationOptions:

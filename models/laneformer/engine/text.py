@@ -54,7 +54,10 @@ class StopStrings:
     """
 
     def __init__(self, stops: str | Iterable[str]):
-        self.stops = [stops] if isinstance(stops, str) else list(stops)
+        try:
+            self.stops = [stops] if isinstance(stops, str) else list(stops)
+        except TypeError:
+            raise ValueError(f"stop = {stops!r} must be a text or a list of texts") from None
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"stop holds {stop!r}; a stop string is a text of at least one character")

@@ -10,13 +10,13 @@ The architecture and the tokenizer come from the run folder (two levels above th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 import shutil
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +30,7 @@ from torch import Tensor
 
 from ..config import LaneformerConfig, hf_name
 from ..model import Laneformer
-from . import model_card
 from .configuration_laneformer import TOKEN_IDS
-from .model_card import Progress
 from .tokenizer import write_tokenizer
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -47,6 +45,20 @@ console = Console(stderr=True)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the exported checkpoint was trained; None where it is not known."""
+
+    step: int | None = None
+    """training step"""
+    phase: str | None = None
+    """name of the training phase"""
+    tokens_total: int | None = None
+    """training tokens, earlier phases included"""
+    loss: float | None = None
+    """training loss at that step, nats per token"""
+
+
 def export(
     checkpoint: Path,
     out: Path,
@@ -55,7 +67,7 @@ def export(
     tokenizer: Path | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress = Progress(),  # noqa: B008  (frozen)
+    progress: Progress = Progress(),
 ) -> dict[str, Any]:
     """Write the Hugging Face folder `out`.
 
@@ -74,11 +86,13 @@ def export(
     """
     started = time.monotonic()
     run_folder = checkpoint.resolve().parent.parent
-    config_path = existing(config or run_folder / "model.json", "--config")
-    tokenizer_path = existing(tokenizer or run_folder / "tokenizer.model", "--tokenizer")
+    config_path, tokenizer_path = config or run_folder / "model.json", tokenizer or run_folder / "tokenizer.model"
+    for path, option in ((config_path, "--config"), (tokenizer_path, "--tokenizer")):
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; pass its path with {option}")
     architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
     if progress.step is None:
-        progress = dataclasses.replace(progress, step=checkpoint_step(checkpoint))
+        progress = replace(progress, step=checkpoint_step(checkpoint))
     with staged_folder(out, overwrite) as folder:
         console.print(f"reading {checkpoint}")
         weights = load_weights(checkpoint, architecture)
@@ -88,8 +102,12 @@ def export(
         write_weights(folder, weights, max_shard_bytes)
         write_configs(folder, architecture, dtype)
         write_code(folder)
-        write_tokenizer_files(folder, tokenizer_path, architecture)
-        (folder / "README.md").write_text(model_card.render(architecture, dtype, progress))
+        pieces = write_tokenizer(tokenizer_path, folder, architecture.max_position_embeddings).get_vocab_size()
+        if pieces > architecture.vocab_size:
+            most = f"vocab_size = {architecture.vocab_size}"
+            raise ValueError(f"{tokenizer_path} has {pieces} pieces, more than {most}; check --tokenizer")
+        shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
+        (folder / "README.md").write_text(model_card(architecture, dtype, progress))
         console.print("loading it back and comparing its logits with the training model's")
         difference = verify(folder, architecture, weights)
     return {
@@ -101,12 +119,6 @@ def export(
         "hf_max_logit_diff": difference,
         "seconds": round(time.monotonic() - started, 2),
     }
-
-
-def existing(path: Path, option: str) -> Path:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; pass its path with {option}")
-    return path
 
 
 def checkpoint_step(checkpoint: Path) -> int | None:
@@ -193,12 +205,29 @@ def write_code(folder: Path) -> None:
         (folder / Path(source).name).write_text(re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE))
 
 
-def write_tokenizer_files(folder: Path, model: Path, config: LaneformerConfig) -> None:
-    """The files of `write_tokenizer` and `tokenizer.model` itself; ValueError if it exceeds the model's vocabulary."""
-    pieces = write_tokenizer(model, folder, config.max_position_embeddings).get_vocab_size()
-    if pieces > config.vocab_size:
-        raise ValueError(f"{model} has {pieces} pieces, more than vocab_size = {config.vocab_size}; check --tokenizer")
-    shutil.copyfile(model, folder / "tokenizer.model")
+def model_card(config: LaneformerConfig, dtype: str, progress: Progress) -> str:
+    """The model card of a checkpoint whose weights were exported as `dtype`."""
+    c = config
+    full = [str(i) for i in range(c.num_hidden_layers) if c.window(i) is None]
+    table = {
+        "Layers, hidden size, intermediate size": f"{c.num_hidden_layers}, {c.hidden_size}, {c.intermediate_size}",
+        "Attention heads, KV heads": f"{c.num_attention_heads}, {c.num_key_value_heads}",
+        "Lanes, broadcast delay": f"{c.num_lanes}, {c.broadcast_delay} layers",
+        "Context": f"{c.max_position_embeddings} tokens",
+        "Sliding window": f"{c.sliding_window} tokens; full attention in layers: {', '.join(full) or 'none'}",
+        "Vocabulary": f"{c.vocab_size}, head `{c.lm_head_type}`",
+    }
+    if progress.step is not None:
+        table["Checkpoint"] = f"step {progress.step:,}" + (f" of {progress.phase}" if progress.phase else "")
+    if progress.tokens_total is not None:
+        table["Training tokens"] = f"{progress.tokens_total:,}"
+    if progress.loss is not None:
+        table["Training loss at that step"] = f"{progress.loss:.4f}"
+    total = c.parameter_count()["total"]
+    size = f"{total / 1e9:.1f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
+    rows = "\n".join(f"| {key} | {value} |" for key, value in table.items())
+    text = Path(__file__).with_name("model_card.md").read_text()
+    return text.format(size=size, total=total, rows=rows, dtype=dtype, **c.to_dict())
 
 
 @torch.no_grad()

@@ -26,7 +26,13 @@ console = Console(stderr=True)
 def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any]:
     """Write the run folder `out` from the exported folder `hf`.
 
-    Returns out, checkpoint, parameters, dtype (as stored in `hf`), tokenizer (whether `hf` has one), seconds.
+    Args:
+        hf: exported folder with config.json, model*.safetensors, tokenizer.model.
+        out: run folder to create, with model.json, tokenizer.model, checkpoint/step-0.
+        overwrite: replace `out` if it is not empty.
+
+    Returns:
+        out, checkpoint, parameters, dtype (as stored in `hf`), tokenizer (whether `hf` has one), seconds.
     """
     started = time.monotonic()
     values = json.loads((hf / "config.json").read_text())

@@ -48,6 +48,7 @@ class LaneformerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _input_embed_layer = "tok_embeddings"
     _no_split_modules = ["LaneformerLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
@@ -87,12 +88,6 @@ class LaneformerModel(LaneformerPreTrainedModel):
         self.norm = LaneRMSNorm(lanes)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.tok_embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.tok_embeddings = value
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -179,12 +174,6 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         self.model = LaneformerModel(config)
         self.lm_head = LMHead(config.to_lanes())
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.tok_embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.tok_embeddings = value
 
     @can_return_tuple
     def forward(

@@ -49,8 +49,13 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     from sentencepiece import SentencePieceProcessor
 
     sp = SentencePieceProcessor(model_file=str(model))
-    _check_model(sp, model)
-    pieces = [sp.id_to_piece(i) for i in range(len(sp))]
+    pieces, needed = [sp.id_to_piece(i) for i in range(len(sp))], list(SPECIAL.values())
+    if pieces[: len(needed)] != needed:
+        raise ValueError(
+            f"{model}: its first pieces are {pieces[: len(needed)]}; Laneformer needs {needed}, as in Llama-2"
+        )
+    if not any(sp.is_byte(i) for i in range(len(sp))):
+        raise ValueError(f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids")
     ordinary = [i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
     merges = merges_by_score([pieces[i] for i in ordinary], [sp.get_score(i) for i in ordinary])
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -66,14 +71,6 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL.values()])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", sp.bos_id())])
     return tokenizer
-
-
-def _check_model(sp: SentencePieceProcessor, model: Path | str) -> None:
-    first, needed = [sp.id_to_piece(i) for i in range(len(SPECIAL))], list(SPECIAL.values())
-    if first != needed:
-        raise ValueError(f"{model}: its first pieces are {first}; Laneformer needs {needed}, as in Llama-2")
-    if not any(sp.is_byte(i) for i in range(len(sp))):
-        raise ValueError(f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids")
 
 
 def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from data_mixtures.stages import run as run_module
 from data_mixtures.stages import stage
-from data_mixtures.stages.executors import Options
+from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.toy_stage import Toy, run
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from data_mixtures import recipe as recipes
 from data_mixtures.readers import files, hub
-from data_mixtures.stages import decontaminate, executors, fetch, filter, plan, run, stage, tokenize
+from data_mixtures.stages import decontaminate, fetch, filter, plan, run, stage, tokenize
 from data_mixtures.stages.fetch import Fetch
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.conftest import write_sums
@@ -41,7 +41,7 @@ def planned(path: Path, out: Path, mirror: Path | None = None) -> recipes.Recipe
 def fetched(path: Path, out: Path, mirror: Path | None, console: Console, budget: int | None = None) -> Fetch:
     read = planned(path, out, mirror)
     work = Fetch(read, out, tuple(source.name for source in read.sources), str(mirror) if mirror else None)
-    with stage.exclusive(out), run.Executor(executors.Options()) as executor:
+    with stage.exclusive(out), run.Executor(run.Options()) as executor:
         work.check_room(budget)
         run.run_units(work, executor, console)
     return work

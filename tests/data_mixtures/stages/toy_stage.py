@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from data_mixtures import prepare
-from data_mixtures.stages import executors, stage
-from data_mixtures.stages.run import Executor, run_units
+from data_mixtures.stages import stage
+from data_mixtures.stages.run import Executor, Options, run_units
 from data_mixtures.stages.stage import Unit, key_of
 
 
@@ -53,7 +53,7 @@ class Toy:
         return {"documents": unit.number, "dropped": {"empty": 1, "too_long": 2}}
 
 
-def run(toy: Toy, options: executors.Options) -> str:
+def run(toy: Toy, options: Options) -> str:
     """Run it as a command does; returns what was printed."""
     console = Console(record=True, width=200, force_terminal=False)
     with stage.exclusive(toy.out), Executor(options) as executor:
@@ -61,10 +61,10 @@ def run(toy: Toy, options: executors.Options) -> str:
     return console.export_text()
 
 
-SLURM = executors.Options(workers=3, kind="slurm", sbatch={"partition": "p", "time": "10", "mem-per-cpu": "100M"})
+SLURM = Options(workers=3, kind="slurm", sbatch={"partition": "p", "time": "10", "mem-per-cpu": "100M"})
 
 if __name__ == "__main__":
     out, faults, workers, wait_s = sys.argv[1:]
     toy = Toy(Path(out), Path(faults), 12, float(wait_s))
-    options = SLURM if workers == "slurm" else executors.Options(workers=int(workers))
+    options = SLURM if workers == "slurm" else Options(workers=int(workers))
     sys.exit(prepare.reported(lambda: run(toy, options)))

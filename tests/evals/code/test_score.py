@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evals.code import sandbox
-from evals.code.evaluate import figures_of
+from evals.code.__main__ import figures_of
 from evals.code.sandbox import find_sandbox, run_sandboxed
 from evals.code.score import LIMITS, EvalPlus, evalplus_environment, open_dataset, reference
 from tests.evals.code.code_assets import (

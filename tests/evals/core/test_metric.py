@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evals.core.metric import VERSIONS, aggregate, centered, task_figures
+from evals.core.evaluate import VERSIONS, aggregate, centered, task_figures
 from evals.core.tasks import TASKS
 from tests.evals.core.core_assets import eval_data, task
 

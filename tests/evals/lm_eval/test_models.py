@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
-from evals.lm_eval.evaluate import Endpoint, evaluate, figures_of, open_endpoint, prompt_figures
+from evals.lm_eval.__main__ import Endpoint, evaluate, figures_of, open_endpoint, prompt_figures
 from evals.lm_eval.models import EngineLM
 from evals.lm_eval.tasks import ARC_TASKS, data_folder
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data

@@ -16,7 +16,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
-from evals.lm_eval.evaluate import evaluate
+from evals.lm_eval.__main__ import evaluate
 from evals.lm_eval.models import EngineLM
 from evals.lm_eval.tasks import data_folder
 from laneformer.engine import Engine

@@ -14,8 +14,7 @@ from lm_eval.tasks import _yaml_loader
 from lm_eval.tasks.ruler import vt_utils
 
 import evals.lm_eval.models
-from evals.lm_eval.__main__ import main
-from evals.lm_eval.evaluate import Questions, lengths_of
+from evals.lm_eval.__main__ import Questions, lengths_of, main
 from evals.lm_eval.models import CheckedCompletions, EngineLM
 from evals.lm_eval.tasks import (
     ARC_TASKS,

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from laneformer import LaneformerConfig
+from laneformer.engine.bench import cached_bytes
 from laneformer.engine.cuda import bench
+from laneformer.engine.cuda.bench import PROBES, expected_sum, probe_argument
 from laneformer.engine.cuda.compile import INCLUDES, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import H200, plan
 from laneformer.engine.cuda.memory import DeviceMemory
-from laneformer.engine.cuda.probe import KERNELS, expected_sum, probe_argument
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import EmulatedDecoder
@@ -55,8 +56,8 @@ def test_bytes_of_a_token() -> None:
     geometry = plan(config, "bf16", H200)
     counts = config.parameter_count()
     assert bench.weight_bytes(geometry) == 2 * (15 * counts["layer"] + counts["lm_head"]) == 4_443_340_800
-    assert bench.cached_bytes(geometry, 100) == 15 * 6144 * 100
-    assert bench.cached_bytes(geometry, 3000) == 6144 * (10 * 2048 + 5 * 3000)
+    assert cached_bytes(config, 100, 2) == 15 * 6144 * 100
+    assert cached_bytes(config, 3000, 2) == 6144 * (10 * 2048 + 5 * 3000)
 
 
 def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +107,11 @@ def probe_library(cuda_builds: Path) -> tuple[DeviceMemory, Any]:
         pytest.skip(emulator.MISSING)
     geometry = plan(small_config(), "bf16", SMALL, warps=2, chunk_bytes=1024)
     memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
-    source = source_of("probe", memory.geometry) + "".join(f"EMULATE({kernel}, Probe)\n" for kernel in KERNELS)
+    source = source_of("probe", memory.geometry) + "".join(f"EMULATE({kernel}, Probe)\n" for kernel in PROBES)
     return memory, emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", PROBES)
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_probe_reads_every_byte_as_often_as_it_says(
     probe_library: tuple[DeviceMemory, Any], kernel: str, rounds: int

@@ -20,7 +20,7 @@ from laneformer.engine import Engine
 from laneformer.hf.export import write_code, write_configs, write_weights
 from tests.laneformer.engine.assets import TORCH_DTYPES, engine_of, random_ids
 from tests.laneformer.hf.hf_assets import random_model
-from tools.check.modules import allowed_error
+from tools.check.reference import allowed_error
 
 NEW_TOKENS = 32
 PROMPTS_EACH = 4

@@ -1,6 +1,6 @@
 """Every module's partial output against float64, and faults planted in one module found in that module.
 
-The allowance is computed from the arithmetic (tools/check/modules.py); a planted fault is thousands of times larger.
+The allowance is computed from the arithmetic (tools/check/reference.py); a planted fault is thousands of times larger.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tests.laneformer.engine.assets import (
     usable_isas,
     widened,
 )
-from tools.check.engine import without_message
-from tools.check.modules import (
+from tools.check.engine import module_table
+from tools.check.reference import (
     allowed_error,
     chosen_positions,
     first_affected,
     model_outputs,
     module_report,
-    module_table,
-    relative_errors,
+    output_errors,
     ring_slots,
+    without_message,
 )
 
 LENGTH = 90  # thirteen windows of 7; the ring of 48 has wrapped
@@ -62,7 +62,7 @@ def test_every_module_is_within_rounding(isa, dtype, math):
     widest = allowed_error(model.config, LENGTH, "exact").max()
     assert widest < 2.0**-12
     if math == "bf16":
-        assert relative_errors(partials, reference).max() > widest, "activations were not rounded"
+        assert output_errors(partials, reference).max() > widest, "activations were not rounded"
     shown = module_table(report)
     assert len(shown.rows) == len(report["by_depth"])
 
@@ -111,7 +111,7 @@ def test_two_swapped_lanes_are_located(layer, module):
         part.weight[[1, 2]] = part.weight[[2, 1]]
     partials, reference, report = compared(wrong, right)
     assert report["first_wrong"] == [layer, module]
-    wrong_lanes = relative_errors(partials, reference)[:, layer, MODULES.index(module)] > 2.0**-12
+    wrong_lanes = output_errors(partials, reference)[:, layer, MODULES.index(module)] > 2.0**-12
     np.testing.assert_array_equal(wrong_lanes.all(0), [False, True, True, False])
 
 
@@ -121,7 +121,7 @@ def test_one_lost_partial_is_located():
         wrong.layers[2].feed_forward.w2.weight[3].zero_()
     partials, reference, report = compared(wrong, right)
     assert report["first_wrong"] == [2, "mlp"]
-    assert (relative_errors(partials, reference)[:, 2, 1, 3] == 1).all()
+    assert (output_errors(partials, reference)[:, 2, 1, 3] == 1).all()
 
 
 MESSAGES = [(layer, module) for layer in range(5) for module in MODULES if small_config().broadcasts(layer, module)]

@@ -16,7 +16,8 @@ from rich.console import Console
 from laneformer import LaneformerConfig
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
 from tools.check import engine as check_engine
-from tools.check.engine import Options, check, random_weights
+from tools.check.engine import Options, check
+from tools.check.reference import random_weights
 
 SILENT = Console(quiet=True)
 # the demo's shape with a window shorter than the prompts

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import Laneformer
-from laneformer.hf.export import export
-from laneformer.hf.model_card import Progress
+from laneformer.hf.export import Progress, export
 from tests.laneformer.hf.hf_assets import random_model, write_run
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torchtitan")
-from tools.bench import loader, loader_baselines
+from tools.bench import loader
+from tools.bench.loader_baselines import worst_deviation
 
 
 def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
@@ -31,5 +32,5 @@ def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
 
 def test_the_worst_prefix_counts():
     sources = np.array([0, 0, 1, 1] * 500)
-    assert loader_baselines.worst_deviation(sources, [0.5, 0.5]) == {"1000": 1.0}
-    assert loader_baselines.worst_deviation(np.zeros(1000, int), [0.5, 0.5]) == {"1000": 500.0}
+    assert worst_deviation(sources, [0.5, 0.5]) == {"1000": 1.0}
+    assert worst_deviation(np.zeros(1000, int), [0.5, 0.5]) == {"1000": 500.0}

@@ -15,7 +15,7 @@ import pytest
 from records.files import code_version
 from records.job import LRScheduler
 from tests.tools.launch.launch_assets import SMALL, environment, git, launch, make_checkout, records
-from tools.launch.branch import decay_branch, final_checkpoint, next_phase, stable_steps
+from tools.launch.__main__ import decay_branch, final_checkpoint, next_phase, stable_steps
 from tools.launch.script import Cluster, batch_script
 
 CLUSTER = Cluster(nodes=24, gpus_per_node=8, spares=1, partition="gpu", time="2-00:00:00", env=("NCCL_DEBUG=WARN",))

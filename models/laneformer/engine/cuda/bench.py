@@ -8,6 +8,8 @@ those at which the host sees each token, so the figures are of decoding alone: a
 
 from __future__ import annotations
 
+import ctypes as c
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,13 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..bench import EDGE_TOKENS, cached_bytes, check_depth, random_prompt
+from .compile import Kernels
 from .geometry import OPS, Geometry
-from .probe import read_bandwidth
+from .memory import DeviceMemory
 from .sequence import SequenceDecoder
 
 TOKENS = 256
-EDGE_TOKENS = 32  # the first and the last of a run, to be reported apart
 RUNS = 5
+PROBES = ("stream", "loads")  # kernels of probe.cu
+PROBED_BYTES = 8 << 30  # of one launch: far more than any cache, and milliseconds, so that its start does not count
 LOOKS = 20_000  # at the number of tokens, between two looks whether the kernel has ended
 DATASHEET = (  # bytes/s of the memory, by a part of the GPU's name; the first that fits
     ("GB200", 8.0e12), ("B200", 8.0e12), ("GH200 144G", 4.9e12), ("GH200", 4.0e12), ("H200", 4.8e12),
@@ -44,24 +49,20 @@ def benchmark(
     `probe_bytes_per_s`: of all GPUs together; measured when it is not given. ValueError for a depth without room.
     """
     context = decoder.config.max_position_embeddings
-    if not 0 <= depth <= context - 2 * EDGE_TOKENS:
-        raise ValueError(
-            f"depth = {depth} is outside 0 to {context - 2 * EDGE_TOKENS} (the context of {context} less "
-            f"{2 * EDGE_TOKENS} to decode)"
-        )
+    check_depth(depth, context)
     if probe_bytes_per_s is None:
         progress("read probe")
         gpus = len(set(decoder.devices))
         probe_bytes_per_s = gpus * max(read_bandwidth(decoder.memories[0]).values())
-    progress(f"prefill of {max(depth, prefill_length(decoder))} positions")
+    progress("prefill")
     ttft_s, prefill_tokens_per_s = measure_prefill(decoder, depth)
 
-    prompt = random_prompt(decoder, max(depth, 1))
+    prompt = random_prompt(decoder.config, max(depth, 1))
     tokens = min(TOKENS, context - len(prompt))
     progress(f"{runs} runs of {tokens} tokens")
     arrivals(decoder, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
     measured = [speeds(arrivals(decoder, prompt, tokens)) for _ in range(runs)]
-    bytes_per_token = weight_bytes(decoder.geometry) + cached_bytes(decoder.geometry, len(prompt) + tokens / 2)
+    bytes_per_token = weight_bytes(decoder.geometry) + cached_bytes(decoder.config, len(prompt) + tokens / 2, 2)
     name = torch.cuda.get_device_name(decoder.devices[0])
     return {
         **{key: statistics.median(run[key] for run in measured) for key in measured[0]},
@@ -140,7 +141,8 @@ def speeds(times: np.ndarray) -> dict[str, float]:
 
 def measure_prefill(decoder: SequenceDecoder, depth: int) -> tuple[float, float]:
     """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
-    prompt = random_prompt(decoder, max(depth, prefill_length(decoder)))
+    length = max(depth, min(2048, decoder.config.max_position_embeddings // 2))
+    prompt = random_prompt(decoder.config, length)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
@@ -151,14 +153,6 @@ def measure_prefill(decoder: SequenceDecoder, depth: int) -> tuple[float, float]
     return ttft_s, len(prompt) / ttft_s
 
 
-def prefill_length(decoder: SequenceDecoder) -> int:
-    return min(2048, decoder.config.max_position_embeddings // 2)
-
-
-def random_prompt(decoder: SequenceDecoder, length: int) -> list[int]:
-    return np.random.default_rng(0).integers(0, decoder.config.vocab_size, length).tolist()
-
-
 def weight_bytes(geometry: Geometry) -> int:
     """Bytes of weights that all GPUs together read for one token, without what fills up the tapes' last chunks."""
     layers = geometry.config.num_hidden_layers
@@ -167,8 +161,57 @@ def weight_bytes(geometry: Geometry) -> int:
     return 2 * geometry.config.num_lanes * lane
 
 
-def cached_bytes(geometry: Geometry, positions: float) -> float:
-    """Bytes of keys and values (16 bits) read for one token at this position."""
-    config = geometry.config
-    per_position = 2 * 2 * config.head_dim * config.num_key_value_heads
-    return per_position * sum(min(positions, config.window(i) or positions) for i in range(config.num_hidden_layers))
+# ---- the read bandwidth of a GPU, over the very bytes that decoding reads (probe.cu) ----
+
+
+class Probe(c.Structure):
+    """The kernels' argument (probe.cu: Probe)."""
+
+    _fields_ = [
+        ("tapes", c.c_void_p), ("tape_at", c.c_void_p), ("sums", c.c_void_p), ("bytes", c.c_uint64),
+        ("rounds", c.c_int),
+    ]  # fmt: skip
+
+
+def probe_argument(memory: DeviceMemory, sums: torch.Tensor, rounds: int) -> Probe:
+    """Read the device's tapes `rounds` times; `sums`: int32, one for each thread of the launch."""
+    return Probe(memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), 2 * memory.tapes.numel(), rounds)
+
+
+def expected_sum(memory: DeviceMemory, rounds: int) -> int:
+    """What the threads' sums must add up to, modulo 2^32."""
+    return int(memory.tapes.view(torch.int32).sum(dtype=torch.int64)) * rounds % 2**32
+
+
+def read_bandwidth(memory: DeviceMemory, runs: int = RUNS) -> dict[str, float]:
+    """Bytes/s of each kernel, the best of `runs`; RuntimeError if one of them has not read everything.
+
+    The weights of small models stay in the L2, and so the figure is the L2's.
+    """
+    geometry, size = memory.geometry, 2 * memory.tapes.numel()
+    kernels = Kernels("probe", geometry, memory.device)
+    sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32, device=memory.device)
+    rounds = math.ceil(PROBED_BYTES / size)
+    argument, expected = probe_argument(memory, sums, rounds), expected_sum(memory, rounds)
+    best = {}
+    for name in PROBES:
+        seconds = []
+        for _ in range(runs + 1):
+            sums.zero_()
+            seconds.append(timed(kernels, name, argument))
+            found = int(sums.sum(dtype=torch.int64)) % 2**32
+            if found != expected:
+                raise RuntimeError(f"the {name} probe read something else: sum {found}, expected {expected}")
+        best[name] = rounds * size / min(seconds[1:])  # the first loads the code
+    return best
+
+
+def timed(kernels: Kernels, name: str, argument: c.Structure) -> float:
+    """Seconds of one launch."""
+    with torch.cuda.device(kernels.device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        kernels.launch(name, argument)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000

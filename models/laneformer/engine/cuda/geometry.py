@@ -211,10 +211,7 @@ class Geometry:
             "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
             "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
         }  # fmt: skip
-        per_layer = {
-            "kWindows": [c.window(i) or 0 for i in layers],
-            "kKvSlots": [self.kv_slots(i) for i in layers],
-        }
+        per_layer = {"kWindows": [c.window(i) or 0 for i in layers], "kKvSlots": [self.kv_slots(i) for i in layers]}
         starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
         per_module: dict[str, Sequence[Sequence[object]]] = {
             "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],

@@ -15,8 +15,8 @@ import torch
 from ...config import MODULES, Join, LaneformerConfig
 from ..decoder import Sampling
 from ..folder import Tensor
+from .compile import Kernels, describe
 from .geometry import Geometry, plan
-from .launch import Kernels, describe
 from .memory import EXCHANGES, DeviceMemory
 from .prefill import DeviceCache, plain_model, prefill, streams
 

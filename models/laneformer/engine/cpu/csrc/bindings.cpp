@@ -12,7 +12,6 @@
 
 #include "content_hash.h"
 #include "decoder.h"
-#include "spin.h"
 
 namespace nb = nanobind;
 using namespace laneformer;

@@ -6,8 +6,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "spin.h"
-
 namespace laneformer {
 
 namespace {

@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "decoder.h"
-#include "spin.h"
 
 namespace laneformer {
 

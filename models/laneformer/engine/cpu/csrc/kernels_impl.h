@@ -1,4 +1,4 @@
-// The inner loops, written once over a vector of 16 floats and compiled once per instruction set (see isa_*.cpp).
+// The inner loops, written once over a vector of 16 floats and compiled once per instruction set (isa.cpp).
 //
 // V16 is one zmm, two ymm, or four xmm / NEON registers. Contraction is off (-ffp-contract=off) and `fma` is explicit,
 // so AVX2 and AVX-512 give the same bits. Nothing here may use inline functions of other headers: the linker could

@@ -2,9 +2,9 @@
 #include "model.h"
 
 #include <algorithm>
+#include <bit>
 #include <cfloat>
 #include <cmath>
-#include <cstring>
 
 namespace laneformer {
 
@@ -12,25 +12,17 @@ namespace {
 
 float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
-  float value;
-  uint32_t bits = rest << 13;
-  std::memcpy(&value, &bits, 4);
-  value *= 0x1p112f;
-  std::memcpy(&bits, &value, 4);
+  uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
   if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
-  bits |= sign;
-  std::memcpy(&value, &bits, 4);
-  return value;
+  return std::bit_cast<float>(bits | sign);
 }
 
 uint16_t float_to_half(float x) {  // round to nearest even; too large becomes infinity
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
+  const uint16_t sign = static_cast<uint16_t>((std::bit_cast<uint32_t>(x) >> 16) & 0x8000);
   const float magnitude = std::fabs(x);
   if (!(magnitude < 65520.0f)) return sign | 0x7c00;
   if (magnitude < 0x1p-14f) return sign | static_cast<uint16_t>(std::nearbyint(magnitude * 0x1p24f));
-  std::memcpy(&bits, &magnitude, 4);
+  uint32_t bits = std::bit_cast<uint32_t>(magnitude);
   bits += 0xfff + ((bits >> 13) & 1);
   return sign | static_cast<uint16_t>((bits >> 13) - (112 << 10));
 }
@@ -40,15 +32,9 @@ struct Element;
 template <>
 struct Element<DType::bf16> {
   using type = uint16_t;
-  static float widen(uint16_t v) {
-    const uint32_t bits = uint32_t(v) << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-  }
+  static float widen(uint16_t v) { return std::bit_cast<float>(uint32_t(v) << 16); }
   static uint16_t narrow(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
     if ((bits & 0x7f800000) == 0x7f800000) return static_cast<uint16_t>(bits >> 16);
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
   }
@@ -65,7 +51,6 @@ struct Element<DType::fp32> {
   static float widen(float v) { return v; }
   static float narrow(float x) { return x; }
 };
-
 template <>
 struct Element<DType::int8> {
   using type = int8_t;
@@ -76,15 +61,9 @@ struct Element<DType::int8> {
 template <DType From>
 float row_scale(const typename Element<From>::type* in, int count) {
   uint32_t largest = 0;
-  for (int k = 0; k < count; ++k) {
-    const float value = std::fabs(Element<From>::widen(in[k]));
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    largest = std::max(largest, bits);
-  }
-  float magnitude;
-  std::memcpy(&magnitude, &largest, 4);
-  const float scale = magnitude / 127.0f;
+  for (int k = 0; k < count; ++k)
+    largest = std::max(largest, std::bit_cast<uint32_t>(std::fabs(Element<From>::widen(in[k]))));
+  const float scale = std::bit_cast<float>(largest) / 127.0f;
   return scale < FLT_MIN ? 0.0f : scale;
 }
 

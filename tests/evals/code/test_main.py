@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.code.__main__ import Backend, Scoring, main
-from evals.code.evaluate import pass_at_k
+from evals.code.__main__ import Backend, Scoring, main, pass_at_k
 from evals.code.sandbox import find_sandbox
 from evals.code.score import open_dataset
 from records.evals import About
