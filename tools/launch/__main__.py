@@ -83,11 +83,10 @@ def main() -> None:
 
 def launch(options: Options, overrides: list[str]) -> None:
     """Snapshot, script, submission. Raises ValueError before anything is queued."""
-    for argument in overrides:
-        if argument.split("=")[0] in OWNED:
-            raise ValueError(
-                f"{argument} is set by the launcher; pass the run folder as --run and the job file as first argument"
-            )
+    if owned := [argument for argument in overrides if argument.split("=")[0] in OWNED]:
+        raise ValueError(
+            f"{owned[0]} is set by the launcher; give the run folder as --run, the job file as an argument"
+        )
     start = choose_start(options)
     run = run_folder(options, start)
     cluster = cluster_of(options, start.parent)
@@ -173,10 +172,8 @@ def cluster_of(options: Options, parent: Path | None) -> Cluster:
 def refuse_second_job(run: Path) -> None:
     """Two jobs in one run folder would overwrite each other's checkpoints."""
     before = last_launch(run)
-    if before and before["job_id"] is not None:
-        state = job_state(before["job_id"])
-        if state not in ENDED:
-            raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run")
+    if before and before["job_id"] is not None and (state := job_state(before["job_id"])) not in ENDED:
+        raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run")
 
 
 # --- runs that start from another run -------------------------------------------------------------------------------
