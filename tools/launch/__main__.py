@@ -208,10 +208,8 @@ def next_phase(run: Path, config: Path) -> Start:
     written = (checkpoint / ".metadata").is_file()
     state = job_state(job_id) if job_id is not None and not written else None
     if not written and state in ENDED:
-        raise ValueError(
-            f"{checkpoint} does not exist, and " + (f"job {job_id} is {state or 'forgotten'}" if job_id else "no job")
-            + " that would write it; finish that run first"
-        )  # fmt: skip
+        job = f"job {job_id} is {state or 'forgotten'}" if job_id else "no job"
+        raise ValueError(f"{checkpoint} does not exist, and {job} that would write it; finish that run first")
     overrides = ["--checkpoint.initial_load_path", str(checkpoint)]
     return Start(config, overrides, run, str(checkpoint), None if written else f"afterok:{job_id}")
 

@@ -173,8 +173,8 @@ def environment() -> dict[str, Any]:
     """The machine, Python and environment variables of this launch, without variables that look like secrets."""
     kept = {k: v for k, v in sorted(os.environ.items()) if KEPT_VARIABLES.match(k) and not SECRET.search(k)}
     modules = [module for module in os.environ.get("LOADEDMODULES", "").split(":") if module]
-    return {"python": sys.version, "executable": sys.executable, "host": list(os.uname()), "modules": modules,
-            "variables": kept}  # fmt: skip
+    machine = {"python": sys.version, "executable": sys.executable, "host": list(os.uname())}
+    return {**machine, "modules": modules, "variables": kept}
 
 
 def seal(folder: Path) -> None:
