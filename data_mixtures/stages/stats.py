@@ -23,6 +23,7 @@ from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
 from data_mixtures.stages import shuffle, stage, stats_page
 from data_mixtures.stages.stage import TOKENIZER
+from records.files import write_atomically
 
 JSON, PAGE = "stats.json", "stats.html"
 LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
@@ -64,7 +65,7 @@ def write(
             ],
         }
     shards.write_json(out / JSON, result)
-    stats_page.write(out / PAGE, result)
+    write_atomically(out / PAGE, stats_page.page(result))
     console.print(f"{out / JSON}, {out / PAGE}", highlight=False, soft_wrap=True)
     return result
 

@@ -214,13 +214,10 @@ def provenance_card(run: Run) -> str:
     if starts:
         body += table(("phase", "attempt", "at step", "ranks", "from", "torch", "code", "time (UTC)"), starts)
     if run.configs:
-        body += f"<details><summary>Settings of the job by phase</summary>{settings_table(run)}</details>"
+        flat = [{f"{section}.{key}": value for section, values in config.items() if isinstance(values, dict)
+                 for key, value in values.items()} for config in run.configs.values()]  # fmt: skip
+        names = sorted({name for settings in flat for name in settings})
+        rows = [[escape(name), *(code(settings.get(name)) for settings in flat)] for name in names]
+        settings = table(("setting", *run.configs), rows)
+        body += f"<details><summary>Settings of the job by phase</summary>{settings}</details>"
     return card("Provenance", body)
-
-
-def settings_table(run: Run) -> str:
-    """Every setting of the job's config; one that a phase does not have is "not recorded"."""
-    flat = [{f"{section}.{key}": value for section, values in config.items() if isinstance(values, dict)
-             for key, value in values.items()} for config in run.configs.values()]  # fmt: skip
-    names = sorted({name for settings in flat for name in settings})
-    return table(("setting", *run.configs), [[escape(n), *(code(each.get(n)) for each in flat)] for n in names])
