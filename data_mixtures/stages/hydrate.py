@@ -21,7 +21,6 @@ import pyarrow
 import pyarrow.parquet
 
 from data_mixtures import recipe
-from data_mixtures.recipe import HubSource
 from data_mixtures.stages import fetch, stage
 from data_mixtures.stages.stage import RAW, Stage, Unit, key_of
 
@@ -58,7 +57,7 @@ class Hydrate(Stage):
 
     def check(self) -> list[str]:
         """The sources to hydrate. ValueError says what to do when there is no resolver for them."""
-        hub = [each for each in self.recipe.sources if isinstance(each, HubSource) and each.name in self.sources]
+        hub = [each for each in self.recipe.sources if isinstance(each, recipe.HubSource) and each.name in self.sources]
         names = [each.name for each in hub if each.needs_hydration]
         if names and self.recipe.hydrate is None:
             raise ValueError(

@@ -89,8 +89,7 @@ def _read_plan(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
 
 def planned(out: Path, source: str) -> Entry:
     """What is planned for a source. ValueError when the plan lacks it."""
-    sources = read_plan(out)["sources"]
-    if source not in sources:
+    if source not in (sources := read_plan(out)["sources"]):
         raise ValueError(f"{out / PLAN} lacks source {source!r}; plan it first (python -m data_mixtures plan)")
     return sources[source]
 
@@ -142,8 +141,7 @@ def made_files(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
 
 def receipt_of(out: Path, stage: str, unit: Unit) -> dict[str, Any]:
     """The receipt of a finished unit. ValueError when that stage has not done it."""
-    receipt = read_receipt(out, stage, unit)
-    if receipt is None:
+    if (receipt := read_receipt(out, stage, unit)) is None:
         raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
     return receipt
 

@@ -115,9 +115,8 @@ def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dic
     shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
     for found in pool.map(lambda keys: _shared_in_range(out, sources, *keys), bounds):
         shared += found
-    pairs = [(int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b]]
-    pairs.sort(key=lambda pair: (-pair[0], *pair[1:]))
-    return {"pairs": [{"sources": [sources[a], sources[b]], "documents": count} for count, a, b in pairs]}
+    pairs = sorted((-int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b])
+    return {"pairs": [{"sources": [sources[a], sources[b]], "documents": -count} for count, a, b in pairs]}
 
 
 def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -> np.ndarray:
