@@ -115,24 +115,18 @@ def doctests(path: Path) -> list[str]:
         return []
     texts = []
     for name, docstring in text.definitions(str(path), source):
-        try:
-            examples = doctest.DocTestParser().get_examples(docstring)
-        except ValueError:
-            continue  # a malformed docstring; the others of its file may be good
-        if session := _session(examples):
+        parts, pending = [], ""
+        with suppress(ValueError):  # a malformed docstring; the others of its file may be good
+            for example in doctest.DocTestParser().get_examples(docstring):
+                pending += example.source
+                if example.want:
+                    parts.append(f"Question: What does Python print?\n{pending}Answer:\n{example.want}")
+                    pending = ""
+        if parts:
             about = " ".join(docstring.split("\n\n")[0].split())
-            texts.append(f"{name}: {about}\n\n{session}" if not about.startswith(">>>") else f"{name}\n\n{session}")
+            title = name if about.startswith(">>>") else f"{name}: {about}"
+            texts.append("\n\n".join([title, "\n".join(parts)]))
     return texts
-
-
-def _session(examples: list[doctest.Example]) -> str:
-    parts, pending = [], ""
-    for example in examples:
-        pending += example.source
-        if example.want:
-            parts.append(f"Question: What does Python print?\n{pending}Answer:\n{example.want}")
-            pending = ""
-    return "\n".join(parts)
 
 
 def demo() -> dict[str, list[tuple[Texts, int | None]]]:

@@ -7,7 +7,6 @@ instead of the first names of the alphabet.
 from __future__ import annotations
 
 import fnmatch
-import functools
 import glob
 import os
 import sysconfig
@@ -23,12 +22,8 @@ from data_mixtures.recipe import Input
 
 def roots(out: Path) -> dict[str, str]:
     """What {stdlib}, {site_packages} and {corpus} stand for in the paths of an input; `out` is the data folder."""
-    return {**_python(), "corpus": str(out / "corpus")}
-
-
-@functools.cache
-def _python() -> dict[str, str]:
-    return {"stdlib": sysconfig.get_path("stdlib"), "site_packages": sysconfig.get_path("purelib")}
+    python = sysconfig.get_paths()
+    return {"stdlib": python["stdlib"], "site_packages": python["purelib"], "corpus": str(out / "corpus")}
 
 
 def find(source_input: Input, roots: Mapping[str, str]) -> list[Path]:

@@ -26,26 +26,16 @@ class Unreadable(Exception):
 
 def read(path: Path) -> str:
     """A text file with \\n as line end. Unreadable: broken_gzip, not_utf8, not_text."""
-    text = decode(read_bytes(path))
+    raw = path.read_bytes()
+    try:
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
+    except (OSError, EOFError, zlib.error) as error:
+        raise Unreadable("broken_gzip") from error
+    except UnicodeDecodeError as error:
+        raise Unreadable("not_utf8") from error
     if "\0" in text:
         raise Unreadable("not_text")
     return text.replace("\r\n", "\n")
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content, unpacked if it is gzipped. Unreadable: broken_gzip."""
-    raw = path.read_bytes()
-    try:
-        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise Unreadable("broken_gzip") from error
-
-
-def decode(raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Unreadable("not_utf8") from error
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, Any]]:
