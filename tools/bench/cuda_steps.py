@@ -24,7 +24,6 @@ from transformers import CompileConfig
 
 from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
-from laneformer.engine.bench import EDGE_TOKENS, cached_bytes
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.sequence import SequenceDecoder
@@ -213,7 +212,7 @@ def decode(session: Session) -> Report:
     """Speed of decoding and of reading the prompt, at several depths of the context."""
     context, measured = session.config.max_position_embeddings, {}
     bandwidth = max(session.bandwidth.values())
-    for depth in sorted({0, context // 2, context - 2 * EDGE_TOKENS}):
+    for depth in sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS}):
         measured[str(depth)] = bench.benchmark(session.decoder(), depth, say, bandwidth)
     return {"depths": measured}
 
@@ -310,7 +309,7 @@ def lane_alone(session: Session) -> Report:
     for blocks in dict.fromkeys((multiprocessors // 32 * 32, multiprocessors)):
         decoder = SequenceDecoder(config, tensors, session.dtype, (DEVICE,), blocks_per_lane=blocks, limit_s=LIMIT_S)
         rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
-    bytes_per_token = bench.weight_bytes(decoder.geometry) + cached_bytes(decoder.config, TRIAL_TOKENS / 2, 2)
+    bytes_per_token = bench.weight_bytes(decoder.geometry) + decoder.config.cached_bytes(TRIAL_TOKENS / 2, 2)
     joins = [session.config.join(i, m) for i in range(session.config.num_hidden_layers) for m in MODULES]
     return {
         "rows": rows, "lanes": session.config.num_lanes, "layers": session.config.num_hidden_layers,
