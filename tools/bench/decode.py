@@ -9,7 +9,6 @@ trials, probes and ratios are taken.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from dataclasses import dataclass
@@ -88,11 +87,9 @@ def candidate(name: str, flavor: str, dtype: Dtype, threads: int) -> Candidate:
 def compare(options: Options, console: Any) -> Result:
     """Every figure of the report. RuntimeError if our own engine does not start."""
     names, config, facts = options.names(), LaneformerConfig.from_flavor(options.flavor), dict[str, Result]()
-    with contextlib.ExitStack() as stack:
-        candidates = {}
+    candidates = {name: candidate(name, options.flavor, options.dtype, options.threads) for name in names}
+    try:
         for name in names:
-            candidates[name] = candidate(name, options.flavor, options.dtype, options.threads)
-            stack.callback(candidates[name].close)
             with console.status(f"starting {name}"):
                 facts[name] = candidates[name].ask("facts")
             console.print(f"{name}: {', '.join(map(str, facts[name].values()))}", style="dim", markup=False)
@@ -103,6 +100,9 @@ def compare(options: Options, console: Any) -> Result:
         rounds = decode_rounds(options, config, present, facts, console)
         prefill = prefill_rounds(config, present, console)
         bench = present[OURS].ask("bench", flavor=options.flavor)
+    finally:
+        for each in candidates.values():
+            each.close()
     figures = {name: {key: spread([r[key][name] for r in rounds]) for key in FIGURES} for name in present}
     found = {name: {**facts[name], **figures[name], "prefill_tokens_per_s": prefill[name]} for name in present}
     return {
@@ -203,9 +203,6 @@ def speeds(candidates: dict[str, Result]) -> str:
     return table(columns, rows)
 
 
-# --- from packed weights to the first token -----------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class LoadOptions(harness.Options):
     """Time from a packed model folder to the first token, beside reading the same bytes from the page cache.
@@ -276,7 +273,3 @@ def load_section(options: LoadOptions, result: Result) -> tuple[str, str]:
         f"page cache {result['read_s']:.2f} s. Load and first token over that read, within a round: "
         f"{result['start_over_read']:.2f} (worst {result['start_over_read_worst']:.2f})."
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -226,7 +226,3 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         rows = [[name, *(f"{result[kind][what][name]:.2f}" for kind in KINDS)] for name in result[KINDS[0]][what]]
         parts.append(table([unit, *KINDS], rows))
     return f"{options.megabytes:g} MB of code and of prose", "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    main()

@@ -262,9 +262,6 @@ def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], o
     return differing
 
 
-# --- the report --------------------------------------------------------------------------------------------------
-
-
 def table(report: dict[str, Any]) -> Table:
     shown = Table(title=f"{report['model']}: engine ({report['isa']}, math {report['math']}) against PyTorch")
     for column in ("", "engine", "HF float32", "HF bf16", "allowed", ""):

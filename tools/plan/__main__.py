@@ -30,7 +30,7 @@ from data_mixtures import recipe
 from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
-from tools.bench.synthetic_data import write_synthetic_lock
+from tools.bench.train import write_synthetic_lock
 from tools.plan import sums
 from train.job_config import load_job
 
