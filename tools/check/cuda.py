@@ -22,18 +22,20 @@ from laneformer import LaneformerConfig
 from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
 from tools.check.reference import (
     Weights,
+    first_difference,
     hf_greedy,
     hf_logits,
     hf_model,
     mean_kl,
     planted_faults,
+    random_prompts,
     relative_errors,
     tensors_of,
 )
 
 BEYOND_WINDOW = 64  # positions of the scored text whose window excludes its start
 SHORT_LENGTH = 48
-PROMPT_LENGTHS = (1, 5, 11, 203)
+PROMPT_LENGTHS = (1, 5, 11, 203)  # short ones, which the kernels read, and longer ones, which PyTorch reads
 NEW_TOKENS = 32
 Report = dict[str, Any]
 MakeDecoder = Callable[..., SequenceDecoder]
@@ -89,25 +91,17 @@ def greedy(decoder: SequenceDecoder, prompt: list[int], new_tokens: int = NEW_TO
     return decoder.wait()
 
 
-def prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
-    """Short ones, which the kernels read, and longer ones, which PyTorch reads."""
-    rng, longest = np.random.default_rng(1), config.max_position_embeddings - NEW_TOKENS
-    lengths = [min(PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)], longest) for i in range(count)]
-    return [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
-
-
 def compare_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count: int) -> Report:
     """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
 
     The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which reads the longer prompts.
     """
     diverged, tokens = [], []
-    for index, prompt in enumerate(prompts(decoder.config, count)):
+    for index, prompt in enumerate(random_prompts(decoder.config, count, PROMPT_LENGTHS, NEW_TOKENS)):
         ours = greedy(decoder, prompt)
         theirs, leads = truth.greedy(tuple(prompt), len(ours))
         tokens.append(ours)
-        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-        if first is not None:
+        if (first := first_difference(ours, theirs)) is not None:
             tie = 2 * (min(worst, truth.worst) if len(prompt) <= IN_KERNEL_TOKENS else truth.worst)
             diverged.append({"prompt": index, "token": first, "lead": leads[first], "tie": tie})
     return {

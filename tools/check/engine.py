@@ -35,6 +35,7 @@ from records.files import code_version
 from tools.check.reference import (
     Weights,
     chosen_positions,
+    first_difference,
     hf_greedy,
     hf_logits,
     hf_model,
@@ -43,6 +44,7 @@ from tools.check.reference import (
     module_report,
     plain_model,
     planted_faults,
+    random_prompts,
     random_weights,
     relative_errors,
     ring_slots,
@@ -229,17 +231,13 @@ def depths(config: LaneformerConfig, length: int) -> list[int]:
 
 def compare_greedy(engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float) -> dict[str, Any]:
     """Continuations of random prompts, short ones and some beyond the window; where they part, and by what lead."""
-    config, rng = engine.config, np.random.default_rng(1)
-    longest = config.max_position_embeddings - options.new_tokens
-    lengths = [1, 5, 11, min(config.sliding_window + 3, 200)]
-    parted, leads = [], []
-    for index in range(options.prompts):
-        prompt = rng.integers(0, config.vocab_size, max(1, min(longest, lengths[index % 4]))).tolist()
+    config, parted, leads = engine.config, [], []
+    lengths = (1, 5, 11, min(config.sliding_window + 3, 200))
+    for index, prompt in enumerate(random_prompts(config, options.prompts, lengths, options.new_tokens)):
         ours = engine.generate(prompt, max_new_tokens=options.new_tokens, ignore_eos=True)
         theirs, lead = hf_greedy(model, prompt, len(ours))
         leads.append(min(lead))
-        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-        if first is not None:
+        if (first := first_difference(ours, theirs)) is not None:
             parted.append({"prompt": index, "token": first, "lead": lead[first]})
     return {
         "prompts": options.prompts, "new_tokens": options.new_tokens, "same": options.prompts - len(parted),
