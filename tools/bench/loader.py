@@ -2,9 +2,8 @@
 
     python -m tools.bench loader --out docs/benchmarks/2026-11-21-loader.md
 
-The data are random tokens in five sources with the published phase-1 weights, in the page cache. Speed is tokens per
-second of CPU time on one core, so that other work on the machine has little effect; every round also times a NumPy copy
-of the same bytes.
+The data are random tokens in five sources with the published phase-1 weights, in the page cache. CPU time is counted,
+so that other work on the machine has little effect; every round also times a NumPy copy of the same bytes.
 """
 
 from __future__ import annotations
