@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shlex
@@ -29,6 +28,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 
@@ -37,7 +37,7 @@ from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
 from records.evals import About
 from records.events import DONE, STOPPED, read_outcome, record_event
-from records.files import append_line, read_lines
+from records.files import append_line, hold_lock, read_lines
 from records.job import JobSections, read_job
 
 SCRATCH = ".evals-watch"
@@ -192,16 +192,9 @@ def scratch_folder(run: Path) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def only_watcher(run: Path) -> Iterator[None]:
-    """Hold the lock of a run's evaluations. Raises ValueError if another watcher holds it."""
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / f"{SCRATCH}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as held:
-            raise ValueError(f"another watcher evaluates {run}; stop it first") from held
-        yield
+def only_watcher(run: Path) -> TextIO:
+    """The lock of a run's evaluations. Raises ValueError if another watcher holds it."""
+    return hold_lock(run / f"{SCRATCH}.lock", f"another watcher evaluates {run}; stop it first")
 
 
 def yield_to_training(cpus: str | None, gpu: str | None) -> None:

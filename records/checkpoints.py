@@ -100,15 +100,6 @@ def to_trash(path: Path) -> Path:
     return trash
 
 
-def set_aside(path: Path) -> Path:
-    """Move a checkpoint to checkpoint-aside/ and return its new path."""
-    aside = path.parent.with_name(f"{path.parent.name}-aside")
-    aside.mkdir(exist_ok=True)
-    kept = aside / f"{path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{time.time_ns() % 10**9:09d}"
-    path.rename(kept)
-    return kept
-
-
 def clear_branch(folder: Path, start: Path | None) -> dict[str, str]:
     """Move checkpoints newer than `start` away (None: all, the job starts elsewhere). Returns {name: what was done}.
 
@@ -121,7 +112,10 @@ def clear_branch(folder: Path, start: Path | None) -> dict[str, str]:
         if step <= first:
             break
         if (path / ".metadata").is_file():
-            done[path.name] = f"set aside as {set_aside(path)}"
+            aside = folder.with_name(f"{folder.name}-aside")
+            aside.mkdir(exist_ok=True)
+            when = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{time.time_ns() % 10**9:09d}"
+            done[path.name] = f"set aside as {path.rename(aside / f'{path.name}.{when}')}"
         else:
             to_trash(path)
             done[path.name] = "deleted: never completed"

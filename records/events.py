@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from records.files import append_line, host_name, read_lines, write_atomically
+from records.files import append_line, host_name, write_atomically
 
 # how a worker or the supervisor ends: exit status, and `code` in outcome.json; any other status is a crash
 DONE = 0  # training.steps reached
@@ -33,11 +33,6 @@ def record_event(run: Path, kind: str, **facts: Any) -> None:
         append_line(run / "events.jsonl", json.dumps(event))
     except OSError as problem:  # such as a full disk, which must not end the job
         logging.getLogger().warning(f"events.jsonl cannot be written ({problem}): {event}")
-
-
-def read_events(run: Path) -> list[dict[str, Any]]:
-    """All events of a run, oldest first."""
-    return read_lines(run / "events.jsonl")
 
 
 def next_attempt(run: Path) -> int:

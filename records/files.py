@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # what decides a model's answers: config, tokenizer, weights, chat template
 MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja")
@@ -84,6 +85,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def hold_lock(path: Path, problem: str) -> TextIO:
+    """Lock a file until the returned handle is closed or the process ends. ValueError(problem) if another holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(path, "w")  # noqa: SIM115 - stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as held:
+        lock.close()
+        raise ValueError(problem) from held
+    return lock
 
 
 def file_sha256(path: Path) -> str:

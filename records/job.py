@@ -29,7 +29,6 @@ class Training:
 
     global_batch_size: int = -1
     """Sequences per optimizer step over all ranks"""
-
     steps: int = 10_000
     """Optimizer steps of the whole job"""
 
@@ -40,10 +39,8 @@ class LRScheduler:
 
     warmup_steps: int = 200
     """Steps of linear warmup"""
-
     total_steps: int | None = None
     """Length of the schedule in steps; default: training.steps"""
-
     decay_ratio: float | None = None
     """Fraction of total_steps at the end in which the learning rate decays; default: all steps after the warmup"""
 
@@ -54,7 +51,6 @@ class Mixture:
 
     lock: str = ""
     """Path of the mixture's lock file, e.g. data/demo/phase1.lock.json"""
-
     reader_threads: int = 2
     """Threads that read and cast batches ahead of the step"""
 
@@ -73,13 +69,10 @@ class Model:
 
     flavor: str = ""
     """Architecture: 2b, 300m or tiny; [architecture] overrides single fields"""
-
     hf_assets_path: str = "."
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
-
     attention: str = "auto"
     """Attention kernel: sdpa, flex, or auto (flex if compiled for a GPU, else sdpa)"""
-
     mask_documents: bool = False
     """Restrict attention to the token's own document within a packed sequence"""
 
@@ -90,22 +83,17 @@ class Checkpoint:
 
     folder: str = "checkpoint"
     """Folder of the checkpoints inside the run folder"""
-
     load_step: int = -1
     """Step of the checkpoint to load; -1: the newest complete one"""
-
     initial_load_path: str | None = None
     """Checkpoint folder (.../checkpoint/step-N) to start from if this run has none of its own: the phase switch.
     Learning-rate schedule, optimizer settings and data order are this job's; with initial_load_model_only = false the
     optimizer's moments are loaded too"""
-
     initial_load_all_states: bool = False
     """Load everything from initial_load_path (step, data position, moments): a decay that branches off the stable part
     of a run. The learning-rate schedule is this job's"""
-
     last_save_model_only: bool = False
     """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments"""
-
     allow_fresh_start: bool = False
     """Whether the job may start from random weights (phase 1); otherwise a missing checkpoint is an error"""
 
@@ -116,44 +104,31 @@ class Resilience:
 
     keep_every_steps: int = 0
     """Checkpoints of multiples of this step are never deleted, besides the newest checkpoint.keep_latest_k; 0: none"""
-
     max_failed_saves: int = 3
     """Consecutive failed saves (a full disk) after which the job ends"""
-
     spike_window: int = 128
     """Number of recent steps that a loss or gradient norm is compared with"""
-
     max_loss_z: float = 0.0
     """Robust z-score of the loss above which a step is refused; 0: only a non-finite loss is"""
-
     max_grad_norm_z: float = 0.0
     """Robust z-score of the gradient norm before clipping above which a step is refused; 0: only a non-finite one is"""
-
     unclean_policy: Literal["stop", "rollback", "rollback_and_skip"] = "stop"
     """After a refused step: end the job, restart from the newest checkpoint, or restart and skip the batch"""
-
     skip_steps: int = 1
     """Steps of data that rollback_and_skip skips, the refused one last; never data that the checkpoint has seen"""
-
     skip_sequences: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [first, last) of sequence numbers of the mixture that training skips"""
-
     hang_timeout_s: float = 600.0
     """Seconds without a finished step on any rank after which stacks are dumped and the job is restarted. Longer than a
     step, a synchronous save and a validation together, or than an evaluation with evals.in_loop"""
-
     start_timeout_s: float = 1800.0
     """Like hang_timeout_s, until the first step of an attempt is done: imports, loading, compilation"""
-
     stop_deadline_s: float = 300.0
     """Seconds that a signalled job has to save a checkpoint before it is killed"""
-
     backoff_s: float = 10.0
     """Seconds before the second attempt without progress; doubles up to max_backoff_s"""
-
     max_backoff_s: float = 300.0
     """Longest pause between two attempts, in seconds"""
-
     max_fruitless_starts: int = 3
     """Consecutive attempts without a newer checkpoint after which the supervisor gives up"""
 
@@ -175,10 +150,8 @@ class Metrics:
 
     enable_tensorboard: bool = False
     """Whether to write TensorBoard event files"""
-
     save_tb_folder: str = "tb"
     """Folder of the event files inside the run folder"""
-
     enable_wandb: bool = False
     """Whether to log to Weights & Biases"""
 
@@ -189,21 +162,16 @@ class Evals:
 
     every_steps: int = 0
     """Evaluate checkpoints of multiples of this step, and the last one; 0: none"""
-
     commands: list[str] = field(default_factory=list)
     """Evaluation commands with their options, such as "bits_per_byte --data data/demo --windows 8"; {step} in an option
     becomes the step. The watcher adds the model folder, --out, --step, --tokens-total, --phase and --device"""
-
     device: str = "auto"
     """Device of the evaluations: auto, cpu or cuda"""
-
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type that the weights are rounded to before evaluation"""
-
     in_loop: bool = False
     """Whether the job itself runs the watcher after saving such a checkpoint and waits for it: for small runs. An
     evaluation is ended after 0.9 times resilience.hang_timeout_s"""
-
     newest_first: bool = False
     """Whether a watcher that has fallen behind evaluates the newest checkpoint before older ones"""
 

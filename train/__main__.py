@@ -6,12 +6,9 @@ from .supervise.signals import WORKER
 
 WORKER.install()  # before the imports that take seconds
 
-import torch  # noqa: E402
+from .job_config import patch_torch_for_cpu  # noqa: E402
 
-if not torch.accelerator.is_available():
-    from .cpu import patch_torch_for_cpu
-
-    patch_torch_for_cpu()
+patch_torch_for_cpu()
 
 
 def main() -> None:

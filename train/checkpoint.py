@@ -21,14 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from records.checkpoints import (
-    check_complete,
-    clear_branch,
-    newest_complete_checkpoint,
-    read_metadata,
-    superseded,
-    to_trash,
-)
+from records import checkpoints
 from records.events import record_event
 
 from .optimizer import apply_optimizer_settings
@@ -56,11 +49,11 @@ class CheckpointTimes:
         with self.blocking():
             yield
 
-        def finished(_: Any = None) -> None:
+        def finished(_: Any) -> None:
             self.total_s = time.perf_counter() - started
 
         if manager.save_future is None or manager.save_future is before:
-            finished()
+            finished(None)
         else:
             manager.save_future.add_done_callback(finished)
 
@@ -108,7 +101,8 @@ class PhaseCheckpointManager(CheckpointManager):
             self._require_fresh_start("checkpoint.enable = false")
             return False
         folder = Path(self.folder)
-        own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest_complete_checkpoint(folder))
+        newest = checkpoints.newest_complete_checkpoint
+        own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest(folder))
         if not self.load_only:
             on_rank_zero(lambda: self._clear_branch(folder, own))
         if own is None and self.resume_from is not None:
@@ -125,8 +119,8 @@ class PhaseCheckpointManager(CheckpointManager):
 
     def _clear_branch(self, folder: Path, start: Path | None) -> None:
         if start is not None:
-            check_complete(start)  # before anything newer is moved
-        for name, what in clear_branch(folder, start).items():
+            checkpoints.check_complete(start)  # before anything newer is moved
+        for name, what in checkpoints.clear_branch(folder, start).items():
             logger.warning(f"{name} is newer than where this job starts: {what}")
             record_event(self.run, "checkpoint_removed", checkpoint=name, what=what)
 
@@ -190,18 +184,15 @@ class PhaseCheckpointManager(CheckpointManager):
 
     def _take_back(self, partial: Path, reason: str) -> None:
         if partial.is_dir():
-            shutil.rmtree(to_trash(partial), ignore_errors=True)
-        record_event(self.run, "save_failed", step=self.step_of(partial), in_a_row=self.failed_saves, reason=reason)
-
-    @staticmethod
-    def step_of(folder: Path) -> int:
-        return int(folder.name.removeprefix("step-"))
+            shutil.rmtree(checkpoints.to_trash(partial), ignore_errors=True)
+        step = int(partial.name.removeprefix("step-"))
+        record_event(self.run, "save_failed", step=step, in_a_row=self.failed_saves, reason=reason)
 
     def _purge_stale_checkpoints(self) -> None:
         """Called by TorchTitan after each dispatch; its thread deletes what is handed to it."""
         if self.keep_latest_k > 0 and torch.distributed.get_rank() == 0:
-            for path in superseded(Path(self.folder), self.keep_latest_k, self.keep_every_steps):
-                self.purge_queue.put(str(to_trash(path)))
+            for path in checkpoints.superseded(Path(self.folder), self.keep_latest_k, self.keep_every_steps):
+                self.purge_queue.put(str(checkpoints.to_trash(path)))
 
     def _require_fresh_start(self, why: str) -> None:
         if not self.allow_fresh_start:
@@ -218,15 +209,16 @@ class PhaseCheckpointManager(CheckpointManager):
         if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
-            self.states[DATALOADER].continue_after(json.loads(state[DATALOADER]["mixture"]))
+            used = json.loads(state[DATALOADER]["mixture"])
+            self.states[DATALOADER].begin_at(used["windows"], used["windows_left_out"])
         logger.info(
             f"New phase from {parent}: {' and '.join(wanted)}; schedule, settings and data order are this job's"
         )
 
     def _load(self, folder: Path, names: list[str]) -> set[str]:
         """Load these states; returns the names of everything that the checkpoint holds."""
-        on_rank_zero(lambda: check_complete(folder))
-        stored = set(read_metadata(folder).state_dict_metadata)
+        on_rank_zero(lambda: checkpoints.check_complete(folder))
+        stored = set(checkpoints.read_metadata(folder).state_dict_metadata)
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
         missing = sorted(set(self.states[MODEL].state_dict()) - stored)
         if missing:

@@ -36,16 +36,9 @@ class MixtureLoader(BaseDataLoader):
     """
 
     def __init__(
-        self,
-        lock: Path,
-        dp_rank: int,
-        dp_world_size: int,
-        local_batch_size: int,
-        reader_threads: int,
-        skips: SkipList,
+        self, lock: Path, dp_rank: int, dp_world_size: int, local_batch_size: int, reader_threads: int, skips: SkipList
     ):
-        self.lock = lock
-        self.skips = skips
+        self.lock, self.skips = lock, skips
         self.tokenizer = lock.parent / "tokenizer.model"
         self.mixture = Mixture.open(lock)
         self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
@@ -75,11 +68,8 @@ class MixtureLoader(BaseDataLoader):
             self.sequences += self.micro_batch
             yield batch
 
-    def continue_after(self, phase: dict[str, Any]) -> None:
-        """Start every source after the windows that an earlier phase used; phase: its state, parsed from JSON."""
-        self._begin_at(phase["windows"], phase["windows_left_out"])
-
-    def _begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
+    def begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
+        """Start every source after the windows that earlier phases used; left_out: how many of these were skipped."""
         self.offsets, self.left_out = dict(offsets), dict(left_out)
         names = self.mixture.source_names
         self.mixture = self.mixture.starting_at({name: offsets[name] for name in names if name in offsets})
@@ -143,7 +133,7 @@ class MixtureLoader(BaseDataLoader):
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
-        self._begin_at(state["offsets"], state["left_out"])
+        self.begin_at(state["offsets"], state["left_out"])
 
 
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
@@ -154,8 +144,13 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
     """
     asked: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
     done: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
+
+    def serve(asked: SimpleQueue, done: SimpleQueue) -> None:
+        while (number := asked.get()) is not None:
+            done.put(read(number))
+
     for queues in zip(asked, done, strict=True):
-        Thread(target=_serve, args=(read, *queues), name="reader", daemon=True).start()
+        Thread(target=serve, args=queues, name="reader", daemon=True).start()
     try:
         for number in range(threads * READ_AHEAD_BATCHES):
             asked[number % threads].put(number)
@@ -166,11 +161,6 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
     finally:
         for queue in asked:
             queue.put(None)
-
-
-def _serve(read: Callable[[int], T], asked: SimpleQueue, done: SimpleQueue) -> None:
-    while (number := asked.get()) is not None:
-        done.put(read(number))
 
 
 def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> MixtureLoader:

@@ -80,5 +80,4 @@ class Guard:
     def load_state_dict(self, state: str) -> None:
         values = json.loads(state)
         for running, key in ((self.loss, "loss"), (self.grad_norm, "grad_norm")):
-            for value in values[key]:
-                running.add(value)
+            running.values.extend(values[key])

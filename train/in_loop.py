@@ -71,20 +71,14 @@ class InLoop:
         process, began_s = subprocess.Popen(command, env=kept), time.monotonic()
         while process.poll() is None:
             time.sleep(POLL_S)
-            if signals.WORKER.asked or (self.run / "stop").exists():
-                end(process)
-                return None  # the next start catches up
-            if time.monotonic() - began_s > self.limit_s:
-                end(process)
-                return f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
+            stopping = bool(signals.WORKER.asked) or (self.run / "stop").exists()
+            if stopping or time.monotonic() - began_s > self.limit_s:
+                process.terminate()  # and what it started
+                try:
+                    process.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                # after a stop the next start catches up
+                return None if stopping else f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
         return f"exit status {process.returncode}, see {self.run}/logs/evals" if process.returncode else None
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the watcher and what it started; kill it after END_S."""
-    process.terminate()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

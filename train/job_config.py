@@ -10,26 +10,29 @@ prints the resolved job as TOML, defaults included: what a run would use. That o
 
 import dataclasses
 import importlib
+import os
+import resource
 import sys
 import typing
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import tomli_w
+import torch
 
 from laneformer.config import LaneformerConfig
 from records.job import JobSections, job_file
 
-
-def _architecture_section() -> type:
-    """Every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor."""
-    hints = typing.get_type_hints(LaneformerConfig)
-    names = [f.name for f in dataclasses.fields(LaneformerConfig) if f.name != "rope_scaling"]
-    optional = [(name, typing.Optional[hints[name]], field(default=None)) for name in names]  # noqa: UP045
-    return dataclasses.make_dataclass("Architecture", optional)
-
-
-Architecture = _architecture_section()
+# every field of LaneformerConfig, None by default: `--architecture.broadcast_delay 0` changes the flavor
+Architecture = dataclasses.make_dataclass(
+    "Architecture",
+    [
+        (name, typing.Optional[hint], field(default=None))  # noqa: UP045
+        for name, hint in typing.get_type_hints(LaneformerConfig).items()
+        if name in LaneformerConfig.__dataclass_fields__ and name != "rope_scaling"
+    ],
+)
 
 
 @dataclass
@@ -44,19 +47,37 @@ def load_job(arguments: list[str]) -> Any:
 
     Raises ValueError for a missing file or an unknown key; a flag that cannot be parsed ends the process.
     """
-    import torch
-
     job_file(arguments)
-    if not torch.accelerator.is_available():
-        from train.cpu import patch_torch_for_cpu
-
-        patch_torch_for_cpu()  # before torchtitan is imported
+    patch_torch_for_cpu()
     from torchtitan.config import ConfigManager
 
     job = ConfigManager().parse_args(arguments)
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)
     return job
+
+
+def patch_torch_for_cpu() -> None:
+    """Without an accelerator, answer "cpu" in the few places where TorchTitan 0.2.2 asks for one; changes no result.
+
+    Call it before torchtitan is imported.
+    """
+    if torch.accelerator.is_available():
+        return
+
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"active_bytes.all.peak": peak_bytes, "reserved_bytes.all.peak": peak_bytes}
+
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    torch._utils._get_available_device_type = lambda: "cpu"
+    cpu: Any = torch.cpu
+    cpu.get_device_name = lambda device=None: "cpu"
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(name="cpu", total_memory=memory_bytes)
+    cpu.memory_stats = memory_stats
+    cpu.reset_peak_memory_stats = lambda device=None: None
+    cpu.empty_cache = lambda: None
+    cpu.current_device = lambda: 0  # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
 
 
 def resolved_toml(job: Any) -> str:

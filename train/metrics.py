@@ -159,10 +159,8 @@ class RunMetrics(MetricsProcessor):
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
     """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by source are named group/source."""
-    scalars = {}
-    for key in ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s"):
-        if row[key] is not None:
-            scalars[key] = row[key]
+    keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s")
+    scalars = {key: row[key] for key in keys if row[key] is not None}
     for key in ("loss_by_source", "tokens_by_source"):
         scalars |= {f"{key}/{name}": value for name, value in row[key].items()}
     return scalars

@@ -5,12 +5,8 @@ from __future__ import annotations
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from laneformer.titan import (
-    LaneformerStateDictAdapter,
-    TitanLaneformer,
-    model_args_by_flavor,
-    parallelize_laneformer,
-)
+from laneformer.titan.parallelize import parallelize_laneformer
+from laneformer.titan.spec import LaneformerStateDictAdapter, TitanLaneformer, model_args_by_flavor
 
 from .data import build_mixture_loader
 from .metrics import RunMetrics

@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
+import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +24,14 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from records.events import BAD_STEP, DONE, STOPPED, crash_on_record, next_attempt, record_event, write_outcome
-from records.files import write_atomically
+from records.files import append_line, code_version, write_atomically
 
 from .checkpoint import PhaseCheckpointManager
 from .data import Batch
 from .guard import BadStep, Guard
 from .in_loop import InLoop
+from .job_config import resolved_toml
 from .metrics import loss_sums_by_source
-from .run_folder import open_run_folder, record_attempt
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
 
@@ -82,26 +85,42 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
         """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
-        self._begin_attempt()
+        loader, training = self.dataloader, self.job_config.training
+        loader.check_epochs(training.steps * training.global_batch_size)
+        self.metrics_processor.begin_attempt(self.attempt, self.step, loader.tokens_before())
+        if torch.distributed.get_rank() == 0:
+            self._describe_run()
+            self._describe_attempt()
         return super().batch_generator(data_iterable)
 
-    def _begin_attempt(self) -> None:
-        metrics, loader, training = self.metrics_processor, self.dataloader, self.job_config.training
-        loader.check_epochs(training.steps * training.global_batch_size)
-        metrics.begin_attempt(self.attempt, self.step, loader.tokens_before())
-        if torch.distributed.get_rank() != 0:
-            return
-        open_run_folder(self.run, self.job_config, self.model_args.config, loader.tokenizer)
-        source = self.checkpointer.started_from
+    def _describe_attempt(self) -> None:
+        """One line in attempts.jsonl; the first attempt leaves lineage.json."""
+        source, tokens_before = self.checkpointer.started_from, self.metrics_processor.tokens_before
         if not (self.run / "lineage.json").is_file():
-            lineage = {"parent": str(source.resolve()) if source else None, "tokens_before": metrics.tokens_before}
+            lineage = {"parent": str(source.resolve()) if source else None, "tokens_before": tokens_before}
             write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
-        record_attempt(
-            self.run,
-            step=self.step,
-            started_from=str(source) if source else "random weights",
-            mixture_fingerprint=loader.mixture.fingerprint,
-        )
+        facts = {
+            "attempt": self.attempt,
+            "time": time.time(),
+            "code_version": code_version(Path(__file__).parent),
+            "argv": sys.argv,
+            "world_size": torch.distributed.get_world_size(),
+            "torch": torch.__version__,
+            "step": self.step,
+            "started_from": str(source) if source else "random weights",
+            "mixture_fingerprint": self.dataloader.mixture.fingerprint,
+        }
+        append_line(self.run / "attempts.jsonl", json.dumps(facts))
+
+    def _describe_run(self) -> None:
+        """config.toml, model.json, tokenizer.model; an earlier, different config.toml is kept as its attempt's."""
+        resolved, config = resolved_toml(self.job_config), self.run / "config.toml"
+        if config.is_file() and config.read_text(encoding="utf-8") != resolved:
+            shutil.copy(config, self.run / f"config.attempt-{self.attempt - 1}.toml")
+        write_atomically(config, resolved)
+        write_atomically(self.run / "model.json", json.dumps(self.model_args.config.to_dict(), indent=2) + "\n")
+        if self.dataloader.tokenizer.is_file():
+            write_atomically(self.run / "tokenizer.model", self.dataloader.tokenizer.read_bytes())
 
     def train(self) -> None:
         """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `records.events` has a code."""
@@ -194,18 +213,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             self.guard.check(loss, grad_norm)
         except BadStep as problem:
             if torch.distributed.get_rank() == 0:
-                self._record_bad_step(loss, grad_norm, str(problem))
+                # every sequence of the refused batch by source and offset, in a file of its own beside the event
+                size = self.job_config.training.global_batch_size
+                batch = self.dataloader.locate(self.dataloader.sequences - size, size)
+                path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.json"
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
+                facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": str(problem), "batch": str(path)}
+                record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
             raise
-
-    def _record_bad_step(self, loss: float, grad_norm: float, reason: str) -> None:
-        """The refused batch, every sequence by source and offset, in a file of its own beside the event."""
-        size = self.job_config.training.global_batch_size
-        batch = self.dataloader.locate(self.dataloader.sequences - size, size)
-        path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
-        facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": reason, "batch": str(path)}
-        record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
 
     def _after_step(self) -> None:
         self.heartbeat.beat(self.step)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_mixtures.mixture import Mixture
-from records.events import read_events
+from records.files import read_lines
 from tests.train.supervised import GLOBAL_BATCH, RANKS, ROOT, arguments, environment
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def test_a_damaged_block_ends_the_job_with_its_name(prepared_data: Path, tmp_pat
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, clean + 1)), "trained up to the damage, and not on it"
     outcome = json.loads((run / "outcome.json").read_text())
-    crashes = [event for event in read_events(run) if event["kind"] == "crash"]
+    crashes = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "crash"]
     named = [event for event in crashes if f"{shard}: block 0 of 1 (bytes 0 to 4098) is damaged" in event["reason"]]
     assert named, crashes
     assert all("verify" in event["reason"] and "--quarantine" in event["reason"] for event in named)

@@ -117,7 +117,8 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     assert one.left_out_per_source() == {name: int((out == i).sum()) for i, name in enumerate(names)}
 
     (two,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
-    two.continue_after(json.loads(state))
+    used = json.loads(state)
+    two.begin_at(used["windows"], used["windows_left_out"])
     assert two.tokens_before() == 3 * GLOBAL_BATCH * 32
     assert two.tokens_per_source() == counted
     tokens, sources, _ = train([two], steps=2)
@@ -143,8 +144,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from train.cpu import patch_torch_for_cpu
-if not torch.accelerator.is_available(): patch_torch_for_cpu()
+from train.job_config import patch_torch_for_cpu
+patch_torch_for_cpu()
 from train.data import MixtureLoader
 from train.skips import SkipList
 

@@ -13,5 +13,5 @@ def test_settings_that_evaluate_nothing_are_refused(every_steps: int, commands: 
     job = JobSections()
     job.checkpoint.interval = 5  # type: ignore[attr-defined]  # TorchTitan's
     job.evals.every_steps, job.evals.commands = every_steps, commands
-    with pytest.raises(ValueError, match=r"evals.every_steps = \d+ to be a multiple of checkpoint.interval = 5"):
+    with pytest.raises(ValueError, match=r"evals.every_steps = \d+ must be a multiple of checkpoint.interval = 5"):
         InLoop(job)

@@ -17,8 +17,8 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 # in a process of its own: TorchTitan is taught about CPUs before it is imported, and keeps global state
 LOAD = """
 import json, sys, torch
-from train.cpu import patch_torch_for_cpu
-if not torch.accelerator.is_available(): patch_torch_for_cpu()
+from train.job_config import patch_torch_for_cpu
+patch_torch_for_cpu()
 from torchtitan.config import ConfigManager
 import train.spec
 from torchtitan.protocols.train_spec import get_train_spec

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 if not torch.accelerator.is_available():
-    from train.cpu import patch_torch_for_cpu
+    from train.job_config import patch_torch_for_cpu
 
     patch_torch_for_cpu()  # before torchtitan is imported
 
@@ -38,7 +38,7 @@ from torchtitan.train import Trainer
 from torchtitan.train import main as titan_main
 
 from laneformer.config import LaneformerConfig, flops_per_token
-from laneformer.titan import LaneformerArgs, model_args_by_flavor
+from laneformer.titan.spec import LaneformerArgs, model_args_by_flavor
 from records.files import append_line
 from train.data import Batch, build_mixture_loader
 from train.optimizer import build_laneformer_optimizers

@@ -23,6 +23,7 @@ import torch
 
 from data_mixtures.mixture import Mixture, read_lock
 from tools.bench.harness import Result, serve
+from train.job_config import patch_torch_for_cpu
 
 BATCH = 8
 EPOCH = 20_000  # samples, where a baseline asks for it
@@ -276,10 +277,7 @@ MEASURES: dict[str, Callable[..., Result]] = {
 def serve_loader(name: str, data: Path) -> None:
     """The process of one loader: answers what to measure until stdin ends."""
     torch.set_num_threads(1)
-    if not torch.accelerator.is_available():
-        from train.cpu import patch_torch_for_cpu
-
-        patch_torch_for_cpu()
+    patch_torch_for_cpu()
     loader = functools.cache(lambda: LOADERS[name](data))
 
     def answer(do: str, argument: Any) -> Result:

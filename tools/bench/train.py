@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 if not torch.accelerator.is_available():
-    from train.cpu import patch_torch_for_cpu
+    from train.job_config import patch_torch_for_cpu
 
     patch_torch_for_cpu()  # before torchtitan is imported
 

@@ -1,5 +1,9 @@
 """One attempt, from the supervisor's side: start the workers, pass on stop requests, kill what hangs.
 
+The workers are one torchrun on this machine, or one per node through srun. Rank = (position of the node in the list,
+position in the node), whatever order Slurm gives its tasks: every task looks up its own name. The first node hosts the
+rendezvous. An attempt has a port and an id of its own, so it cannot meet the remains of a broken one, and torchrun
+itself restarts nothing.
 A stop request travels as the file RUN/stop, which rank 0 looks for at every step: a file reaches any node, while srun
 and torchrun act on signals themselves instead of passing them on.
 """
@@ -12,21 +16,24 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from records.events import CRASHED, read_outcome, record_event
+from records.files import host_name
 from records.job import JobSections
 
 from .heartbeat import HangWatch, laggards, read_heartbeats
-from .nodes import start_workers
 from .signals import StopSignals
 
 POLL_S = 0.2
+SCONTROL_TIMEOUT_S = 60
 # torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 # torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
@@ -54,7 +61,7 @@ class Attempt:
         self.known: set[psutil.Process] = set()  # workers on this machine, also when torchrun has lost them
 
     def start(self, nodes: list[str] | None, nproc_per_node: int, train_arguments: list[str]) -> None:
-        """Every attempt has a rendezvous of its own, so that none can meet the remains of a broken one."""
+        """Clear what an earlier attempt left for its supervisor, and start the workers."""
         shutil.rmtree(self.heartbeats, ignore_errors=True)
         for stale in ("outcome.json", "stop"):
             (self.job.run / stale).unlink(missing_ok=True)
@@ -77,8 +84,8 @@ class Attempt:
             if self.stop.forced:
                 ended = Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
             elif (waited_s := hang.hung_for_s()) is not None:
-                if read_outcome(self.job.run) is not None:
-                    break  # a worker recorded why the job ends, but the processes do not exit
+                if read_outcome(self.job.run) is not None or self._workers_are_gone():
+                    break  # a worker recorded why the job ends, or all have died, but not everything exits
                 ended = self._on_hang(waited_s)
             if ended:
                 break
@@ -116,6 +123,10 @@ class Attempt:
         with suppress(psutil.NoSuchProcess):
             self.known |= set(psutil.Process(self.workers.pid).children(recursive=True))
 
+    def _workers_are_gone(self) -> bool:
+        """Whether torchrun, on this machine, has outlived all its workers."""
+        return not self.on_nodes and bool(self.known) and all(map(_is_gone, self.known))
+
     def _kill(self) -> None:
         """Kill all processes of this attempt: a survivor would write into the run folder of the next.
 
@@ -147,3 +158,63 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def start_workers(
+    nodes: list[str] | None, nproc_per_node: int, rdzv_id: str, port: int, train_arguments: list[str], log_folder: Path
+) -> subprocess.Popen:
+    """Start `python -m train` with `train_arguments` on every rank of these nodes, in a process group of its own.
+
+    nodes: names within this Slurm job, or None for this machine. What the process prints goes to
+    log_folder/console.log, the output of each rank to log_folder/<node>/. The exit status is 0 when every rank's was 0.
+    """
+    log_folder.mkdir(parents=True, exist_ok=True)
+    address = "localhost" if nodes is None else node_address(nodes[0])
+    torchrun = [
+        f"--nnodes={len(nodes or [''])}", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0",
+        "--rdzv-backend=static", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={rdzv_id}", "--tee=3",
+    ]  # fmt: skip
+    program = ["-m", "train", *train_arguments]
+    if nodes is None:
+        here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, *program]
+    else:
+        join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
+        command = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun, *program]
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    with open(log_folder / "console.log", "ab") as log:
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def srun(nodes: list[str]) -> list[str]:
+    """srun with one task on each of these nodes, which has all CPUs and GPUs of its node, beside other steps."""
+    count = len(nodes)
+    return [
+        "srun", f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
+        "--overlap", "--cpu-bind=none",
+    ]  # fmt: skip
+
+
+def node_address(node: str) -> str:
+    """The address under which Slurm itself reaches a node; its name where Slurm has none."""
+    command = ["scontrol", "show", "node", "-o", node]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}")
+    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    return found[1] if found else node
+
+
+def main() -> None:
+    """`python -m train.supervise.attempt NAMES LOGS ...` on a node: become torchrun, ranked by its place in NAMES."""
+    names, log_folder, *arguments = sys.argv[1:]
+    node = host_name()
+    here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={Path(log_folder) / node}"]
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *here, *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -119,7 +119,8 @@ class NodeChecks:
         run.mkdir(parents=True, exist_ok=True)
         needed_gib = self.free_disk_gib
         if needed_gib is None:
-            needed_gib = 2 * self._checkpoint_bytes() / GIB
+            parameters = LaneformerConfig.from_flavor(self.job.model.flavor).parameter_count()["total"]
+            needed_gib = 2 * BYTES_PER_PARAMETER * parameters / GIB
         free: dict[str, Any] = {}
         for path, gib in ((run, needed_gib), (Path(tempfile.gettempdir()), SCRATCH_GIB)):
             free[str(path)] = round(shutil.disk_usage(path).free / GIB, 1)
@@ -128,10 +129,6 @@ class NodeChecks:
         with tempfile.TemporaryFile(dir=run) as file:
             file.write(b"written by preflight")
         return {"free_gib": free}
-
-    def _checkpoint_bytes(self) -> int:
-        config = LaneformerConfig.from_flavor(self.job.model.flavor)
-        return BYTES_PER_PARAMETER * config.parameter_count()["total"]
 
 
 def all_reduce(rank: int, ranks: int, meeting: str, backend: str) -> None:

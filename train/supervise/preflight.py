@@ -13,18 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
+import select
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from records.files import host_name
 
-from .nodes import srun
+from .attempt import srun
 
 FIRST_REPORT_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
@@ -69,7 +68,7 @@ def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float 
     """Run `train.supervise.node_checks` in a process that can be given up, and keep to the deadline of every check."""
     needs = json.dumps({"gpus": gpus, "free_disk_gib": free_disk_gib})
     command = [sys.executable, "-m", "train.supervise.node_checks", needs, *train_arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
     assert process.stdout is not None
     checks: dict[str, Any] = {}
     reason = _follow(process.stdout, checks)
@@ -78,23 +77,14 @@ def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float 
     return {"node": host_name(), "ok": reason is None, "reason": reason, "gpus": gpus, "checks": checks}
 
 
-def _follow(reports: IO[str], checks: dict[str, Any]) -> str | None:
-    """Collect the facts of the checks; returns why the node is bad, None if all were passed."""
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        for line in reports:
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
+def _follow(reports: IO[bytes], checks: dict[str, Any]) -> str | None:
+    """Collect the facts of the checks; returns why the node is bad, None if all were passed. reports: not buffered."""
     running, deadline = "start", time.monotonic() + FIRST_REPORT_S
     while True:
-        try:
-            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
+        if not select.select([reports], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return f"{running}: no answer within its deadline"
-        if line is None:
+        line = reports.readline()
+        if not line:
             return f"{running}: the process ended without a word"
         report = json.loads(line)
         if "passed" in report:
@@ -115,8 +105,7 @@ def main() -> None:
     options, train_arguments = parser.parse_known_args()
     record = check_this_node(train_arguments, options.gpus, options.free_disk_gib)
     print(json.dumps(record), flush=True)
-    # the thread may still hang on a dead file system
-    os._exit(0 if record["ok"] else 1)
+    sys.exit(0 if record["ok"] else 1)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,4 @@ class StopSignals:
         self.on_force()
 
 
-def end_now() -> None:
-    """Exit without cleanup: the main thread may be stuck."""
-    os._exit(1)
-
-
-WORKER = StopSignals(on_force=end_now)
+WORKER = StopSignals(on_force=lambda: os._exit(1))  # without cleanup: the main thread may be stuck

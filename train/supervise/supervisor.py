@@ -6,7 +6,6 @@ The supervisor holds no state of the job, so it may be killed and started again 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import textwrap
 import time
 from typing import Any, TextIO
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from records.checkpoints import newest_saved_step
 from records.events import BAD_STEP, CRASHED, DONE, STOPPED, next_attempt, record_event
+from records.files import hold_lock
 from records.job import JobSections
 
 from ..skips import add_windows, read_skip_list, windows_of
@@ -127,12 +127,5 @@ class Supervisor:
 
 def only_supervisor(job: JobSections) -> TextIO:
     """The lock of a run, held by this process: two jobs would delete each other's checkpoints. ValueError if taken."""
-    job.run.mkdir(parents=True, exist_ok=True)
-    lock = open(job.run / ".supervisor.lock", "w")  # noqa: SIM115 - stays open
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as held:
-        raise ValueError(
-            f"another supervisor runs {job.run}; stop it (`touch {job.run}/stop`) or choose another job.dump_folder"
-        ) from held
-    return lock
+    stop = f"stop it (`touch {job.run}/stop`) or choose another job.dump_folder"
+    return hold_lock(job.run / ".supervisor.lock", f"another supervisor runs {job.run}; {stop}")

@@ -10,7 +10,7 @@ from torch import nn
 
 from laneformer import LaneformerConfig
 from laneformer.config import BOS
-from laneformer.titan import LaneformerArgs, TitanLaneformer
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
 CONFIG = LaneformerConfig.from_flavor(

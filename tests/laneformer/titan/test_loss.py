@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.titan import LaneformerArgs, TitanLaneformer
 from laneformer.titan.loss import IGNORE_INDEX, ChunkedCrossEntropy
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 
 SMALL = LaneformerConfig.from_flavor(
     "tiny", hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=512

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.titan import LaneformerArgs, TitanLaneformer
 from laneformer.titan.parallelize import apply_selective_checkpointing, keeps
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tools.plan import sums as plan_sums
 
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # in a process of its own, as TorchTitan has to be taught about CPUs before it is imported
 CUT = """
 import json, sys, torch
-from train.cpu import patch_torch_for_cpu
-if not torch.accelerator.is_available(): patch_torch_for_cpu()
+from train.job_config import patch_torch_for_cpu
+patch_torch_for_cpu()
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan.parallelize import shard_dimension
 with torch.device("meta"):

@@ -11,7 +11,8 @@ from threading import Timer
 import psutil
 import pytest
 
-from records.events import BAD_STEP, read_events, write_outcome
+from records.events import BAD_STEP, write_outcome
+from records.files import read_lines
 from records.job import JobSections
 from train.supervise.attempt import Attempt, Ended
 from train.supervise.signals import StopSignals
@@ -54,4 +55,20 @@ def test_workers_that_do_not_exit_keep_their_outcome(monkeypatch: pytest.MonkeyP
     attempt.start(None, 1, [])
     write_outcome(job.run, 1, BAD_STEP, 7, "the loss is nan")
     assert attempt.watch() == Ended(BAD_STEP, 7, "the loss is nan")
-    assert not read_events(job.run), "no hang is recorded"
+    assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
+
+
+def test_dead_workers_are_a_crash_however_long_torchrun_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All ranks were killed and torchrun takes longer than the hang timeout to exit: no rank is to blame for a hang."""
+    job = JobSections()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 2.0
+    job.run.mkdir()
+    parent = "import subprocess, time; subprocess.run(['sleep', '1']); time.sleep(600)"
+    monkeypatch.setattr(
+        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen([sys.executable, "-c", parent])
+    )
+    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
+    attempt.start(None, 1, [])
+    assert attempt.watch().reason.startswith("no worker recorded an outcome")
+    assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"

@@ -73,7 +73,7 @@ def test_unreadable_mixture(prepared_data: Path, tmp_path: Path) -> None:
 def test_reports_are_followed(reports: list, reason: str | None) -> None:
     """A silent check runs into its deadline; a process that dies between two checks is no good node."""
     read, write = os.pipe()
-    with open(read) as source, open(write, "w", buffering=1) as sink:
+    with open(read, "rb", buffering=0) as source, open(write, "w", buffering=1) as sink:
         for report in reports:
             if report == "end":
                 sink.close()

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from records.events import BAD_STEP, CRASHED, DONE, STOPPED, read_events
+from records.events import BAD_STEP, CRASHED, DONE, STOPPED
+from records.files import read_lines
 from records.job import JobSections, read_job
 from train.supervise.supervisor import Supervisor, only_supervisor
 
@@ -62,7 +63,7 @@ def test_a_crash_is_started_again_until_done(supervise: Callable) -> None:
 def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: JobSections) -> None:
     crash: Life = (CRASHED, 7, "RuntimeError: x", None)
     assert supervise((CRASHED, 7, "", 5), crash, crash, crash, crash) == (CRASHED, 4)
-    assert "without a newer checkpoint" in read_events(job.run)[-1]["text"]
+    assert "without a newer checkpoint" in read_lines(job.run / "events.jsonl")[-1]["text"]
 
 
 def test_stopped_workers_are_no_failure(supervise: Callable) -> None:
@@ -100,7 +101,7 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
         lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"}),
     )
     assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
-    kinds = {e["kind"]: e for e in read_events(job.run)}
+    kinds = {e["kind"]: e for e in read_lines(job.run / "events.jsonl")}
     assert kinds["supervisor_bad_node"]["node"] == "b"
     assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
