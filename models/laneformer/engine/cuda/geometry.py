@@ -285,7 +285,9 @@ def plan(
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
     if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use one of {DTYPES}")
+        raise ValueError(
+            f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
+        )
     if config.lm_head_type != "vocab_parallel":
         head = config.lm_head_type
         raise ValueError(f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU")
