@@ -113,9 +113,8 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
             bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
             if len(known) > MARKS:  # a dashed line would not be seen among as many marks
                 bars |= {"width": 0, "color": f"{colour(index)}55"}
-            look: dict[str, Any] = {"name": f"{each.name}, {version}", "line_dash": dashes, "error_y": bars}
-            hover = "%{y:.4f} ± %{error_y.array:.4f}"
-            traces.append(curve(known, colour(index), marks="circle", hovertemplate=hover, **look))
+            look = {"name": f"{each.name}, {version}", "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
+            traces.append(curve(known, colour(index), 2, "circle", line_dash=dashes, error_y=bars).update(look))
             values += [y + sign * e for (_, y), e in zip(known, errors, strict=True) for sign in (1, -1)]
     figure = lines_figure(traces, hoverformat=".4f")
     draw_references(figure, values)
