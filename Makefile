@@ -1,4 +1,6 @@
-# make demo: text -> tokens and a dashboard, here and now.   make test: everything that CI checks.
+# make demo       raw text to a dashboard at toy size, on this machine
+# make test       lint, types, structure and the quick tests: at most ten minutes on two cores after set-up
+# make test-all   every test
 SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
@@ -9,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/*)
 
-.PHONY: setup demo test lint browser cross slurm bwrap sanitize chaos wheel clean
+.PHONY: setup demo test test-all lint structure browser cross slurm bwrap sanitize chaos wheel clean
 
 setup: $(VENV)/.ready
 
@@ -61,8 +63,17 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations 40 --durations-min 5
+# floors, import circles, sizes and hop counts of the source, against their limits
+structure: setup
+	$(BIN)/python -m tools.check.structure
+
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+
+test: lint structure browser
+	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
+
+test-all: lint structure browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
+	$(PYTEST) --durations 40 --durations-min 5
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross

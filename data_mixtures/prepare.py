@@ -101,13 +101,10 @@ def reported(run: Callable[[], None]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m data_mixtures.prepare", description=__doc__.split("\n")[0])
     add_arguments(parser)
-    arguments = parser.parse_args()
-
-    def run() -> None:
-        chosen = options(arguments)
-        prepare(arguments.recipe, arguments.out, chosen, Console(), arguments.mirror, arguments.budget_bytes)
-
-    return reported(run)
+    given = parser.parse_args()
+    return reported(
+        lambda: prepare(given.recipe, given.out, options(given), Console(), given.mirror, given.budget_bytes)
+    )
 
 
 if __name__ == "__main__":

@@ -10,16 +10,17 @@ import dataclasses
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from data_mixtures import order
 
 CATEGORIES = ("web", "code", "math", "multilingual", "qa")
 KINDS = ("text", "jsonl", "docstrings")
 RESERVED_FOLDERS = ("corpus", "fetch", "hydrate", "filter", "tokenize", "order", "shuffle")
+T = TypeVar("T")
 MAX_VOCAB_SIZE = 65_536  # tokens are stored as uint16
 
 
@@ -173,36 +174,39 @@ def _is_phase(key: str) -> bool:
 
 
 def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
-    phases = {key: table.pop(key) for key in list(table) if _is_phase(key)}
+    weights = {key: table.pop(key) for key in list(table) if _is_phase(key)}
     without = table.pop("without", [])  # sources of a shared list that this recipe leaves out
-    _check_keys(Recipe, table, "recipe", skip=("phases",))
-    for name in ("seq_len", "windows_per_shard", "max_document_chars", "epoch_cap"):
-        check_integer(name, table[name])
-    check_integer("seed", table["seed"], low=0, high=2**63 - 1)
-    check_integer("valid_per_10000", table["valid_per_10000"], high=5000)
-    if isinstance(table["sources"], str):
+    if isinstance(table.get("sources"), str):
         table["sources"] = _toml(folder / table["sources"])["sources"]
+    read = _made(Recipe, table, "recipe", phases={})
+    for name in ("seq_len", "windows_per_shard", "max_document_chars", "epoch_cap"):
+        check_integer(name, getattr(read, name))
+    check_integer("seed", read.seed, low=0, high=2**63 - 1)
+    check_integer("valid_per_10000", read.valid_per_10000, high=5000)
     check_known("source in without:", without, table["sources"])
-    sources = {name: values for name, values in table["sources"].items() if name not in without}
-    table["sources"] = tuple(_source(name, values) for name, values in sources.items())
-    table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
-    table["filter"] = _filter(table.get("filter", {}), folder)
+    sources = tuple(_source(name, each) for name, each in table["sources"].items() if name not in without)
     hydrate = _hydrate(table["hydrate"], folder) if "hydrate" in table else None
-    needed = any(isinstance(source, HubSource) and source.needs_hydration for source in table["sources"])
-    table["hydrate"] = hydrate if needed else None
-    names = [source.name for source in table["sources"]]
-    table["phases"] = {phase: _weights(phase, weights, names) for phase, weights in phases.items()}
-    if not phases:
+    needed = any(isinstance(source, HubSource) and source.needs_hydration for source in sources)
+    if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
-    return Recipe(**table)
+    return dataclasses.replace(
+        read,
+        sources=sources,
+        tokenizer=_tokenizer(table["tokenizer"], folder),
+        filter=_filter(table.get("filter", {}), folder),
+        hydrate=hydrate if needed else None,
+        phases={phase: _weights(phase, given, [source.name for source in sources]) for phase, given in weights.items()},
+    )
 
 
-def _check_keys(cls: type, table: Mapping[str, Any], what: str, skip: tuple[str, ...] = ()) -> None:
-    fields = [f for f in dataclasses.fields(cls) if f.name not in skip]
+def _made(cls: Callable[..., T], table: Mapping[str, Any], what: str, **given: Any) -> T:
+    """A dataclass from a table with keys as its fields are named, and fields that are not in the table."""
+    fields = [f for f in dataclasses.fields(cast(Any, cls)) if f.name not in given]
     check_known(f"{what} key", table, [f.name for f in fields])
     missing = [f.name for f in fields if f.name not in table and f.default is f.default_factory is dataclasses.MISSING]
     if missing:
         raise ValueError(f"{what} lacks {missing}")
+    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}, **given)
 
 
 def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
@@ -210,43 +214,37 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
         raise ValueError(f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'")
     if name in RESERVED_FOLDERS:
         raise ValueError(f"source name {name!r} is that of a stage's folder beside it; choose another")
-    cls = HubSource if "repo" in values else LocalSource
-    _check_keys(cls, values, f"source {name!r}", skip=("name",))
-    check_known(f"category of source {name!r}:", [values["category"]], CATEGORIES)
-    if cls is HubSource:
-        lists: dict[str, Any] = {key: tuple(values[key]) for key in ("configs", "text_columns") if key in values}
-        return HubSource(name=name, **{**values, **lists})
-    inputs = []
-    for table in values["inputs"]:
-        _check_keys(Input, table, f"source {name!r}: input")
-        inputs.append(Input(**{**table, **{key: tuple(table.get(key, ())) for key in ("paths", "exclude")}}))
-    return LocalSource(name=name, **{**values, "inputs": tuple(inputs)})
+    what = f"source {name!r}"
+    if "inputs" in values:
+        values = {**values, "inputs": [_made(Input, table, f"{what}: input") for table in values["inputs"]]}
+    kind: Callable[..., LocalSource | HubSource] = HubSource if "repo" in values else LocalSource
+    found = _made(kind, values, what, name=name)
+    check_known(f"category of {what}:", [found.category], CATEGORIES)
+    return found
 
 
 def _tokenizer(value: str | dict[str, Any], folder: Path) -> Path | TokenizerTraining:
     if isinstance(value, str):
         return folder / value  # an absolute path replaces the folder
-    _check_keys(TokenizerTraining, value, "tokenizer")
-    check_integer("tokenizer.vocab_size", value["vocab_size"], 300, MAX_VOCAB_SIZE)
-    check_integer("tokenizer.train_bytes", value["train_bytes"])
-    return TokenizerTraining(**value)
-
-
-def _filter(table: dict[str, Any], folder: Path) -> Filter:
-    _check_keys(Filter, table, "filter")
-    names = table.get("benchmarks", {})
-    for name, path in names.items():
-        if not isinstance(path, str):
-            raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
-    found = Filter(**{**table, "benchmarks": {name: str(folder / path) for name, path in names.items()}})
-    check_integer("filter.min_chars", found.min_chars)
-    check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
+    found = _made(TokenizerTraining, value, "tokenizer")
+    check_integer("tokenizer.vocab_size", found.vocab_size, 300, MAX_VOCAB_SIZE)
+    check_integer("tokenizer.train_bytes", found.train_bytes)
     return found
 
 
+def _filter(table: dict[str, Any], folder: Path) -> Filter:
+    found = _made(Filter, table, "filter")
+    for name, path in found.benchmarks.items():
+        if not isinstance(path, str):
+            raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
+    check_integer("filter.min_chars", found.min_chars)
+    check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
+    benchmarks = {name: str(folder / path) for name, path in found.benchmarks.items()}
+    return dataclasses.replace(found, benchmarks=benchmarks)
+
+
 def _hydrate(table: dict[str, Any], folder: Path) -> Hydrate:
-    _check_keys(Hydrate, table, "hydrate")
-    found = Hydrate(**table)
+    found = _made(Hydrate, table, "hydrate")
     kind, _, where = str(found.resolver).partition(":")
     if not where:
         raise ValueError(f"hydrate.resolver = {found.resolver!r} must be 'local:FOLDER' or 'module:attribute'")

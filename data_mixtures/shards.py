@@ -146,17 +146,14 @@ def files_of(entry: dict[str, Any]) -> tuple[str, ...]:
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     """Every file of the manifest exists with its size. ValueError names the first one that does not."""
     for entry in (*manifest["shards"], manifest["valid"]):
-        path = os.path.join(folder, entry["name"])
+        path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
         try:
             size = os.stat(path).st_size  # one question a file: there may be thousands, on a file system far away
         except FileNotFoundError:
+            raise ValueError(f"{path} is missing, {expected} bytes in its manifest. Prepare the data again") from None
+        if size != expected:
             raise ValueError(
-                f"{path} is missing; its manifest lists {entry['bytes']} bytes. Prepare the data again"
-            ) from None
-        if size != entry["bytes"]:
-            raise ValueError(
-                f"{path} has {size} bytes, its manifest says {entry['bytes']}: "
-                "the file is truncated or foreign. Prepare the data again"
+                f"{path} has {size} bytes, its manifest says {expected}: truncated or foreign. Prepare the data again"
             )
 
 

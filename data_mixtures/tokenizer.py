@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -36,22 +37,10 @@ MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample (sen
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
     lines = (line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES)
-    model = io.BytesIO()
-    try:
-        _train(lines, model, training)
-    except RuntimeError as error:  # sentencepiece's only kind of error
-        raise ValueError(
-            f"no tokenizer of {training.vocab_size} pieces can be trained on this text: {error}"
-        ) from error
-    return model.getvalue()
-
-
-def _train(lines: Iterable[str], model: io.BytesIO, training: TokenizerTraining) -> None:
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
+    model, size = io.BytesIO(), training.vocab_size
+    options = dict[str, Any](
         model_type="bpe",
-        vocab_size=training.vocab_size,
+        vocab_size=size,
         character_coverage=training.character_coverage,
         byte_fallback=True,
         split_digits=True,
@@ -67,6 +56,11 @@ def _train(lines: Iterable[str], model: io.BytesIO, training: TokenizerTraining)
         num_threads=1,  # the result must not depend on the machine
         minloglevel=1,
     )
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
+    except RuntimeError as error:  # sentencepiece's only kind of error
+        raise ValueError(f"no tokenizer of {size} pieces can be trained on this text: {error}") from error
+    return model.getvalue()
 
 
 def load(path: Path) -> sentencepiece.SentencePieceProcessor:
@@ -89,9 +83,7 @@ def encode(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) ->
     tokens = np.frombuffer(b"".join(documents), "<u2")
     lengths = np.array([len(document) // 2 for document in documents], dtype=np.uint32)
     if np.count_nonzero((tokens == BOS) | (tokens == EOS)) != 2 * len(texts):
-        raise ValueError(
-            "the tokenizer makes <s> or </s> out of ordinary text; it must not define them as user symbols"
-        )
+        raise ValueError("the tokenizer makes <s> or </s> of ordinary text; it must not define them as user symbols")
     return tokens, lengths
 
 

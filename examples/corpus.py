@@ -21,7 +21,7 @@ from pathlib import Path
 
 import tyro
 
-from data_mixtures.readers import files, text
+from data_mixtures.readers import local
 from data_mixtures.recipe import Input
 from examples import generated
 from records.files import write_atomically
@@ -54,8 +54,8 @@ def _capped(texts: Texts, max_bytes: int | None) -> Texts:
 
 def read(reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, ...] = ()) -> Texts:
     """The documents of all files of these globs that can be read, in an order that depends on the files alone."""
-    for path in files.find(Input("text", paths, exclude=exclude), files.roots(Path())):
-        with suppress(text.Unreadable, PermissionError):
+    for path in local.find(Input("text", paths, exclude=exclude), local.roots(Path())):
+        with suppress(local.Unreadable, PermissionError):
             yield from reader(path)
 
 
@@ -87,7 +87,7 @@ def _glyph(first: str, second: str) -> str:
 
 def man(path: Path) -> list[str]:
     """A manual page as prose, without fonts, tables and macro definitions; none for an alias or another dialect."""
-    page = text.read(path)
+    page = local.read(path)
     if not re.search(r"^\.TH ", page, re.MULTILINE):
         return []
     for pattern, replacement in _TROFF:
@@ -97,42 +97,36 @@ def man(path: Path) -> list[str]:
 
 def metadata(path: Path) -> list[str]:
     """The long description of an installed package."""
-    message = email.parser.Parser(policy=email.policy.compat32).parsestr(text.read(path))
+    message = email.parser.Parser(policy=email.policy.compat32).parsestr(local.read(path))
     return [str(message.get_payload() or message.get("Description") or "").strip()]
 
 
 def topics(path: Path) -> list[str]:
     """The Python reference manual as `help()` holds it: one string per topic."""
-    assignments = [node.value for node in ast.parse(text.read(path)).body if isinstance(node, ast.Assign)]
+    assignments = [node.value for node in ast.parse(local.read(path)).body if isinstance(node, ast.Assign)]
     values = ast.literal_eval(assignments[0])
     return [values[name] for name in sorted(values)]
 
 
 def doctests(path: Path) -> list[str]:
     """One text per docstring with examples: what it is about, then input as question and output as answer."""
-    source = text.read(path)
+    source = local.read(path)
     if ">>>" not in source:  # parsing is the expensive part
         return []
     texts = []
-    for name, docstring in text.definitions(str(path), source):
-        try:
-            examples = doctest.DocTestParser().get_examples(docstring)
-        except ValueError:
-            continue  # a malformed docstring; the others of its file may be good
-        if session := _session(examples):
+    for name, docstring in local.definitions(str(path), source):
+        parts, pending = [], ""
+        with suppress(ValueError):  # a malformed docstring; the others of its file may be good
+            for example in doctest.DocTestParser().get_examples(docstring):
+                pending += example.source
+                if example.want:
+                    parts.append(f"Question: What does Python print?\n{pending}Answer:\n{example.want}")
+                    pending = ""
+        if parts:
             about = " ".join(docstring.split("\n\n")[0].split())
-            texts.append(f"{name}: {about}\n\n{session}" if not about.startswith(">>>") else f"{name}\n\n{session}")
+            title = name if about.startswith(">>>") else f"{name}: {about}"
+            texts.append("\n\n".join([title, "\n".join(parts)]))
     return texts
-
-
-def _session(examples: list[doctest.Example]) -> str:
-    parts, pending = [], ""
-    for example in examples:
-        pending += example.source
-        if example.want:
-            parts.append(f"Question: What does Python print?\n{pending}Answer:\n{example.want}")
-            pending = ""
-    return "\n".join(parts)
 
 
 def demo() -> dict[str, list[tuple[Texts, int | None]]]:

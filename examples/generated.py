@@ -72,16 +72,13 @@ def _linear(draw: random.Random) -> Problem:
     b, letter = draw.randint(1, 60) * draw.choice((1, -1)), draw.choice("xyztn")
     c = a * x + b
     move = "Subtract" if b > 0 else "Add"
+    signed = f"+ {b}" if b > 0 else f"- {-b}"
     steps = [
         f"{move} {abs(b)} on both sides: {a}{letter} = {c - b}.",
         f"Divide both sides by {a}: {letter} = {c - b} / {a} = {x}.",
+        f"Check: {a} * ({x}) {signed} = {c}.",
     ]
-    steps.append(f"Check: {a} * ({x}) {_signed(b)} = {c}.")
-    return f"Solve {a}{letter} {_signed(b)} = {c} for {letter}.", steps, f"{letter} = {x}"
-
-
-def _signed(value: int) -> str:
-    return f"+ {value}" if value >= 0 else f"- {-value}"
+    return f"Solve {a}{letter} {signed} = {c} for {letter}.", steps, f"{letter} = {x}"
 
 
 def _fractions(draw: random.Random) -> Problem:
@@ -93,8 +90,8 @@ def _fractions(draw: random.Random) -> Problem:
     steps = [
         f"The least common denominator of {b} and {d} is {common}.",
         f"{a}/{b} = {left}/{common} and {c}/{d} = {right}/{common}.",
+        f"{left}/{common} + {right}/{common} = {left + right}/{common} = {total}.",
     ]
-    steps.append(f"{left}/{common} + {right}/{common} = {left + right}/{common} = {total}.")
     return f"Add {a}/{b} + {c}/{d} and reduce.", steps, str(total)
 
 

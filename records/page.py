@@ -66,10 +66,8 @@ def missing(text: str, reason: Any = "") -> str:
 
 def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     """entries: (name, figure as HTML, note)."""
-    cells = (
-        f"<div><h3>{escape(n)}</h3><strong>{value}</strong><small>{note}</small></div>" for n, value, note in entries
-    )
-    return f'<div class="tiles">{"".join(cells)}</div>'
+    tile = "<div><h3>{}</h3><strong>{}</strong><small>{}</small></div>"
+    return f'<div class="tiles">{"".join(tile.format(escape(name), *rest) for name, *rest in entries)}</div>'
 
 
 def chip(tint: str, text: str) -> str:
@@ -79,9 +77,8 @@ def chip(tint: str, text: str) -> str:
 def line_chip(index: int, text: str) -> str:
     """The chip of curve `index`, in its colour and dash."""
     style = {"solid": "solid", "dash": "dashed", "dot": "dotted"}[dash(index)]
-    return (
-        f'<span class="chip"><i class="line" style="border-top:3px {style} {colour(index)}"></i>{escape(text)}</span>'
-    )
+    line = f'<i class="line" style="border-top:3px {style} {colour(index)}"></i>'
+    return f'<span class="chip">{line}{escape(text)}</span>'
 
 
 def bar(share: float, tint: str) -> str:
@@ -92,10 +89,8 @@ def bar(share: float, tint: str) -> str:
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """Cells are HTML. kind: "numbers" aligns all columns but the first to the right, "wrap" breaks lines in cells."""
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    top = "".join(f"<th>{escape(title)}</th>" for title in head)
+    return f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def chart(figure: Any, name: str) -> str:

@@ -29,9 +29,8 @@ FIGURES = (
     "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
 )  # fmt: skip
 BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
-FILES = (
-    "metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl", "config.toml", "model.json", "lineage.json"
-)  # fmt: skip
+LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
+OBJECTS = ("config.toml", "model.json", "lineage.json")
 
 
 @dataclass
@@ -69,17 +68,6 @@ class Run:
 
     def evals_of(self, kind: str) -> list[dict[str, Any]]:
         return [e for e in self.evals if e.get("kind") == kind]
-
-
-def read_or_warn(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
-    """`read_lines`, with a warning about unreadable lines."""
-    bad: list[int] = []
-    records = read_lines(path, bad)
-    if bad:
-        warnings.append(
-            f"{path.parent.name}/{path.name}: {len(bad)} unreadable line(s) skipped, the first is line {bad[0]}"
-        )
-    return records
 
 
 def number(value: Any) -> float | None:
@@ -131,7 +119,7 @@ def places_of(folder: Path) -> list[Path]:
 
 def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:
     """Names, sizes and modification times of everything that `read_run` reads: equal if nothing has changed."""
-    files = [place / name for folder in folders for place in places_of(folder) for name in FILES]
+    files = [place / name for folder in folders for place in places_of(folder) for name in (*LINES, *OBJECTS)]
     return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
 
 
@@ -162,21 +150,27 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
 
     A run may hold the rows of its phases twice: in subfolders, and merged.
     """
-    config = _read_object(place / "config.toml", run.warnings)
+    config, model, lineage = (_read_object(place / file, run.warnings) for file in OBJECTS)
     phase = str(config.get("phase", {}).get("name") or name)
-    read = read_or_warn(place / "metrics.jsonl", run.warnings)
-    clean = [row for row in (_clean(row, name) for row in read) if row]
-    if len(clean) < len(read):
-        run.warnings.append(f"metrics.jsonl: {len(read) - len(clean)} row(s) without a step skipped")
-    run.evals += [e for e in read_or_warn(place / "evals.jsonl", run.warnings) if e not in run.evals]
-    run.model = run.model or _read_object(place / "model.json", run.warnings)
-    lineage = _read_object(place / "lineage.json", run.warnings)
-    if lineage:
-        run.lineages.setdefault(phase, lineage)
-    if config:
-        run.configs.setdefault(phase, config)
-    run.attempts += [{"phase": phase, **start} for start in read_or_warn(place / "attempts.jsonl", run.warnings)]
-    run.events += [{"phase": phase, **event} for event in read_or_warn(place / "events.jsonl", run.warnings)]
+    lines = {}
+    for file in LINES:
+        bad: list[int] = []
+        lines[file] = read_lines(place / file, bad)
+        if bad:
+            run.warnings.append(
+                f"{place.name}/{file}: {len(bad)} unreadable line(s) skipped, the first is line {bad[0]}"
+            )
+    metrics, evals, events, attempts = lines.values()
+    clean = [row for row in (_clean(row, name) for row in metrics) if row]
+    if len(clean) < len(metrics):
+        run.warnings.append(f"metrics.jsonl: {len(metrics) - len(clean)} row(s) without a step skipped")
+    run.evals += [record for record in evals if record not in run.evals]
+    run.attempts += [{"phase": phase, **start} for start in attempts]
+    run.events += [{"phase": phase, **event} for event in events]
+    run.model = run.model or model
+    for of_phases, found in ((run.lineages, lineage), (run.configs, config)):
+        if found:
+            of_phases.setdefault(phase, found)
     return [row for row in clean if _key(row) not in elsewhere]
 
 
@@ -227,7 +221,8 @@ def merge_attempts(
         of_phase.sort(key=lambda row: row["attempt"])  # stable
         _mark_kept(of_phase, {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase})
         for before, row in zip((None, *of_phase), of_phase, strict=False):
-            if before is None or breaks(before, row):
+            same = before is not None and (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
+            if before is None or not same or row["step"] <= before["step"]:
                 segments.append(Segment(phase, row["attempt"], row["kept"], []))
             segments[-1].rows.append(row)
     return segments
@@ -242,12 +237,6 @@ def _mark_kept(rows: list[dict[str, Any]], starts: Mapping[int, int]) -> None:
             end = min(end, starts[attempts.pop()] + 1)
         row["kept"] = row["step"] < end
         end = min(end, row["step"])
-
-
-def breaks(before: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether the curve breaks between two rows of a phase: another attempt, a step back, or rows that do not count."""
-    same = (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
-    return not same or row["step"] <= before["step"]
 
 
 def steps_before(lineage: Mapping[str, Any]) -> int:

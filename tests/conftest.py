@@ -7,7 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# examples are timed on shared machines: a limit per example would fail on a slow day
+hypothesis.settings.register_profile("shared", deadline=None)
+hypothesis.settings.load_profile("shared")
 
 # a shell that starts the tests in the background has Ctrl-C ignored, in every process that the tests start as well
 signal.signal(signal.SIGINT, signal.default_int_handler)

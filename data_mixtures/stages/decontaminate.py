@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from data_mixtures.readers.text import json_objects
+from data_mixtures.readers.local import json_objects
 from data_mixtures.stages import stage
 from records.files import file_sha256, write_atomically
 
 INDEX = "benchmarks.npz"
-CODE = ("stages/decontaminate.py", "readers/text.py")  # decides what is found
+CODE = ("stages/decontaminate.py", "readers/local.py")  # decides what is found
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
 _TELLING_WORDS = 3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers

@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 from huggingface_hub import errors as hub_errors
 
-from data_mixtures.readers import files, hub
+from data_mixtures.readers import hub, local
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.stages import plan, stage
 from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of
@@ -29,7 +29,7 @@ TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
 FIRST_WAIT_S = 2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
-_READERS = ("stages/fetch.py", "readers/files.py", "readers/text.py")
+_READERS = ("stages/fetch.py", "readers/local.py")
 
 
 class Damaged(ValueError):
@@ -140,7 +140,7 @@ def _read_local(entry: Entry, target: Path, max_document_chars: int) -> dict[str
     dropped: Counter[str] = Counter()
     documents, size = 0, 0
     paths = [Path(path) for path, _, _ in entry["files"]]
-    texts = files.documents(source_input, paths, max_document_chars, dropped)
+    texts = local.documents(source_input, paths, max_document_chars, dropped)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         try:
             for batch in stage.grouped(texts, len, ROW_GROUP_BYTES):
@@ -162,7 +162,7 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
         counts = [receipt["counts"] for receipt in stage.receipts(out, "fetch", each.name)]
         total = sum(count["bytes"] for count in counts)
         if isinstance(each, LocalSource) and total < each.min_bytes:
-            kinds = [f"{i.kind}: {len(files.find(i, files.roots(out)))} files" for i in each.inputs]
+            kinds = [f"{i.kind}: {len(local.find(i, local.roots(out)))} files" for i in each.inputs]
             raise ValueError(
                 f"source {each.name!r} found {total} bytes of text on this machine ({', '.join(kinds)}), it needs at "
                 f"least min_bytes = {each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"

@@ -57,8 +57,7 @@ class DocumentFilter:
         self.min_chars, self.max_chars, self.index = min_chars, max_chars, index
         self._read = self._kept = self._bytes = 0
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
-        self._documents: Counter[str] = Counter()
-        self._items: dict[str, Counter[int]] = {}
+        self._contamination: dict[str, dict[str, Any]] = {}
 
     def kept(self, raw: list[bytes | None]) -> list[bytes]:
         """The texts to keep, as UTF-8, in their order."""
@@ -88,22 +87,23 @@ class DocumentFilter:
 
     def _count_contaminated(self, items: list[tuple[str, int]]) -> None:
         self._dropped["contaminated"] += 1
-        self._documents.update({name for name, _ in items})
+        for name in {name for name, _ in items}:
+            self._contamination.setdefault(name, {"documents": 0, "items": Counter()})["documents"] += 1
         for name, number in items:
-            self._items.setdefault(name, Counter())[number] += 1
-
-    def contamination(self) -> dict[str, dict[str, Any]]:
-        """{benchmark: {"documents": dropped for it, "items": {item: documents that hold it}}}"""
-        return {
-            name: {"documents": self._documents[name], "items": {str(n): c for n, c in sorted(items.items())}}
-            for name, items in sorted(self._items.items())
-        }
+            self._contamination[name]["items"][number] += 1
 
     def counts(self) -> dict[str, Any]:
-        """{"read", "kept", "bytes", "dropped", "contamination"} for the receipt, which outlives the files."""
+        """For the receipt, which outlives the files: {"read", "kept", "bytes", "dropped": by reason, "contamination"}.
+
+        contamination: {benchmark: {"documents": dropped for it, "items": {item: documents that hold it}}}
+        """
         assert self._read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
-        counts = {"read": self._read, "kept": self._kept, "bytes": self._bytes}
-        return {**counts, "dropped": dict(self._dropped), "contamination": self.contamination()}
+        counts = {"read": self._read, "kept": self._kept, "bytes": self._bytes, "dropped": dict(self._dropped)}
+        found = {
+            name: {**each, "items": {str(number): count for number, count in sorted(each["items"].items())}}
+            for name, each in sorted(self._contamination.items())
+        }
+        return {**counts, "contamination": found}
 
 
 def raw_texts(path: Path, column: str) -> Iterator[list[bytes | None]]:
@@ -114,15 +114,12 @@ def raw_texts(path: Path, column: str) -> Iterator[list[bytes | None]]:
             raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(parquet.schema_arrow.names)}")
         for number in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(number)
-            row_bytes = _column_bytes(group, column) // max(group.num_rows, 1)
+            columns = (group.column(i) for i in range(group.num_columns))
+            size = next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
+            row_bytes = size // max(group.num_rows, 1)
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
             for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column]):
                 yield batch.column(0).cast(pa.large_binary()).to_pylist()
-
-
-def _column_bytes(group: pq.RowGroupMetaData, column: str) -> int:
-    columns = (group.column(i) for i in range(group.num_columns))
-    return next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
 
 
 def write(path: Path, batches: Iterable[list[bytes]]) -> None:
@@ -132,9 +129,5 @@ def write(path: Path, batches: Iterable[list[bytes]]) -> None:
         for group in stage.grouped(batches, lambda batch: sum(map(len, batch)), _ROW_GROUP_BYTES):
             texts = [text for batch in group for text in batch]
             ids = pa.array([xxhash.xxh3_128_digest(text) for text in texts], pa.binary(16))
-            writer.write_table(pa.Table.from_arrays([ids, _strings(texts)], schema=SCHEMA), row_group_size=len(texts))
-
-
-def _strings(texts: list[bytes]) -> pa.Array:
-    array = pa.array(texts, pa.binary())
-    return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
+            strings = pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
+            writer.write_table(pa.Table.from_arrays([ids, strings], schema=SCHEMA), row_group_size=len(texts))

@@ -7,6 +7,7 @@ each row, its bytes or the reason why there are none. Missing content is counted
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -20,7 +21,6 @@ import pyarrow
 import pyarrow.parquet
 
 from data_mixtures import recipe
-from data_mixtures.recipe import HubSource
 from data_mixtures.stages import fetch, stage
 from data_mixtures.stages.stage import RAW, Stage, Unit, key_of
 
@@ -57,7 +57,7 @@ class Hydrate(Stage):
 
     def check(self) -> list[str]:
         """The sources to hydrate. ValueError says what to do when there is no resolver for them."""
-        hub = [each for each in self.recipe.sources if isinstance(each, HubSource) and each.name in self.sources]
+        hub = [each for each in self.recipe.sources if isinstance(each, recipe.HubSource) and each.name in self.sources]
         names = [each.name for each in hub if each.needs_hydration]
         if names and self.recipe.hydrate is None:
             raise ValueError(
@@ -138,29 +138,23 @@ def resolver(name: str) -> Resolver:
     if kind == "local":
         if not Path(where).is_dir():
             raise ValueError(f"hydrate.resolver = {name!r}: there is no such folder")
-        return LocalFolder(Path(where))
+        return functools.partial(_local, Path(where).resolve())
     try:
         return getattr(importlib.import_module(kind), where)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"hydrate.resolver = {name!r} cannot be imported: {error}") from error
 
 
-@dataclass(frozen=True)
-class LocalFolder:
+def _local(root: Path, rows: list[Row]) -> Iterator[bytes | Missing]:
     """Content from ROOT/<repo>/<commit>/<path>."""
-
-    root: Path
-
-    def __call__(self, rows: list[Row]) -> Iterator[bytes | Missing]:
-        root = self.root.resolve()
-        for row in rows:
-            path = (root / row.repo / row.commit_id / row.rel_path).resolve()
-            if not path.is_relative_to(root):  # a path of the metadata must not lead out of the folder
-                yield Missing("unsafe_path")
-                continue
-            try:
-                yield path.read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
-                yield Missing("not_there")
-            except (IsADirectoryError, PermissionError):
-                yield Missing("not_readable")
+    for row in rows:
+        path = (root / row.repo / row.commit_id / row.rel_path).resolve()
+        if not path.is_relative_to(root):  # a path of the metadata must not lead out of the folder
+            yield Missing("unsafe_path")
+            continue
+        try:
+            yield path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            yield Missing("not_there")
+        except (IsADirectoryError, PermissionError):
+            yield Missing("not_readable")

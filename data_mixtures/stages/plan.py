@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from data_mixtures import shards
-from data_mixtures.readers import files, hub
+from data_mixtures.readers import hub, local
 from data_mixtures.recipe import HubSource, LocalSource, Recipe, check_known, nearest
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, grouped, read_plan
 
@@ -34,10 +34,10 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     before = read_plan(out)["sources"] if (out / PLAN).is_file() else {}
     chosen = [each for each in recipe.sources if each.name in set(names)]
     check_known("source", names, [each.name for each in recipe.sources])
-    local = [each for each in chosen if isinstance(each, LocalSource)]
-    if recipe.corpus is not None and local:
-        _write_corpus(recipe.corpus, Path(files.roots(out)["corpus"]))
-    planned = {each.name: _local(each, out) for each in local}
+    on_disk = [each for each in chosen if isinstance(each, LocalSource)]
+    if recipe.corpus is not None and on_disk:
+        _write_corpus(recipe.corpus, Path(local.roots(out)["corpus"]))
+    planned = {each.name: _local(each, out) for each in on_disk}
     remote = [each for each in chosen if isinstance(each, HubSource)]
     if new := [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]:
         planned |= _ask(hub.origin(mirror), new)
@@ -69,17 +69,17 @@ def _hashed(entry: Entry, decides: Any) -> Entry:
 
 def _local(each: LocalSource, out: Path) -> Entry:
     """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
-    roots = files.roots(out)
+    roots = local.roots(out)
     entries: list[Entry] = []
     decides: list[Any] = []
     for source_input in each.inputs:
-        found = [_file(path) for path in files.find(source_input, roots)]
+        found = [_file(path) for path in local.find(source_input, roots)]
         whole = source_input.max_bytes is not None and found
         for group in [found] if whole else grouped(found, lambda entry: entry[1], UNIT_BYTES):
             number = {"source": each.name, "number": len(entries), "kind": "local"}
             entries.append({**number, "input": asdict(source_input), "files": group})
             # a file may get another time or folder without other content: it is read again, but the data is the same
-            decides.append([asdict(source_input), [[files.portable(path, roots), size] for path, size, _ in group]])
+            decides.append([asdict(source_input), [[local.portable(path, roots), size] for path, size, _ in group]])
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
 
 

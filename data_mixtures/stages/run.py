@@ -25,7 +25,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,9 @@ def serve(connection: multiprocessing.connection.Connection) -> None:
     with suppress(EOFError):
         while True:
             job = connection.recv()
-            log = os.open(job.logs / "executor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
+            with (job.logs / "executor.log").open("a") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
             try:
                 execute(job)
                 connection.send(None)
@@ -211,16 +210,13 @@ def _slurm(job: Job, shared: Mapping[str, Any]) -> Any:
     )
 
 
-class Executor:
+class Executor(AbstractContextManager["Executor"]):
     """`with Executor(options) as executor:` around all stages; its child process starts when first needed."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._child: Any = None
         self._connection: Any = None
-
-    def __enter__(self) -> Executor:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._end()

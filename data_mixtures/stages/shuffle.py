@@ -37,7 +37,6 @@ _MERGED = np.dtype([*DOCUMENT.descr, ("start", "<u8"), ("unit", "<u4")])
 _SLICE = np.dtype([("documents", "<i8"), ("tokens", "<i8")])
 # what `order` writes for a document, in the final order
 _PLACED = np.dtype([("low", "<u8"), ("start", "<u8"), ("length", "<u4"), ("unit", "<u4")])
-_COLUMNS = ["low", "start", "length", "unit"]
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,9 @@ class OrderDocuments(Stage):
         read = int(slices["documents"].sum())
         counts: dict[str, Any] = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
-            shards.save_array(folder / f"{name}.npy", part[_COLUMNS].astype(_PLACED))
-            counts[name] = {
-                "documents": len(part),
-                "tokens": int(part["length"].sum(dtype=np.int64)),
-                "bytes": int(part["bytes"].sum(dtype=np.int64)),
-            }
+            shards.save_array(folder / f"{name}.npy", part[list(_PLACED.names or ())].astype(_PLACED))
+            tokens, size = (int(part[column].sum(dtype=np.int64)) for column in ("length", "bytes"))
+            counts[name] = {"documents": len(part), "tokens": tokens, "bytes": size}
         shards.save_array(folder / "slices.npy", slices["tokens"].copy())
         return counts
 
@@ -97,10 +93,10 @@ def range_bounds(number: int, ranges: int) -> tuple[int, int]:
 
 def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Documents of every unit with low <= key < high (_MERGED), each id once a unit, and its size there (_SLICE)."""
-    units = len(receipts(out, UPSTREAM, source))
-    parts, slices = [], np.zeros(units, dtype=_SLICE)
-    for number in range(units):
-        documents = np.load(_tokenized(out, source, number) / INDEX, mmap_mode="r")
+    parts, paths = [], _tokenized(out, source, INDEX)
+    slices = np.zeros(len(paths), dtype=_SLICE)
+    for number, path in enumerate(paths):
+        documents = np.load(path, mmap_mode="r")
         assert documents.dtype == DOCUMENT, f"{source} unit {number}: documents.npy has dtype {documents.dtype}"
         first, last = (bisect_left(documents, key, key=lambda row: int(row["key"])) for key in (low, high))
         part = np.empty(last - first, dtype=_MERGED)
@@ -114,8 +110,10 @@ def read_slices(out: Path, source: str, low: int, high: int) -> tuple[list[np.nd
     return parts, slices
 
 
-def _tokenized(out: Path, source: str, number: int) -> Path:
-    return stage.result(out, UPSTREAM, Unit(source, number))[0]
+def _tokenized(out: Path, source: str, name: str) -> list[Path]:
+    """The files of this name of all tokenized units."""
+    units = range(len(receipts(out, UPSTREAM, source)))
+    return [stage.result(out, UPSTREAM, Unit(source, number))[0] / name for number in units]
 
 
 def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
@@ -198,7 +196,7 @@ class WriteShards(Stage):
 
     def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of the source's stream in pieces; `begins` gets the documents that begin there."""
-        files = [_tokenized(self.out, source, n) / TOKENS for n in range(len(receipts(self.out, UPSTREAM, source)))]
+        files = _tokenized(self.out, source, TOKENS)
         base = np.zeros(len(files), dtype=np.int64)  # where each unit's slice begins in its tokens.bin
         at = 0
         for number, receipt in enumerate(self._orders(source)):
@@ -294,9 +292,7 @@ def _read_tokens(path: Path, starts: Sequence[int], into: Sequence[np.ndarray]) 
             file.seek(start * shards.TOKEN_BYTES)
             rest = tokens.view(np.uint8).data
             while rest:
-                count = file.readinto(rest)
-                if not count:
-                    raise ValueError(
-                        f"{path} ends before token {start + len(tokens)}: truncated; run {UPSTREAM!r} again"
-                    )
+                if not (count := file.readinto(rest)):
+                    end = start + len(tokens)
+                    raise ValueError(f"{path} ends before token {end}: truncated; run {UPSTREAM!r} again")
                 rest = rest[count:]

@@ -74,27 +74,22 @@ class Stage:
 
 def read_plan(out: Path) -> dict[str, Any]:
     """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError when there is none."""
-    path = out / PLAN
-    if not path.is_file():
+    if not (path := out / PLAN).is_file():
         raise ValueError(f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first")
-    status = path.stat()
-    return _read_plan(path, status.st_mtime_ns, status.st_size)
+    return _read_plan(path, path.stat().st_mtime_ns, path.stat().st_size)
 
 
 @functools.lru_cache(maxsize=4)
 def _read_plan(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     plan = shards.read_json(path, "delete it and plan again")
-    if plan.get("format") != PLAN_FORMAT:
-        raise ValueError(
-            f"{path} has format {plan.get('format')!r}, this code reads {PLAN_FORMAT}; delete it and plan again"
-        )
+    if (found := plan.get("format")) != PLAN_FORMAT:
+        raise ValueError(f"{path} has format {found!r}, this code reads {PLAN_FORMAT}; delete it and plan again")
     return plan
 
 
 def planned(out: Path, source: str) -> Entry:
     """What is planned for a source. ValueError when the plan lacks it."""
-    sources = read_plan(out)["sources"]
-    if source not in sources:
+    if source not in (sources := read_plan(out)["sources"]):
         raise ValueError(f"{out / PLAN} lacks source {source!r}; plan it first (python -m data_mixtures plan)")
     return sources[source]
 
@@ -141,14 +136,12 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
 
 def made_files(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
     """The files of a finished unit as its receipt lists them, for the key of the stage that reads them."""
-    receipt = read_receipt(out, stage, unit)
-    return receipt["files"] if receipt is not None else None
+    return (read_receipt(out, stage, unit) or {}).get("files")
 
 
 def receipt_of(out: Path, stage: str, unit: Unit) -> dict[str, Any]:
     """The receipt of a finished unit. ValueError when that stage has not done it."""
-    receipt = read_receipt(out, stage, unit)
-    if receipt is None:
+    if (receipt := read_receipt(out, stage, unit)) is None:
         raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
     return receipt
 
@@ -181,15 +174,14 @@ def is_done(stage: Stage, unit: Unit) -> bool:
         return False
     if receipt.get("freed"):
         return True
-    folder = unit_folder(stage.out, stage.name, unit)
-    sizes = {name: entry["bytes"] for name, entry in receipt["files"].items()}
-    return all((folder / name).is_file() and (folder / name).stat().st_size == sizes[name] for name in sizes)
+    paths = [unit_folder(stage.out, stage.name, unit) / name for name in receipt["files"]]
+    sizes = [entry["bytes"] for entry in receipt["files"].values()]
+    return all(path.is_file() for path in paths) and [path.stat().st_size for path in paths] == sizes
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
     """Delete the files of a finished unit, not its receipt and small JSON; returns the bytes that became free."""
-    receipt, folder = read_receipt(out, stage, unit), unit_folder(out, stage, unit)
-    assert receipt is not None, f"{unit} of {stage} is not finished, so there is nothing to free"
+    receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
     there = [folder / name for name in receipt["files"] if (folder / name).is_file() and not name.endswith(".json")]

@@ -23,6 +23,7 @@ from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
 from data_mixtures.stages import shuffle, stage, stats_page
 from data_mixtures.stages.stage import TOKENIZER
+from records.files import write_atomically
 
 JSON, PAGE = "stats.json", "stats.html"
 LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
@@ -57,22 +58,17 @@ def write(
             "sources": facts,
             "phases": _phases(out, dict(sequences or {})),
             "shared_documents": shared_documents(out, sources, pool),
-            "documents": [
-                document
-                for source in sources
-                for document in look(out, source, manifests[source], documents_per_source)
-            ],
+            "documents": [d for s in sources for d in look(out, s, manifests[s], documents_per_source)],
         }
     shards.write_json(out / JSON, result)
-    stats_page.write(out / PAGE, result)
+    write_atomically(out / PAGE, stats_page.page(result))
     console.print(f"{out / JSON}, {out / PAGE}", highlight=False, soft_wrap=True)
     return result
 
 
 def _lengths(folder: Path, manifest: dict[str, Any], pool: Executor) -> dict[str, Any]:
     """Lengths in tokens of the documents that begin in a window of the source: histogram, mean, longest."""
-    entries = manifest["shards"]
-    found = list(pool.map(lambda entry: _lengths_of(folder / entry["docs"]["name"]), entries))
+    found = list(pool.map(lambda entry: _lengths_of(folder / entry["docs"]["name"]), manifest["shards"]))
     histogram = np.sum([each[0] for each in found], axis=0)
     documents = int(histogram.sum())
     mean = sum(each[1] for each in found) / documents if documents else 0.0
@@ -99,8 +95,7 @@ def _phases(out: Path, sequences: dict[str, int]) -> dict[str, Any]:
         if phase in sequences:
             check_integer(f"sequences of {phase}", sequences[phase], low=0)
             consumed = mixture.windows_per_source(sequences[phase])
-            windows = {source: shards.read_manifest(out / source)["windows"] for source in consumed}
-            epochs = {source: round(consumed[source] / windows[source], 4) for source in consumed}
+            epochs = {s: round(n / shards.read_manifest(out / s)["windows"], 4) for s, n in consumed.items()}
             phases[phase] |= {"sequences": sequences[phase], "epochs_at_end": epochs}
     return phases
 
@@ -121,9 +116,8 @@ def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dic
     shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
     for found in pool.map(lambda keys: _shared_in_range(out, sources, *keys), bounds):
         shared += found
-    pairs = [(int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b]]
-    pairs.sort(key=lambda pair: (-pair[0], *pair[1:]))
-    return {"pairs": [{"sources": [sources[a], sources[b]], "documents": count} for count, a, b in pairs]}
+    pairs = sorted((-int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b])
+    return {"pairs": [{"sources": [sources[a], sources[b]], "documents": -count} for count, a, b in pairs]}
 
 
 def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -> np.ndarray:
@@ -171,6 +165,4 @@ def _first_begin(tokens: np.ndarray) -> int:
         begins = np.flatnonzero(tokens[start : start + (1 << 20)] == tokenizer.BOS)
         if begins.size:
             return start + int(begins[0])
-    raise ValueError(
-        f"{getattr(tokens, 'filename', 'a shard')} lists documents, but none begins in it; verify the data"
-    )
+    raise ValueError(f"{getattr(tokens, 'filename', '')} lists documents, but none begins in it; verify the data")

@@ -5,32 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from data_mixtures.recipe import CATEGORIES
-from records.files import write_atomically
 from records.page import NEUTRAL, PLOT, card, chart, chip, colour, html_page, none, percent, short, table, tiles
 
 COLOURS = {category: colour(index) for index, category in enumerate(CATEGORIES)}
 PAIRS = 40  # of sources that share documents are shown
 
 
-def write(path: Path, stats: Mapping[str, Any]) -> None:
-    """Write the page of what stats.json holds, whole or not at all."""
-    write_atomically(path, page(stats))
-
-
 def page(stats: Mapping[str, Any]) -> str:
+    """The page of what stats.json holds."""
     parts = (_tiles, _shares, _sources, _epochs, _lengths, _dropped, _shared, _documents)
     return html_page("Data", "<h1>Prepared data</h1>" + "".join(part(stats) for part in parts), get_plotlyjs())
-
-
-def phase_colour(index: int) -> str:
-    return colour(len(CATEGORIES) + index)
 
 
 def count(value: int) -> str:
@@ -39,26 +29,25 @@ def count(value: int) -> str:
 
 def _tiles(stats: Mapping[str, Any]) -> str:
     sources = stats["sources"].values()
-    read, documents, tokens, size, windows = (
-        sum(each[name] for each in sources) for name in ("read", "documents", "tokens", "bytes", "windows")
-    )
+    total = {key: sum(each[key] for each in sources) for key in ("read", "documents", "tokens", "bytes", "windows")}
     return tiles((
         ("sources", str(len(sources)), ""),
-        ("documents", short(documents), "kept"),
-        ("kept", percent(documents / max(read, 1)), "of the documents read"),
-        ("tokens", short(tokens), ""),
-        ("bytes per token", f"{size / max(tokens, 1):.2f}", ""),
-        ("windows", short(windows), f"of {stats['seq_len']:,} tokens"),
+        ("documents", short(total["documents"]), "kept"),
+        ("kept", percent(total["documents"] / max(total["read"], 1)), "of the documents read"),
+        ("tokens", short(total["tokens"]), ""),
+        ("bytes per token", f"{total['bytes'] / max(total['tokens'], 1):.2f}", ""),
+        ("windows", short(total["windows"]), f"of {stats['seq_len']:,} tokens"),
     ))  # fmt: skip
 
 
 def _chart(figure: go.Figure, name: str, height: int) -> str:
     legend = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
-    still = {"automargin": True, "zeroline": False, "fixedrange": True}
     look = {"height": height, "dragmode": False, "hovermode": "closest", "showlegend": len(figure.data) > 1}
     figure.update_layout(PLOT | look | {"legend": legend, "margin": {"l": 8, "r": 44, "t": 8, "b": 8}})
-    figure.update_xaxes(still)
-    figure.update_yaxes(still)
+    for update in (figure.update_xaxes, figure.update_yaxes):
+        update(automargin=True, zeroline=False, fixedrange=True)
+    if figure.data[0].type == "bar":  # the first name on top
+        figure.update_layout(xaxis_nticks=6, yaxis_autorange="reversed")
     return chart(figure, name)
 
 
@@ -76,11 +65,9 @@ def _shares(stats: Mapping[str, Any]) -> str:
     figure = go.Figure([_bars(names, have, ".2f", "of the tokens here", NEUTRAL)])
     for index, (phase, each) in enumerate(stats["phases"].items()):
         shares = [100 * sum(s for n, s in each["shares"].items() if each["categories"][n] == c) for c in names]
-        figure.add_trace(_bars(names, shares, ".2f", f"of the sequences in {phase}", phase_colour(index)))
+        figure.add_trace(_bars(names, shares, ".2f", f"of the sequences in {phase}", colour(len(CATEGORIES) + index)))
     figure.update_traces(texttemplate="%{customdata}", textposition="outside")
-    figure.update_layout(barmode="group", bargap=0.25)
-    figure.update_xaxes(ticksuffix=" %", nticks=6)
-    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(barmode="group", bargap=0.25, xaxis_ticksuffix=" %")
     body = _chart(figure, "categories", 70 + 22 * len(names) * len(figure.data))
     return card("Categories", body, "What there is, and what each phase draws from it, in percent.")
 
@@ -96,13 +83,10 @@ def _sources(stats: Mapping[str, Any]) -> str:
         lengths = [f"{each['lengths']['mean']:,.0f}", count(each["lengths"]["longest"])]
         rows.append([chip(COLOURS[each["category"]], name), *sizes, *lengths, *(count(each[key]) for key in columns)])
     head = ("source", "tokens", *stats["phases"], "bytes per token", "mean length", "longest", *columns.values())
-    caption = f"Lengths are tokens of a document, including BOS and EOS. Colours: {_legend(stats)}"
-    return card("Sources", table(head, rows, "numbers"), caption)
-
-
-def _legend(stats: Mapping[str, Any]) -> str:
     used = {each["category"] for each in stats["sources"].values()}
-    return " ".join(chip(tint, category) for category, tint in COLOURS.items() if category in used)
+    legend = " ".join(chip(tint, category) for category, tint in COLOURS.items() if category in used)
+    caption = f"Lengths are tokens of a document, including BOS and EOS. Colours: {legend}"
+    return card("Sources", table(head, rows, "numbers"), caption)
 
 
 def _epochs(stats: Mapping[str, Any]) -> str:
@@ -113,13 +97,13 @@ def _epochs(stats: Mapping[str, Any]) -> str:
     figure = go.Figure()
     for index, (phase, each) in enumerate(phases.items()):
         epochs = [each["epochs_at_end"].get(n, 0) - before.get(n, 0) for n in names]
-        figure.add_trace(_bars(names, epochs, ".3f", f"{phase}, {each['sequences']:,} sequences", phase_colour(index)))
+        figure.add_trace(
+            _bars(names, epochs, ".3f", f"{phase}, {each['sequences']:,} sequences", colour(len(CATEGORIES) + index))
+        )
         before = each["epochs_at_end"]
     totals = [f"{before.get(name, 0):.3f}" for name in names]
     figure.data[-1].update(text=totals, textposition="outside")
     figure.update_layout(barmode="stack", bargap=0.3)
-    figure.update_xaxes(nticks=6)
-    figure.update_yaxes(autorange="reversed")
     caption = "How often the given number of sequences of each phase reads a source, phases one after the other."
     return card("Epochs", _chart(figure, "epochs", 80 + 30 * len(names)), caption)
 

@@ -102,13 +102,11 @@ def _shuffle(context: RunContext) -> None:
 
 
 def _verify(context: RunContext) -> None:
-    report = verify.verify(context.out, context.sources, context.console, context.executor.options.workers)
-    if context.quarantine and report.damage:
-        verify.quarantine(context.out, report.damage, context.console)
-    elif report.damage:
-        raise ValueError(
-            f"{len(report.damage)} damaged, named above; --quarantine removes damaged shards from the data"
-        )
+    damage = verify.verify(context.out, context.sources, context.console, context.executor.options.workers)
+    if context.quarantine and damage:
+        verify.quarantine(context.out, damage, context.console)
+    elif damage:
+        raise ValueError(f"{len(damage)} damaged, named above; --quarantine removes damaged shards from the data")
 
 
 def _stats(context: RunContext) -> None:

@@ -58,8 +58,8 @@ class Tokenize(Stage):
         shards.save_array(folder / INDEX, documents[order])
         write_ordered(folder / TOKENS, unsorted, documents["length"], order)
         unsorted.unlink()
-        tokens_and_bytes = (int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes"))
-        return dict(zip(("documents", "tokens", "bytes"), (len(documents), *tokens_and_bytes), strict=True))
+        total = {name: int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes")}
+        return {"documents": len(documents), "tokens": total["length"], "bytes": total["bytes"]}
 
 
 @functools.lru_cache(maxsize=1)
@@ -132,18 +132,14 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
-    filtered = {each.name: stage.receipts(out, "filter", each.name) for each in recipe.sources}
-    sizes = {name: sum(receipt["counts"]["bytes"] for receipt in found) for name, found in filtered.items()}
+    names = [each.name for each in recipe.sources]
+    sizes = {name: sum(each["counts"]["bytes"] for each in stage.receipts(out, "filter", name)) for name in names}
     sample = []
     for source, size in sizes.items():
-        budget = train_bytes * size // max(sum(sizes.values()), 1)
-        documents = (
-            document
-            for unit in stage.planned_units(out, source)
-            for batch in read_documents(stage.result(out, "filter", unit)[0] / DOCUMENTS)
-            for document in zip(*batch, strict=True)
-        )
-        sample += first_documents(documents, budget, recipe)
+        units = stage.planned_units(out, source)
+        batches = (b for unit in units for b in read_documents(stage.result(out, "filter", unit)[0] / DOCUMENTS))
+        documents = (document for batch in batches for document in zip(*batch, strict=True))
+        sample += first_documents(documents, train_bytes * size // max(sum(sizes.values()), 1), recipe)
     return sample
 
 

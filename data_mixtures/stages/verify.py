@@ -13,12 +13,12 @@ before the damage.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,43 +54,34 @@ class Damage:
         return f"{self.path}: {self.reason}" if self.block is None else f"{self.path}: block {self.block} {self.reason}"
 
 
-@dataclass
-class Report:
-    """What was checked, and what is wrong with it."""
-
-    files: int = 0
-    bytes: int = 0
-    damage: list[Damage] = field(default_factory=list)
-
-
-def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int | None = None) -> Report:
-    """Check all files of these sources and the locks beside them; nothing is changed.
+def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int | None = None) -> list[Damage]:
+    """Check all files of these sources and the locks beside them, and print what is wrong; nothing is changed.
 
     ValueError when a source has no readable manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    total = sum(entry["bytes"] for manifest in manifests.values() for entry in _entries(manifest))
-    report = Report()
+    listed = [entry for manifest in manifests.values() for entry in _entries(manifest)]
+    size = sum(entry["bytes"] for entry in listed)
+    found: list[Damage] = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
     with bar as progress, ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        task = progress.add_task("verifying", total=total)
+        task = progress.add_task("verifying", total=size)
         for source, manifest in manifests.items():
             folder, entries = out / source, _entries(manifest)
             checks = pool.map(lambda entry, m=manifest, at=folder: _check_file(at, m, entry), entries)
             spans = []
             for entry, (damage, span) in zip(entries, checks, strict=True):
-                report.damage += damage
-                report.files += 1 + ("docs" in entry)
-                report.bytes += entry["bytes"]
+                found += damage
                 spans.append(span)
                 progress.advance(task, entry["bytes"])
-            report.damage += _check_source(folder, manifest, spans)
-    report.damage += _check_locks(out, manifests)
-    for each in report.damage:
+            found += _check_source(folder, manifest, spans)
+    found += _check_locks(out, manifests)
+    for each in found:
         console.print(f"damaged: {each}", style="red", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"{report.files} files, {report.bytes:,} bytes: {len(report.damage)} damaged", highlight=False)
-    return report
+    files = sum(len(shards.files_of(entry)) for entry in listed)
+    console.print(f"{files} files, {size:,} bytes: {len(found)} damaged", highlight=False)
+    return found
 
 
 def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -128,19 +119,17 @@ def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.n
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
-    whole, begins, at = hashlib.sha256(), [], 0
+    begins: list[np.ndarray] = []
+    whole, at, blocks = hashlib.sha256(), 0, iter(entry["xxh3_blocks"])
     buffer = memoryview(bytearray(shards.BLOCK_BYTES))
     with path.open("rb") as file:
-        for number in itertools.count():
-            if not (size := file.readinto(buffer)):
-                break
-            block = buffer[:size]
-            whole.update(block)
-            expected = entry["xxh3_blocks"][number] if number < len(entry["xxh3_blocks"]) else None
-            if expected != xxhash.xxh3_64_hexdigest(block):
+        while size := file.readinto(buffer):
+            whole.update(buffer[:size])
+            expected = next(blocks, None)
+            if expected != xxhash.xxh3_64_hexdigest(buffer[:size]):
                 what = "lies behind the end" if expected is None else f"does not have its hash {expected}"
-                damage.append(Damage(path, what, number))
-            tokens = np.frombuffer(block, "<u2", size // shards.TOKEN_BYTES)
+                damage.append(Damage(path, what, len(begins)))
+            tokens = np.frombuffer(buffer, "<u2", size // shards.TOKEN_BYTES)
             begins.append(np.flatnonzero(tokens == tokenizer.BOS) + at)
             at += len(tokens)
     size = path.stat().st_size
@@ -172,7 +161,7 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
     """Checks across files: documents that continue in the next shard, counts, files that do not belong here."""
     damage: list[Damage] = []
     path = folder / shards.MANIFEST
-    for left, right in itertools.pairwise(span for span in spans if span):
+    for left, right in pairwise(span for span in spans if span):
         if right[0] == left[0] + 1 and right[1] != left[2]:
             damage.append(
                 Damage(path, f"shard {left[0]} lists documents up to token {left[2]}, shard {right[0]} from {right[1]}")
@@ -188,10 +177,9 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
 
 
 def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage]:
-    damage = []
-    for source, manifest in manifests.items():
-        path = out / TOKENIZER
-        if path.is_file() and file_sha256(path) != manifest["tokenizer_sha256"]:
+    damage, path = [], out / TOKENIZER
+    for source, manifest in manifests.items() if path.is_file() else ():
+        if file_sha256(path) != manifest["tokenizer_sha256"]:
             damage.append(Damage(path, f"is not the tokenizer of {source} ({manifest['tokenizer_sha256']})"))
     for path in sorted(out.glob("*.lock.json")):
         try:
@@ -200,9 +188,9 @@ def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage
             damage.append(Damage(path, str(error)))
             continue
         for entry in lock["sources"]:
-            manifest_path = out / entry["name"] / shards.MANIFEST
-            if entry["name"] in manifests and shards.manifest_sha256(manifest_path.parent) != entry["manifest_sha256"]:
-                damage.append(Damage(path, f"pins another manifest than {manifest_path}"))
+            folder = out / entry["name"]
+            if entry["name"] in manifests and shards.manifest_sha256(folder) != entry["manifest_sha256"]:
+                damage.append(Damage(path, f"pins another manifest than {folder / shards.MANIFEST}"))
     return damage
 
 
@@ -244,8 +232,7 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
 def _refuse_others(out: Path, damaged: list[Path], manifests: dict[str, dict[str, Any]]) -> None:
     """ValueError for damage that leaving out shards does not repair; an extra file does no harm."""
     for path in damaged:
-        manifest = manifests.get(path.parent.name)
-        if manifest and path.name not in (shards.MANIFEST, shards.VALID):
+        if path.parent.name in manifests and path.name not in (shards.MANIFEST, shards.VALID):
             continue
         if path.name.endswith(".lock.json") and any("quarantined" in each for each in manifests.values()):
             continue  # a quarantine was interrupted after its manifest; a lock that is broken itself is refused later

@@ -129,8 +129,7 @@ class EndpointModel:
         body |= {"stop": list(stops[:4])} if stops else {}  # the API allows four
         try:
             choice = self._post(body)["choices"][0]
-            text = choice["message"]["content"] if self.chat else choice["text"]
-            whole = text or ""
+            whole = (choice["message"]["content"] if self.chat else choice["text"]) or ""
             answer = cut(whole, stops)
             return answer, "stop" if len(answer) < len(whole) else choice.get("finish_reason") or "stop"
         except (KeyError, IndexError, TypeError) as error:

@@ -71,7 +71,7 @@ def score_task(
     protocol: Protocol,
     scorer: Scorer,
     most: int | None,
-    advance: Callable[..., None] = lambda *, completed, total: None,
+    advance: Callable[..., None] = lambda **_: None,
 ) -> dict[str, Any]:
     """The figures of one task. Raises Unscorable if an item does not fit into the model's context."""
     rows = bundle.rows(task)
@@ -120,28 +120,24 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     CORE is null unless all 22 tasks are given, a category's means unless all of its tasks are.
     """
-    result: dict[str, Any] = {}
-    for version in VERSIONS:
-        whole = means(tasks, TASKS, version)
-        result |= {f"core_{version}": whole and whole[0], f"core_{version}_se": whole and whole[1]}
-    result["categories"] = {}
+    categories = {}
     for category in CATEGORIES:
         members = [task for task in TASKS if task.category == category]
-        figures: dict[str, Any] = {"tasks": len(members)}
-        for version in VERSIONS:
-            found = means(tasks, members, version)
-            figures |= {f"centered_{version}": found and found[0], f"centered_{version}_se": found and found[1]}
-        result["categories"][category] = figures
-    return result
+        categories[category] = {"tasks": len(members), **means(tasks, members, "centered")}
+    return {**means(tasks, TASKS, "core"), "categories": categories}
 
 
-def means(tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], version: str) -> tuple[float, float] | None:
-    """Mean centered accuracy of `members` and its standard error; None if one of them is missing."""
-    if any(task.label not in tasks for task in members):
-        return None
-    mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(members)
-    errors = [tasks[task.label]["standard_error"] / (1 - baseline(task, version)) for task in members]
-    return mean, math.sqrt(math.fsum(error**2 for error in errors)) / len(members)
+def means(tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], name: str) -> dict[str, float | None]:
+    """Mean centered accuracies of `members`, `name`_v1 and _v2, and their standard errors; None if one is missing."""
+    found: dict[str, float | None] = {}
+    for version in VERSIONS:
+        mean = error = None
+        if all(task.label in tasks for task in members):
+            mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(members)
+            errors = [tasks[task.label]["standard_error"] / (1 - baseline(task, version)) for task in members]
+            error = math.sqrt(math.fsum(e**2 for e in errors)) / len(members)
+        found |= {f"{name}_{version}": mean, f"{name}_{version}_se": error}
+    return found
 
 
 class Partial:

@@ -185,6 +185,11 @@ class LaneformerConfig:
             "total": sum(sizes.values()),
         }
 
+    def cached_bytes(self, positions: float, element_bytes: int) -> float:
+        """Bytes of keys and values that decoding reads for one token after this many positions."""
+        per_position = 2 * element_bytes * self.head_dim * self.num_key_value_heads
+        return per_position * sum(min(positions, self.window(i) or positions) for i in range(self.num_hidden_layers))
+
     @classmethod
     def from_flavor(cls, name: str, **overrides: Any) -> LaneformerConfig:
         """A named size: `2b` (the published model), `300m`, `tiny` (laptops and tests)."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from records.files import read_lines
 from tests.train.supervised import INTERVAL, STEPS, assert_same, supervise, undisturbed
 
 EVERY = 20
@@ -34,6 +35,17 @@ def draw(steps: int, seed: int) -> list[dict[str, Any]]:
         rank = chance.randrange(2) if kind in ("kill", "stop", "usr1", "sigterm_supervisor") else None
         faults.append({"kind": kind, "step": step, "rank": rank})
     return faults
+
+
+def test_a_killed_rank_changes_nothing(prepared_data: Path, tmp_path: Path) -> None:
+    """The short form that `make test` runs: one rank dies two steps after a checkpoint."""
+    lock, steps = prepared_data / "phase1.lock.json", 2 * INTERVAL
+    fault = {"kind": "kill", "step": INTERVAL + 2, "rank": 1}
+    run, status, said = supervise(tmp_path / "killed", lock, steps, INTERVAL, [fault])
+    assert status == 0, said
+    assert_same(run, undisturbed(tmp_path / "reference", lock, steps, INTERVAL), steps)
+    attempts = read_lines(run / "attempts.jsonl")
+    assert [attempt["step"] for attempt in attempts] == [0, INTERVAL]
 
 
 @pytest.mark.slow

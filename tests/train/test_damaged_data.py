@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from data_mixtures.mixture import Mixture
 from records.files import read_lines
 from tests.train.supervised import GLOBAL_BATCH, RANKS, ROOT, arguments, environment
+
+pytestmark = pytest.mark.slow
 
 STEPS, INTERVAL = 60, 5
 

@@ -89,16 +89,15 @@ def measure(
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.bench cuda", description=__doc__, formatter_class=about)
-    parser.add_argument("--out", type=Path, help="Markdown file to write")
-    parser.add_argument("--json", type=Path, help="JSON file to write, with every figure")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run (default 9)")
-    parser.add_argument(
-        "--flavor", choices=sorted(FLAVORS), default="2b", help="shape of the model; weights are random"
-    )
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="element type of the weights")
-    parser.add_argument("--runs", type=int, default=100, help="repeated runs that must be bit-identical (default 100)")
-    parser.add_argument("--steps", help=f"comma-separated steps to run, of {','.join(step.name for step in STEPS)}")
-    parser.add_argument("--commit", help="commit of this code, for a checkout without .git")
+    add = parser.add_argument
+    add("--out", type=Path, help="Markdown file to write")
+    add("--json", type=Path, help="JSON file to write, with every figure")
+    add("--minutes", type=float, default=9.0, help="time limit of the whole run (default 9)")
+    add("--flavor", choices=sorted(FLAVORS), default="2b", help="shape of the model; weights are random")
+    add("--dtype", choices=("bf16", "fp16"), default="bf16", help="element type of the weights")
+    add("--runs", type=int, default=100, help="repeated runs that must be bit-identical (default 100)")
+    add("--steps", help=f"comma-separated steps to run, of {','.join(step.name for step in STEPS)}")
+    add("--commit", help="commit of this code, for a checkout without .git")
     return parser.parse_args(arguments)
 
 
@@ -112,19 +111,14 @@ def chosen_steps(names: str | None) -> list[Step]:
     return [step for step in STEPS if step.name in wanted]
 
 
-def check_machine() -> None:
-    """ValueError with what is missing where nothing can be measured."""
-    if reason := why_no_cuda():
-        raise ValueError(f"{reason}. On a CPU, python -m tools.bench decode measures the CPU engine")
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("transformers, the reference, cannot be imported: pip install transformers")
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = options_of(arguments)
     try:
         steps = chosen_steps(options.steps)
-        check_machine()
+        if reason := why_no_cuda():
+            raise ValueError(f"{reason}. On a CPU, python -m tools.bench decode measures the CPU engine")
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError("transformers, the reference, cannot be imported: pip install transformers")
     except ValueError as error:
         print(f"cuda: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -150,9 +144,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(report))
 
 
-# --- the report: what was not measured is listed as such ----------------------------------------------------------
-
-
 def markdown(report: Result) -> str:
     """The whole page; `report["steps"]` may hold any part of the steps."""
     verdict = verdict_of(report["steps"].get("correctness", {}))
@@ -167,9 +158,11 @@ def markdown(report: Result) -> str:
 
 def section(steps: Result, name: str, write: Callable[[Result, Result], str]) -> str:
     step = steps.get(name, {"not_measured": "the run has not reached it"})
-    if "result" in step:
-        return write(step["result"], steps)
-    return f"not measured: {one_line(step.get('error') or step.get('not_measured'))}"
+    return write(step["result"], steps) if "result" in step else f"not measured: {one_line(reason_of(step))}"
+
+
+def reason_of(step: Result) -> str:
+    return step.get("error") or step.get("not_measured") or "not measured"
 
 
 def one_line(text: object) -> str:
@@ -178,9 +171,9 @@ def one_line(text: object) -> str:
 
 def verdict_of(step: Result) -> str:
     if "result" not in step:
-        return f"not proven ({step.get('error') or step.get('not_measured') or 'not measured'})"
-    result = step["result"]
-    return "all checks hold" if result["holds"] else f"FAILED: {'; '.join(result['failed'])}"
+        return f"not proven ({reason_of(step)})"
+    failed = "; ".join(step["result"]["failed"])
+    return "all checks hold" if step["result"]["holds"] else f"FAILED: {failed}"
 
 
 def bandwidth(steps: Result) -> tuple[float | None, float | None]:
@@ -203,40 +196,36 @@ def machine_line(report: Result) -> str:
 
 def probe_section(result: Result, steps: Result) -> str:
     stated = bandwidth(steps)[1]
-    names = {
-        "stream_bytes_per_s": "our ring of bulk copies", "loads_bytes_per_s": "plain 16-byte loads",
-        "torch_copy_bytes_per_s": "torch copy (reads and writes)",
-    }  # fmt: skip
-    rows = [
-        (title, result[key] / 1e9, None if stated is None else 100 * result[key] / stated)
-        for key, title in names.items()
-    ]
-    filling = (
-        f"Weights: {result['weight_bytes'] / 1e9:.3f} GB per token; {result['tape_bytes'] / 1e9:.3f} GB with the "
+    names = {"stream": "our ring of bulk copies", "loads": "plain 16-byte loads",
+             "torch_copy": "torch copy (reads and writes)"}  # fmt: skip
+    rates = {title: result[f"{key}_bytes_per_s"] for key, title in names.items()}
+    rows = [(title, rate / 1e9, stated and 100 * rate / stated) for title, rate in rates.items()]
+    return table(["read by", "GB/s", "% of datasheet"], rows) + (
+        f"\n\nWeights: {result['weight_bytes'] / 1e9:.3f} GB per token; {result['tape_bytes'] / 1e9:.3f} GB with the "
         "padding of the tapes' last chunks."
     )
-    return table(["read by", "GB/s", "% of datasheet"], rows) + f"\n\n{filling}"
 
 
 def correctness_section(result: Result, steps: Result) -> str:
     rows: list[Sequence[Any]] = [("HF bf16", *(result["hf_bf16"][k] for k in ("relative_error", "kl")), None, None)]
+    ties = []
     for version in ("persistent", "graph"):
         found = result.get(version, {})
-        greedy = found.get("greedy")
-        same = None if greedy is None else f"{greedy['same']} of {greedy['prompts']}"
+        greedy = found.get("greedy", {})
+        same = f"{greedy['same']} of {greedy['prompts']}" if greedy else None
         rows.append((version, found.get("relative_error"), found.get("kl"), same, found.get("differing_runs")))
+        ties += [
+            f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
+            f"(a tie below {p['tie']:.2e})."
+            for p in greedy.get("diverged", ())
+        ]
     columns = ["against HF float32", "largest relative error", "KL, nats", "prompts alike", "runs that differ"]
-    parts = [table(columns, rows)]
-    parts += [
-        f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
-        f"(a tie below {p['tie']:.2e})."
-        for version in ("persistent", "graph")
-        for p in result.get(version, {}).get("greedy", {}).get("diverged", ())
-    ]
     faults = [(name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()]
-    parts.append(table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults))
-    parts.append(table(["check", "holds"], result["passed"].items()))
-    return "\n\n".join(parts)
+    return "\n\n".join([
+        table(columns, rows), *ties,
+        table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults),
+        table(["check", "holds"], result["passed"].items()),
+    ])  # fmt: skip
 
 
 DECODE_COLUMNS = {
@@ -248,7 +237,7 @@ DECODE_COLUMNS = {
 
 
 def decode_section(result: Result, steps: Result) -> str:
-    rows = [{**row, "bytes_per_token": row["bytes_per_token"] / 1e6} for row in result["depths"].values()]
+    rows = ({**row, "bytes_per_token": row["bytes_per_token"] / 1e6} for row in result["depths"].values())
     return table(list(DECODE_COLUMNS.values()), ([row[key] for key in DECODE_COLUMNS] for row in rows))
 
 
@@ -308,7 +297,3 @@ SECTIONS: dict[str, tuple[str, Callable[[Result, Result], str]]] = {
     "lane_alone": ("One lane on all multiprocessors", alone_section),
     "sanitizer": ("compute-sanitizer", facts_section),
 }
-
-
-if __name__ == "__main__":
-    main()

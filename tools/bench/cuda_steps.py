@@ -24,7 +24,6 @@ from transformers import CompileConfig
 
 from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
-from laneformer.engine.bench import EDGE_TOKENS, cached_bytes
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.sequence import SequenceDecoder
@@ -53,7 +52,6 @@ class Session:
         """`without`: versions that are known to fail."""
         self.flavor, self.dtype, self.runs, self.without = flavor, dtype, runs, without
         self.config, self.deadline = LaneformerConfig.from_flavor(flavor), float("inf")
-        self.decoders: dict[str, SequenceDecoder] = {}
 
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -72,21 +70,21 @@ class Session:
         """The better one of those that work."""
         return "graph" if "persistent" in self.without else "persistent"
 
-    def need(self, version: str) -> None:
-        """RuntimeError for a version that is known to fail."""
+    def make(
+        self, version: str | None = None, config: LaneformerConfig | None = None,
+        tensors: dict[str, Tensor] | None = None, limit_s: float = LIMIT_S, **shape: Any,
+    ) -> SequenceDecoder:  # fmt: skip
+        """The better version of this model, unless told otherwise; RuntimeError for a version that is known to fail."""
+        version, tensors = version or self.version, tensors or self.tensors
         if version in self.without:
             raise RuntimeError(f"the {version} version failed at its first tokens")
+        dtype = next(iter(tensors.values())).dtype
+        return SequenceDecoder(config or self.config, tensors, dtype, (DEVICE,), version, limit_s, **shape)
 
-    def make(self, version: str, **shape: Any) -> SequenceDecoder:
-        self.need(version)
-        return SequenceDecoder(self.config, self.tensors, self.dtype, (DEVICE,), version, LIMIT_S, **shape)
-
+    @functools.cache  # noqa: B019  (a session lives as long as its process)
     def decoder(self, version: str | None = None) -> SequenceDecoder:
         """One per version, kept; without a name the better one."""
-        version = version or self.version
-        if version not in self.decoders:
-            self.decoders[version] = self.make(version)
-        return self.decoders[version]
+        return self.decoder(self.version) if version is None else self.make(version)
 
     @functools.cached_property
     def bandwidth(self) -> dict[str, float]:
@@ -95,9 +93,6 @@ class Session:
 
 def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
-
-
-# --- the machine and its memory ----------------------------------------------------------------------------------
 
 
 def machine(session: Session) -> Report:
@@ -144,9 +139,6 @@ def probe(session: Session) -> Report:
     }  # fmt: skip
 
 
-# --- correctness -------------------------------------------------------------------------------------------------
-
-
 def first(session: Session, version: str) -> Report:
     """A few tokens before anything else: a version that hangs or crashes here is left out of all later steps."""
     decoder = session.decoder(version)
@@ -165,12 +157,8 @@ def correctness(session: Session) -> Report:
     say("planted faults")
     flavor = FAULTS_FLAVOR.get(session.flavor, session.flavor)
     config = LaneformerConfig.from_flavor(flavor)
-    weights = random_weights(config, dtype=session.weights["lm_head.weight"].dtype, device=DEVICE)
-
-    def make(wrong: LaneformerConfig, tensors: dict[str, Tensor]) -> SequenceDecoder:
-        return SequenceDecoder(wrong, tensors, session.dtype, (DEVICE,), session.version, LIMIT_S)
-
-    planted = check.check_faults(config, weights, make)
+    weights = random_weights(config, dtype=TORCH_DTYPES[session.dtype], device=DEVICE)
+    planted = check.check_faults(config, weights, lambda *wrong: session.make(None, *wrong))
     report["passed"][f"planted faults are refused ({flavor})"] = planted["holds"]
     failed = [name for name, held in report["passed"].items() if not held]
     return {**report, "faults": planted["faults"], "failed": failed, "holds": not failed}
@@ -198,24 +186,18 @@ def smoke(session: Session) -> None:
     """Greedy tokens by both versions of a small model; RuntimeError unless the tokens are equal."""
     config = dataclasses.replace(session.config, num_hidden_layers=4, swa_layers=(0, 1))
     tensors = {name: t for name, t in session.tensors.items() if not name.startswith(("layers.4.", "layers.5."))}
-    made, shape = [], {"blocks_per_lane": 4, "warps": 4}
-    for version in ("persistent", "graph"):
-        decoder = SequenceDecoder(config, tensors, session.dtype, (DEVICE,), version, SANITIZER_LIMIT_S, **shape)
-        made.append(check.greedy(decoder, [5, 6, 7], 4))
+    shape: dict[str, Any] = {"limit_s": SANITIZER_LIMIT_S, "blocks_per_lane": 4, "warps": 4}
+    decoders = [session.make(version, config, tensors, **shape) for version in ("persistent", "graph")]
+    made = [check.greedy(decoder, [5, 6, 7], 4) for decoder in decoders]
     if made[0] != made[1]:
         raise RuntimeError(f"persistent and graph give different tokens: {made}")
 
 
-# --- speed -------------------------------------------------------------------------------------------------------
-
-
 def decode(session: Session) -> Report:
     """Speed of decoding and of reading the prompt, at several depths of the context."""
-    context, measured = session.config.max_position_embeddings, {}
-    bandwidth = max(session.bandwidth.values())
-    for depth in sorted({0, context // 2, context - 2 * EDGE_TOKENS}):
-        measured[str(depth)] = bench.benchmark(session.decoder(), depth, say, bandwidth)
-    return {"depths": measured}
+    context, bandwidth = session.config.max_position_embeddings, max(session.bandwidth.values())
+    depths = sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS})
+    return {"depths": {str(depth): bench.benchmark(session.decoder(), depth, say, bandwidth) for depth in depths}}
 
 
 def trials_of(decoder: SequenceDecoder) -> Trial:
@@ -282,13 +264,10 @@ def baselines(session: Session) -> Report:
 
 def compiled(session: Session) -> Report:
     """Transformers with a static cache under torch.compile, which replays CUDA graphs in this mode."""
-    options = {
-        "cache_implementation": "static",
-        "compile_config": CompileConfig(mode="reduce-overhead", fullgraph=False),
-    }
+    config = CompileConfig(mode="reduce-overhead", fullgraph=False)
     makers = {
         "persistent": lambda: trials_of(session.decoder("persistent")),
-        "hf_compiled": lambda: generate_of(session, **options),
+        "hf_compiled": lambda: generate_of(session, cache_implementation="static", compile_config=config),
     }
     return {"mode": "reduce-overhead", **paired(makers, 4, session.time_left)}
 
@@ -296,21 +275,20 @@ def compiled(session: Session) -> Report:
 def fp16(session: Session) -> Report:
     """Distances and speed of the same model in fp16."""
     weights = {name: weight.half() for name, weight in session.weights.items()}
-    decoder = SequenceDecoder(session.config, tensors_of(weights), "fp16", (DEVICE,), session.version, LIMIT_S)
+    decoder = session.make(tensors=tensors_of(weights))
     truth = check.reference(session.config, weights, check.SHORT_LENGTH)
     return {**check.compare(check.score(decoder, truth.ids), truth), "tokens_per_s": median_speed(decoder)}
 
 
 def lane_alone(session: Session) -> Report:
     """One lane on all multiprocessors, as each GPU of a machine with one lane per GPU would run it."""
-    session.need("persistent")
     config, rows = one_lane(session.config), []
     tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for blocks in dict.fromkeys((multiprocessors // 32 * 32, multiprocessors)):
-        decoder = SequenceDecoder(config, tensors, session.dtype, (DEVICE,), blocks_per_lane=blocks, limit_s=LIMIT_S)
+        decoder = session.make("persistent", config, tensors, blocks_per_lane=blocks)
         rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
-    bytes_per_token = bench.weight_bytes(decoder.geometry) + cached_bytes(decoder.config, TRIAL_TOKENS / 2, 2)
+    bytes_per_token = bench.weight_bytes(decoder.geometry) + decoder.config.cached_bytes(TRIAL_TOKENS / 2, 2)
     joins = [session.config.join(i, m) for i in range(session.config.num_hidden_layers) for m in MODULES]
     return {
         "rows": rows, "lanes": session.config.num_lanes, "layers": session.config.num_hidden_layers,
@@ -330,8 +308,6 @@ def first_lane(name: str, tensor: Tensor) -> Tensor:
     whole = name.startswith("tok_embeddings") or name.endswith("norm.weight")
     return tensor if whole else Tensor(tensor.dtype, tensor.values[:1])
 
-
-# --- the process -------------------------------------------------------------------------------------------------
 
 STEPS: dict[str, Callable[[Session], Report]] = {
     "machine": machine, "first_persistent": functools.partial(first, version="persistent"),

@@ -3,10 +3,8 @@
     python -m tools.bench decode --against llamacpp,transformers --out docs/benchmarks/2026-11-21-cpu-decode.md
     python -m tools.bench load HF_DIR        time from packed weights to the first token
 
-The read bandwidth of a shared machine changes within seconds, so a speed is never reported alone. In every round each
-candidate decodes once, in alternating order, and a read probe runs before and after each trial. A candidate's percent
-is its weight bytes per second over the probes on both sides of its trial; ratios are taken within a round. Bytes are
-weights, without keys and values.
+The read bandwidth of a shared machine changes within seconds, so a speed is never reported alone: FILE_START says how
+trials, probes and ratios are taken.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from tools.bench.decode_baselines import CANDIDATES, Dtype
 from tools.bench.harness import Candidate, Result, alternate, spread, table
 
 OURS = "laneformer"
+FIGURES = ("tokens_per_s", "percent_of_probe", "other_cpus")
 BUFFER_BYTES = 1 << 20
 PROMPT_LENGTH = 8
 PREFILL_LENGTHS = (128, 512)
@@ -61,16 +60,12 @@ class Options(harness.Options):
     depth: int = 0
     """Cached positions before the timed tokens."""
 
-    @property
-    def config(self) -> LaneformerConfig:
-        return LaneformerConfig.from_flavor(self.flavor)
-
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
         for name in ("threads", "pairs", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        most = self.config.max_position_embeddings - self.new_tokens - 1
+        most = LaneformerConfig.from_flavor(self.flavor).max_position_embeddings - self.new_tokens - 1
         if not 0 <= self.depth <= most:
             raise ValueError(f"depth = {self.depth} is outside 0 to {most} (the context less the new tokens)")
         baselines = [name.strip() for name in self.against.split(",") if name.strip()]
@@ -91,7 +86,7 @@ def candidate(name: str, flavor: str, dtype: Dtype, threads: int) -> Candidate:
 
 def compare(options: Options, console: Any) -> Result:
     """Every figure of the report. RuntimeError if our own engine does not start."""
-    names, facts = options.names(), dict[str, Result]()
+    names, config, facts = options.names(), LaneformerConfig.from_flavor(options.flavor), dict[str, Result]()
     candidates = {name: candidate(name, options.flavor, options.dtype, options.threads) for name in names}
     try:
         for name in names:
@@ -102,23 +97,26 @@ def compare(options: Options, console: Any) -> Result:
         if OURS in missing:
             raise RuntimeError(f"our own engine did not start: {missing[OURS]}")
         present = {name: candidates[name] for name in names if name not in missing}
-        rounds = decode_rounds(options, present, facts, console)
-        prefill = prefill_rounds(options, present, console)
+        rounds = decode_rounds(options, config, present, facts, console)
+        prefill = prefill_rounds(config, present, console)
         bench = present[OURS].ask("bench", flavor=options.flavor)
     finally:
         for each in candidates.values():
             each.close()
+    figures = {name: {key: spread([r[key][name] for r in rounds]) for key in FIGURES} for name in present}
+    found = {name: {**facts[name], **figures[name], "prefill_tokens_per_s": prefill[name]} for name in present}
     return {
         "flavor": options.flavor, "dtype": options.dtype, "threads": options.threads, "depth": options.depth,
-        "candidates": {name: summary(name, facts[name], rounds, prefill[name]) for name in present},
-        "ratios": {name: ratio(rounds, name) for name in present if name != OURS},
+        "candidates": found, "ratios": {name: ratio(rounds, name) for name in present if name != OURS},
         "probe_bytes_per_s": spread([probe for r in rounds for probe in r["probes"]]),
         "bench": bench, "rounds": rounds, "missing": missing,
     }  # fmt: skip
 
 
-def decode_rounds(options: Options, candidates: dict[str, Any], facts: Result, console: Any) -> list[Result]:
-    """One dict per round: the order, tokens/s and percent of the probe by name, and the probes in between."""
+def decode_rounds(
+    options: Options, config: LaneformerConfig, candidates: dict[str, Any], facts: Result, console: Any
+) -> list[Result]:
+    """One dict per round: the order, FIGURES by name, and the probes in between."""
     rng = np.random.default_rng(0)
 
     def probe() -> float:
@@ -128,7 +126,7 @@ def decode_rounds(options: Options, candidates: dict[str, Any], facts: Result, c
     for each in candidates.values():
         each.ask("decode", prompt=[5], new_tokens=options.new_tokens)  # warm-up: pages, clocks
     for order in alternate(candidates, options.pairs):
-        prompt = rng.integers(3, options.config.vocab_size, max(options.depth, 1)).tolist()
+        prompt = rng.integers(3, config.vocab_size, max(options.depth, 1)).tolist()
         probes, speed, percent, others = [probe()], {}, {}, {}
         for name in order:
             before = candidates[name].cpu_clocks()
@@ -136,59 +134,58 @@ def decode_rounds(options: Options, candidates: dict[str, Any], facts: Result, c
             wall_s, own_s, busy_s = (b - a for a, b in zip(before, candidates[name].cpu_clocks(), strict=True))
             others[name] = max(0.0, busy_s - own_s) / wall_s
             probes.append(probe())
-            bytes_per_s = speed[name] * facts[name]["weight_bytes_per_token"]
-            percent[name] = 100 * bytes_per_s / (sum(probes[-2:]) / 2)
-        values = {"tokens_per_s": speed, "percent_of_probe": percent, "other_cpus": others}
-        rounds.append({"order": order, **values, "probes": probes})
+            percent[name] = 100 * speed[name] * facts[name]["weight_bytes_per_token"] / (sum(probes[-2:]) / 2)
+        rounds.append({"order": order, **dict(zip(FIGURES, (speed, percent, others), strict=True)), "probes": probes})
         figures = ", ".join(f"{name} {speed[name]:.1f} ({percent[name]:.0f}%)" for name in candidates)
         console.print(f"round {len(rounds)} of {options.pairs}: {figures}; probe {np.mean(probes) / 1e9:.1f} GB/s")
     return rounds
 
 
-def prefill_rounds(options: Options, candidates: dict[str, Any], console: Any) -> dict[str, dict[str, float]]:
+def prefill_rounds(config: LaneformerConfig, candidates: dict[str, Any], console: Any) -> dict[str, dict[str, float]]:
     """Prompt tokens/s by candidate and prompt length: medians over rounds."""
     rng = np.random.default_rng(1)  # new prompts every time, so that a cached prefix cannot count as speed
-    lengths = [length for length in PREFILL_LENGTHS if length < options.config.max_position_embeddings]
+    lengths = [length for length in PREFILL_LENGTHS if length < config.max_position_embeddings]
     found: dict[str, dict[str, list[float]]] = {name: {str(n): [] for n in lengths} for name in candidates}
     with console.status("prefill"):
         for order in alternate(candidates, PREFILL_ROUNDS):
             for length, name in ((length, name) for length in lengths for name in order):
-                prompt = rng.integers(3, options.config.vocab_size, length).tolist()
+                prompt = rng.integers(3, config.vocab_size, length).tolist()
                 found[name][str(length)].append(candidates[name].ask("prefill", prompt=prompt))
     return {name: {n: float(np.median(speeds)) for n, speeds in by.items()} for name, by in found.items()}
-
-
-def summary(name: str, facts: Result, rounds: list[Result], prefill: dict[str, float]) -> Result:
-    figures = ("tokens_per_s", "percent_of_probe", "other_cpus")
-    return {**facts, **{k: spread([r[k][name] for r in rounds]) for k in figures}, "prefill_tokens_per_s": prefill}
 
 
 def ratio(rounds: list[Result], baseline: str) -> Result:
     """Our speed over the baseline's within each round."""
     ratios = [r["tokens_per_s"][OURS] / r["tokens_per_s"][baseline] for r in rounds]
     ahead = sum(value > 1 for value in ratios)
-    median = float(np.median(ratios))
-    return {"median": median, "min": min(ratios), "max": max(ratios), "ahead": ahead, "pairs": len(ratios)}
-
-
-# --- the report --------------------------------------------------------------------------------------------------
+    return {"median": float(np.median(ratios)), "min": min(ratios), "max": max(ratios), "ahead": ahead,
+            "pairs": len(ratios)}  # fmt: skip
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
-    bench, probe, found = (result[k] for k in ("bench", "probe_bytes_per_s", "candidates"))
+    bench, probe, found, rounds = (result[k] for k in ("bench", "probe_bytes_per_s", "candidates", "rounds"))
     listed = [f"- {name}: {c['version']}; {c['settings']}" for name, c in found.items()]
     listed += [f"- {name}: left out, {reason}" for name, reason in result["missing"].items()]
+    ratios = [
+        [name, *(f"{r[k]:.2f}" for k in ("median", "min", "max")), f"{r['ahead']} of {r['pairs']}"]
+        for name, r in result["ratios"].items()
+    ]
+    every_round = [
+        [str(index), *(f"{r['tokens_per_s'][name]:.1f} ({r['percent_of_probe'][name]:.0f}%)" for name in found),
+         " ".join(f"{each / 1e9:.1f}" for each in r["probes"])]
+        for index, r in enumerate(rounds, 1)
+    ]  # fmt: skip
     parts = [
         "\n".join(listed),
         f"Probe: {probe['median'] / 1e9:.1f} GB/s (p10 {probe['p10'] / 1e9:.1f}, p90 {probe['p90'] / 1e9:.1f}). "
-        f"{len(result['rounds'])} rounds of {options.new_tokens} tokens each; prefill in tokens/s.",
+        f"{len(rounds)} rounds of {options.new_tokens} tokens each; prefill in tokens/s.",
         speeds(found),
-        ratios(result["ratios"]),
+        table(["ours over", "median", "min", "max", "ahead in"], ratios),
         f"`laneformer bench` right after, with its probe between its segments: {bench['tokens_per_s']:.1f} tokens/s, "
         f"{bench['percent_of_probe']:.0f}% of {bench['probe_bytes_per_s'] / 1e9:.1f} GB/s "
         f"(p10 {bench['percent_of_probe_p10']:.0f}%, p90 {bench['percent_of_probe_p90']:.0f}%); "
         f"{1e3 * bench['token_s_p50']:.1f} ms per token, p99 {1e3 * bench['token_s_p99']:.1f} ms.",
-        every_round(list(found), result["rounds"]),
+        table(["round", *found, "probes, GB/s"], every_round),
     ]
     title = f"`{options.flavor}` in {options.dtype}, {options.threads} threads, depth {options.depth}"
     return title, "\n\n".join(parts)
@@ -204,25 +201,6 @@ def speeds(candidates: dict[str, Result]) -> str:
         prefill = [f"{value:.0f}" for value in c["prefill_tokens_per_s"].values()]
         rows.append([name, *speed, *percent, f"{c['other_cpus']['median']:.2f}", *prefill])
     return table(columns, rows)
-
-
-def ratios(by_name: dict[str, Result]) -> str:
-    rows = [
-        [name, *(f"{r[k]:.2f}" for k in ("median", "min", "max")), f"{r['ahead']} of {r['pairs']}"]
-        for name, r in by_name.items()
-    ]
-    return table(["ours over", "median", "min", "max", "ahead in"], rows)
-
-
-def every_round(names: list[str], rounds: list[Result]) -> str:
-    rows = []
-    for index, r in enumerate(rounds, 1):
-        cells = [f"{r['tokens_per_s'][name]:.1f} ({r['percent_of_probe'][name]:.0f}%)" for name in names]
-        rows.append([str(index), *cells, " ".join(f"{probe / 1e9:.1f}" for probe in r["probes"])])
-    return table(["round", *names, "probes, GB/s"], rows)
-
-
-# --- from packed weights to the first token -----------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -254,7 +232,11 @@ def compare_starts(options: LoadOptions, console: Any) -> Result:
     path, rounds = newest_packed_file(options.hf_dir), list[dict[str, float]]()
     for _ in range(options.rounds):
         with console.status(f"round {len(rounds) + 1} of {options.rounds}"):
-            rounds.append({"read_s": read_s(path), **start(options)})
+            buffer, began = bytearray(BUFFER_BYTES), time.perf_counter()
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+            rounds.append({"read_s": time.perf_counter() - began, **start(options)})
     ratios = [(r["load_s"] + r["first_token_s"]) / r["read_s"] for r in rounds]
     return {
         **{name: statistics.median(r[name] for r in rounds) for name in rounds[0]}, "rounds": rounds,
@@ -274,22 +256,13 @@ def start(options: LoadOptions) -> dict[str, float]:
         return {"load_s": loaded - began, "first_token_s": time.perf_counter() - loaded}
 
 
-def read_s(path: Path) -> float:
-    buffer, began = bytearray(BUFFER_BYTES), time.perf_counter()
-    with open(path, "rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
-    return time.perf_counter() - began
-
-
 def newest_packed_file(folder: Path) -> Path:
     from laneformer.engine.cpu.packed import PackedWeights
 
     files = [path for place in PackedWeights(folder, []).directories() for path in place.glob("*.bin")]
     if not files:
-        raise ValueError(
-            f"{folder} keeps no packed weights: is the disk too full, or are both cache folders read-only?"
-        )
+        why = "is the disk too full, or are both cache folders read-only?"
+        raise ValueError(f"{folder} keeps no packed weights: {why}")
     return max(files, key=lambda path: path.stat().st_atime_ns)
 
 
@@ -300,7 +273,3 @@ def load_section(options: LoadOptions, result: Result) -> tuple[str, str]:
         f"page cache {result['read_s']:.2f} s. Load and first token over that read, within a round: "
         f"{result['start_over_read']:.2f} (worst {result['start_over_read_worst']:.2f})."
     )
-
-
-if __name__ == "__main__":
-    main()

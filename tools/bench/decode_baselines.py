@@ -180,16 +180,15 @@ class LlamaCpp(Baseline):
 
 def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
     """Tensors of a Llama with the same matrices as this Laneformer, under the names that llama.cpp reads."""
-    d, f, v, kv = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_key_value_heads
-    kv *= config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (v, d), "output_norm.weight": (d,)}
-    for i in range(config.num_hidden_layers):
-        layer = {
-            "attn_norm": (d,), "attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d),
-            "ffn_norm": (d,), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f),
-        }  # fmt: skip
-        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return {**shapes, "output.weight": (v, d)}
+    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    kv = config.num_key_value_heads * config.head_dim
+    layer = {
+        "attn_norm": (d,), "attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d),
+        "ffn_norm": (d,), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f),
+    }  # fmt: skip
+    layers = range(config.num_hidden_layers)
+    blocks = {f"blk.{i}.{name}.weight": shape for i in layers for name, shape in layer.items()}
+    return {"token_embd.weight": (v, d), "output_norm.weight": (d,), **blocks, "output.weight": (v, d)}
 
 
 def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOLDER) -> Path:
@@ -203,7 +202,6 @@ def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOL
         return path
     folder.mkdir(parents=True, exist_ok=True)
     print(f"writing {path}", file=sys.stderr)
-    kind = gguf.GGMLQuantizationType.BF16 if dtype == "bf16" else gguf.GGMLQuantizationType.F16
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(temporary, "llama")
     shape = {
@@ -217,19 +215,16 @@ def random_gguf(config: LaneformerConfig, dtype: Dtype, folder: Path = CACHE_FOL
     add_dummy_vocabulary(writer, c.vocab_size)
     rng = np.random.default_rng(0)
     for name, size in gguf_shapes(c).items():
+        values = rng.standard_normal(size, np.float32) * np.float32(c.initializer_range)
         if len(size) == 1:
             writer.add_tensor(name, np.ones(size, np.float32))
-            continue
-        values = rng.standard_normal(size, np.float32) * np.float32(c.initializer_range)
-        if dtype == "fp16":
+        elif dtype == "fp16":
             writer.add_tensor(name, values.astype(np.float16))
         else:  # the upper half of a float32; truncation instead of rounding does not matter here
             upper = np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
-            writer.add_tensor(name, upper.view(np.uint8), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
     temporary.rename(path)
     return path
 

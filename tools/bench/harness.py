@@ -36,8 +36,6 @@ TIMEOUT_S = 900.0
 INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 Result = dict[str, Any]
 
-# --- candidates --------------------------------------------------------------------------------------------------
-
 
 class Candidate:
     """A Python process that calls `serve`; started when first asked, and again after it has ended."""
@@ -65,7 +63,11 @@ class Candidate:
                 raise RuntimeError(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
             line = process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name}: its process ended with status {process.wait()}{self._last_lines()}")
+            status, last = process.wait(), ""
+            if self.log is not None:
+                self.log.seek(0)
+                last = f"; its last lines:\n{self.log.read()[-1500:]}"
+            raise RuntimeError(f"{self.name}: its process ended with status {status}{last}")
         reply = json.loads(line)
         if reply["ends"]:
             self.close()
@@ -81,12 +83,6 @@ class Candidate:
                 text=True, cwd=ROOT, env={**os.environ, **self.env, "PYTHONPATH": os.pathsep.join(paths)},
             )  # fmt: skip
         return self.process
-
-    def _last_lines(self) -> str:
-        if self.log is None:
-            return ""
-        self.log.seek(0)
-        return f"; its last lines:\n{self.log.read()[-1500:]}"
 
     def cpu_clocks(self) -> tuple[float, float, float]:
         """Seconds: wall clock, CPU time of this process, and CPU time in use on the machine (stolen time included)."""
@@ -122,8 +118,6 @@ def serve(answer: Callable[..., Any], alive: Callable[[], bool] = lambda: True) 
         if reply["ends"]:
             return
 
-
-# --- figures -----------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -161,9 +155,6 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
-
-
-# --- the report --------------------------------------------------------------------------------------------------
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -2,9 +2,8 @@
 
     python -m tools.bench loader --out docs/benchmarks/2026-11-21-loader.md
 
-The data are random tokens in five sources with the published phase-1 weights, in the page cache. Speed is tokens per
-second of CPU time on one core, so that other work on the machine has little effect; every round also times a NumPy copy
-of the same bytes.
+The data are random tokens in five sources with the published phase-1 weights, in the page cache. CPU time is counted,
+so that other work on the machine has little effect; every round also times a NumPy copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from data_mixtures.mixture import Mixture
 from tools.bench import harness
 from tools.bench.harness import Candidate, Result, alternate, table
 from tools.bench.loader_baselines import BATCH, LOADERS, MOSAIC_FOLDER, MOSAIC_INSTALL, cpu_rate, worst_deviation
-from tools.bench.synthetic_data import write_lock
+from tools.bench.train import write_lock
 
 WEIGHTS = {"web": 6320, "code": 2100, "math": 630, "multilingual": 500, "qa": 450}
 BARE = "Mixture.sequences"  # without threads, so there is nothing to stall or to resume
@@ -178,7 +177,3 @@ def row(name: str, figures: Result, copied: float) -> list[str]:
     resume = "; ".join([*times, *dict.fromkeys(reasons)]) or "-"
     return [name, f"{rate:.1f}", f"{100 * rate / copied:.1f}", error, resume,
             OTHER_WORLD_SIZE.get(name, "-"), " / ".join(f"{stall:.2f}" for stall in stalls) or "-"]  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

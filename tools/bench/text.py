@@ -2,8 +2,8 @@
 
     python -m tools.bench text [--out FILE.md] [--megabytes 8] [--rounds 3] [--tokenizer tokenizer.model]
 
-The text is what the machine has: Python's library as code; manual pages and package descriptions as prose. Figures are
-of CPU seconds of this process, so that other work on the machine has little effect; medians over rounds.
+The text is what the machine has: Python's library as code; manual pages and package descriptions as prose. CPU seconds
+are counted, so that other work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -226,7 +226,3 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         rows = [[name, *(f"{result[kind][what][name]:.2f}" for kind in KINDS)] for name in result[KINDS[0]][what]]
         parts.append(table([unit, *KINDS], rows))
     return f"{options.megabytes:g} MB of code and of prose", "\n\n".join(parts)
-
-
-if __name__ == "__main__":
-    main()

@@ -28,15 +28,18 @@ if not torch.accelerator.is_available():
 
     patch_torch_for_cpu()  # before torchtitan is imported
 
+from data_mixtures import mixture, shards
 from laneformer import LaneformerConfig
 from records.files import read_lines
 from tools.bench import harness
 from tools.bench.harness import Result
-from tools.bench.synthetic_data import write_synthetic_lock
 from tools.plan import sums as plan_sums
 
 PROGRAMS = {"laneformer": ["train"], "llama": ["tools.bench.llama", "--model.name", "bench_llama3"]}
 TIMEOUT_S = 3600
+SOURCE = "synthetic"
+SEED = 1
+FIRST_TOKEN = 3  # below it: unknown, begin, end
 FILE_START = """# Training speed of the real trainer and of TorchTitan's Llama
 
 Each section is one run of its command: random weights, synthetic tokens, the job as `python -m train` runs it, with
@@ -85,8 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(options: Options, console: Any) -> Result:
     """All trials; every figure of the report."""
     options.check()
-    device = device_facts()
-    batch = options.local_batch or choose_local_batch(options, device["gpu"])
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    batch = options.local_batch or choose_local_batch(options, device)
     rounds: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory() as folder:
         config = LaneformerConfig.from_flavor(options.flavor)
@@ -101,45 +104,25 @@ def measure(options: Options, console: Any) -> Result:
                 console.print(f"round {index + 1}: {name} {trials[name]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU")
             rounds.append(trials)
     ratios = [r["laneformer"]["tokens_per_s_per_gpu"] / r["llama"]["tokens_per_s_per_gpu"] for r in rounds]
+    names = ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype", "checkpointing", "compile")
     return {
-        "device": device["name"],
-        "torch": torch.__version__,
-        **{name: getattr(options, name) for name in ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype",
-                                                     "checkpointing", "compile")},
-        "local_batch": batch,
-        "models": {name: summary([r[name] for r in rounds]) for name in PROGRAMS},
-        "ratio": float(np.median(ratios)),
-        "ratios": ratios,
+        "device": device, "torch": torch.__version__, **{name: getattr(options, name) for name in names},
+        "local_batch": batch, "models": {name: summary([r[name] for r in rounds]) for name in PROGRAMS},
+        "ratio": float(np.median(ratios)), "ratios": ratios,
     }  # fmt: skip
 
 
-def device_facts() -> dict[str, Any]:
-    """The device's name, and which datasheet it is (None: a CPU, or a GPU without one)."""
-    if not torch.cuda.is_available():
-        return {"name": "CPU", "gpu": None}
-    name = torch.cuda.get_device_name()
-    return {"name": name, "gpu": next((key for key in plan_sums.GPUS if key.upper() in name.upper()), None)}
-
-
-def choose_local_batch(options: Options, gpu: str | None) -> int:
+def choose_local_batch(options: Options, device: str) -> int:
     """What the memory plan allows; one sequence on a device that the plan does not know."""
+    gpu = next((name for name in plan_sums.GPUS if name.upper() in device.upper()), None)
     if gpu is None:
         return 1
     job = plan_sums.Job(
-        config=LaneformerConfig.from_flavor(options.flavor),
-        seq_len=options.seq_len,
-        steps=1,
-        global_batch=options.gpus,
-        local_batch=1,
-        shard=options.gpus,
-        replicate=1,
-        checkpointing=options.checkpointing,
-        reshard=True,
-        checkpoint_interval=1,
-        keep_latest=1,
-        keep_every=0,
+        config=LaneformerConfig.from_flavor(options.flavor), seq_len=options.seq_len, steps=1,
+        global_batch=options.gpus, local_batch=1, shard=options.gpus, replicate=1,
+        checkpointing=options.checkpointing, reshard=True, checkpoint_interval=1, keep_latest=1, keep_every=0,
         param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
-    )
+    )  # fmt: skip
     batch = plan_sums.largest_local_batch(job, plan_sums.GPUS[gpu])
     if batch == 0:
         raise ValueError(f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu}")
@@ -183,18 +166,15 @@ def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Res
 
 
 def summary(trials: list[Result]) -> Result:
-    step_s = [s for t in trials for s in t["step_s"]]
-    p50, p90 = np.percentile(step_s, (50, 90)).tolist()
-    peaks = [t["peak_memory_gib"] for t in trials if t["peak_memory_gib"] is not None]
+    """Medians over trials, of the steps of all trials together, the highest peak; None where nothing was measured."""
+    p50, p90 = np.percentile([s for t in trials for s in t["step_s"]], (50, 90)).tolist()
+    rates, mfus = ([t[key] for t in trials] for key in ("tokens_per_s_per_gpu", "mfu"))
     return {
-        "parameters": trials[0]["parameters"],
-        "tokens_per_s_per_gpu": float(np.median([t["tokens_per_s_per_gpu"] for t in trials])),
-        "mfu": None if trials[0]["mfu"] is None else float(np.median([t["mfu"] for t in trials])),
-        "step_s_p50": p50,
-        "step_s_p90": p90,
-        "peak_memory_gib": max(peaks, default=None),
+        "parameters": trials[0]["parameters"], "tokens_per_s_per_gpu": float(np.median(rates)),
+        "mfu": None if None in mfus else float(np.median(mfus)), "step_s_p50": p50, "step_s_p90": p90,
+        "peak_memory_gib": max((t["peak_memory_gib"] for t in trials if t["peak_memory_gib"]), default=None),
         "last_loss": trials[-1]["last_loss"],
-    }
+    }  # fmt: skip
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
@@ -202,8 +182,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     columns = ["", "parameters", "tokens/s/GPU", "MFU", "step p50", "step p90", "peak memory"]
     rows = [
         [name, f"{m['parameters']:,}", f"{m['tokens_per_s_per_gpu']:,.0f}",
-         "-" if m["mfu"] is None else f"{m['mfu']:.1f}%",
-         f"{m['step_s_p50']:.3f} s", f"{m['step_s_p90']:.3f} s",
+         "-" if m["mfu"] is None else f"{m['mfu']:.1f}%", *(f"{m[key]:.3f} s" for key in ("step_s_p50", "step_s_p90")),
          "-" if m["peak_memory_gib"] is None else f"{m['peak_memory_gib']:.1f} GiB"]
         for name, m in result["models"].items()
     ]  # fmt: skip
@@ -217,5 +196,55 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     return f"`{result['flavor']}`, {shape}", body
 
 
-if __name__ == "__main__":
-    main()
+# --- token shards made of a rule instead of text, the same on every machine: golden runs train on them, too ---------
+
+
+def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
+    """uint16 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one of four broken by a drawn one.
+
+    So a model has something to learn. Only PCG64's raw stream is used, which NumPy keeps the same in every version.
+    """
+    raw = np.random.PCG64(SEED).random_raw(count)
+    ordinary = vocab_size - FIRST_TOKEN
+    drawn = (raw >> np.uint64(32)) % np.uint64(ordinary)
+    follows = (raw & np.uint64(3)) != 0
+    tokens, last = np.empty(count, dtype=np.uint16), 0
+    for i, (step, fresh) in enumerate(zip(follows.tolist(), drawn.tolist(), strict=True)):
+        last = (5 * last + 1) % ordinary if step else fresh
+        tokens[i] = FIRST_TOKEN + last
+    return tokens
+
+
+def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: int) -> Path:
+    """A source of `windows` windows with its manifest, and the lock of one phase that reads it; returns the lock."""
+    tokens = {SOURCE: synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)}
+    return write_lock(folder, tokens, {SOURCE: 1}, seq_len, vocab_size, windows_per_shard=windows)
+
+
+def write_lock(
+    folder: Path, tokens: dict[str, np.ndarray], weights: dict[str, int], seq_len: int, vocab_size: int,
+    windows_per_shard: int,
+) -> Path:  # fmt: skip
+    """Shards and manifest of every source, and the lock of one phase that reads them; returns the lock.
+
+    tokens[name]: uint16, whole windows and one token more; the last window is held out for validation.
+    """
+    of_tokens = {"tokenizer_sha256": "", "vocab_size": vocab_size}
+    layout = shards.Layout(seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=1)
+    sources = []
+    for name, weight in weights.items():
+        source, windows = folder / name, (len(tokens[name]) - 1) // seq_len - 1
+        source.mkdir(parents=True)
+        train, held_out = tokens[name][: windows * seq_len + 1], tokens[name][windows * seq_len :]
+        one_document = np.array([len(train)], dtype=np.uint32)
+        written = shards.write_train(source, train, one_document, np.zeros(1, dtype=np.uint64), layout)
+        valid = shards.write_windows(source / shards.VALID, held_out, seq_len)
+        manifest = {"format": shards.FORMAT, "category": "web", "seq_len": seq_len, **of_tokens, **written}
+        shards.write_json(source / shards.MANIFEST, {**manifest, "valid": valid})
+        entry = {"name": name, "category": "web", "weight": weight, "windows": windows, "epoch_cap": 1_000_000}
+        sources.append({**entry, "manifest_sha256": shards.manifest_sha256(source)})
+    lock = {"format": shards.FORMAT, "phase": "phase1", "seed": SEED, "seq_len": seq_len, "packing": mixture.PACKING,
+            **of_tokens, "sources": sources}  # fmt: skip
+    path = folder / "phase1.lock.json"
+    shards.write_json(path, {**lock, "fingerprint": mixture.fingerprint(lock)})
+    return path

@@ -11,6 +11,7 @@ refuse engines with one planted fault each.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,18 +22,20 @@ from laneformer import LaneformerConfig
 from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
 from tools.check.reference import (
     Weights,
+    first_difference,
     hf_greedy,
     hf_logits,
     hf_model,
     mean_kl,
     planted_faults,
+    random_prompts,
     relative_errors,
     tensors_of,
 )
 
 BEYOND_WINDOW = 64  # positions of the scored text whose window excludes its start
 SHORT_LENGTH = 48
-PROMPT_LENGTHS = (1, 5, 11, 203)
+PROMPT_LENGTHS = (1, 5, 11, 203)  # short ones, which the kernels read, and longer ones, which PyTorch reads
 NEW_TOKENS = 32
 Report = dict[str, Any]
 MakeDecoder = Callable[..., SequenceDecoder]
@@ -47,15 +50,7 @@ class Reference:
     error: float  # of bf16: largest relative error of a position
     kl: float
     worst: float  # largest difference of a logit
-    model: Any  # float32
-    continued: dict[tuple[int, ...], tuple[list[int], list[float]]] = dataclasses.field(default_factory=dict)
-
-    def greedy(self, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-        """Tokens and leads of float32, computed once."""
-        key = (*prompt, new_tokens)
-        if key not in self.continued:
-            self.continued[key] = hf_greedy(self.model, prompt, new_tokens)
-        return self.continued[key]
+    greedy: Callable[[tuple[int, ...], int], tuple[list[int], list[float]]]  # tokens and leads of float32, cached
 
 
 def reference(config: LaneformerConfig, weights: Weights, length: int) -> Reference:
@@ -63,8 +58,9 @@ def reference(config: LaneformerConfig, weights: Weights, length: int) -> Refere
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     model = hf_model(config, weights, torch.float32)
     single, half = hf_logits(model, ids), hf_logits(hf_model(config, weights, torch.bfloat16), ids)
+    greedy = functools.cache(lambda prompt, new_tokens: hf_greedy(model, list(prompt), new_tokens))
     errors, worst = relative_errors(half, single), float(np.abs(half - single).max())
-    return Reference(ids, single, float(errors.max()), mean_kl(single, half), worst, model)
+    return Reference(ids, single, float(errors.max()), mean_kl(single, half), worst, greedy)
 
 
 def scored_length(config: LaneformerConfig) -> int:
@@ -95,30 +91,23 @@ def greedy(decoder: SequenceDecoder, prompt: list[int], new_tokens: int = NEW_TO
     return decoder.wait()
 
 
-def prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
-    """Short ones, which the kernels read, and longer ones, which PyTorch reads."""
-    rng, longest = np.random.default_rng(1), config.max_position_embeddings - NEW_TOKENS
-    lengths = [min(PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)], longest) for i in range(count)]
-    return [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
-
-
 def compare_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count: int) -> Report:
     """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
 
     The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which reads the longer prompts.
     """
     diverged, tokens = [], []
-    for index, prompt in enumerate(prompts(decoder.config, count)):
+    for index, prompt in enumerate(random_prompts(decoder.config, count, PROMPT_LENGTHS, NEW_TOKENS)):
         ours = greedy(decoder, prompt)
-        theirs, leads = truth.greedy(prompt, len(ours))
+        theirs, leads = truth.greedy(tuple(prompt), len(ours))
         tokens.append(ours)
-        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-        if first is not None:
+        if (first := first_difference(ours, theirs)) is not None:
             tie = 2 * (min(worst, truth.worst) if len(prompt) <= IN_KERNEL_TOKENS else truth.worst)
             diverged.append({"prompt": index, "token": first, "lead": leads[first], "tie": tie})
-    unexplained = sum(p["lead"] > p["tie"] for p in diverged)
-    same = count - len(diverged)
-    return {"prompts": count, "same": same, "diverged": diverged, "unexplained": unexplained, "ids": tokens}
+    return {
+        "prompts": count, "same": count - len(diverged), "diverged": diverged,
+        "unexplained": sum(p["lead"] > p["tie"] for p in diverged), "ids": tokens,
+    }  # fmt: skip
 
 
 def differing_runs(decoder: SequenceDecoder, ids: list[int], runs: int) -> int:
@@ -147,12 +136,9 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
 
 
 def check(
-    makers: Mapping[str, Callable[[], SequenceDecoder]],
-    truth: Reference,
-    count: int,
-    runs: int,
+    makers: Mapping[str, Callable[[], SequenceDecoder]], truth: Reference, count: int, runs: int,
     progress: Callable[[str], None],
-) -> Report:
+) -> Report:  # fmt: skip
     """All checks but the planted faults, of "persistent" and "graph"; a failure of one does not stop the other."""
     report: Report = {"positions": len(truth.ids), "hf_bf16": {"relative_error": truth.error, "kl": truth.kl}}
     passed: dict[str, bool] = {}

@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -27,13 +28,14 @@ from rich.table import Table
 
 from laneformer import Engine, LaneformerConfig
 from laneformer.config import FLAVORS
-from laneformer.hf.configuration_laneformer import FIELDS
+from laneformer.engine.folder import config_of, read_json
 from laneformer.hf.load_folder import read_weights
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from records.files import code_version
 from tools.check.reference import (
     Weights,
     chosen_positions,
+    first_difference,
     hf_greedy,
     hf_logits,
     hf_model,
@@ -42,12 +44,14 @@ from tools.check.reference import (
     module_report,
     plain_model,
     planted_faults,
+    random_prompts,
     random_weights,
     relative_errors,
     ring_slots,
     tensors_of,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 FAULT_POSITIONS = 48
 REPEATED_POSITIONS = 24
@@ -75,19 +79,42 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+    def measure(options: Options, console: Console) -> dict[str, Any]:
+        return check(*load(options.model), options, console)
+
+    run(
+        "check_engine",
+        Options,
+        __doc__,
+        measure,
+        lambda report: [module_table(report["modules"]), table(report)],
+        arguments,
+    )
+
+
+def run(
+    name: str, options_type: Any, about: str | None, measure: Callable[[Any, Console], dict[str, Any]],
+    tables: Callable[[dict[str, Any]], list[Table]], arguments: list[str] | None,
+) -> NoReturn:  # fmt: skip
+    """A check as a command: tables on stderr, one JSON line on stdout; `measure` returns what `passed` and figures."""
+    options, started = tyro.cli(options_type, args=arguments, description=about), time.monotonic()
     console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
     try:
-        config, weights = load(options.model)
-        report = check(config, weights, options, console)
+        report = measure(options, console)
     except ValueError as error:
-        print(f"check_engine: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    console.print(module_table(report["modules"]))
-    console.print(table(report))
+    report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
+    for shown in tables(report):
+        console.print(shown)
     console.print("[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]")
     print(json.dumps(report))
     raise SystemExit(not report["ok"])
+
+
+def verdict(passed: dict[str, bool]) -> dict[str, Any]:
+    failed = [name for name, held in passed.items() if not held]
+    return {"passed": passed, "failed": failed, "ok": not failed}
 
 
 def load(name: str) -> tuple[LaneformerConfig, Weights]:
@@ -98,25 +125,24 @@ def load(name: str) -> tuple[LaneformerConfig, Weights]:
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}")
-    values = json.loads((folder / "config.json").read_text())
-    config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
+    config = config_of(read_json(folder / "config.json"))
     return config, read_weights(folder, config)
 
 
 @dataclass
 class Reference:
-    """PyTorch's results on the ids: float64 logits and module outputs, Transformers' logits, and the allowed errors."""
+    """PyTorch's results on the ids: float64 logits and module outputs, Transformers' model, and the allowed errors."""
 
     ids: list[int]
     positions: list[int]
     logits: np.ndarray
     outputs: np.ndarray
     single: np.ndarray
-    half: np.ndarray
     single_model: LaneformerForCausalLM
-    errors: dict[str, np.ndarray]
+    errors: dict[str, np.ndarray]  # of Transformers, per position
+    half_kl: float
     allowed: float
-    tie: float
+    tie: float  # closer logits may come in either order
 
 
 def reference_of(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> Reference:
@@ -131,20 +157,18 @@ def reference_of(config: LaneformerConfig, weights: Weights, options: Options, c
     half = hf_logits(hf_model(config, weights, torch.bfloat16), ids[:BF16_POSITIONS])
     single_model = hf_model(config, weights, torch.float32)
     single = hf_logits(single_model, ids)
-    errors = {"hf_fp32": relative_errors(single, logits), "hf_bf16": relative_errors(half, logits[: len(half)])}
+    errors, worst = {}, {}
+    for name, logits_of in (("hf_fp32", single), ("hf_bf16", half)):
+        expected = logits[: len(logits_of)]
+        errors[name], worst[name] = relative_errors(logits_of, expected), float(np.abs(logits_of - expected).max())
     factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
-    worst = {
-        "hf_fp32": float(np.abs(single - logits).max()),
-        "hf_bf16": float(np.abs(half - logits[: len(half)]).max()),
-    }
-    tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])  # closer logits may come in either order
-    allowed = float(factor * errors[yardstick].max())
-    return Reference(ids, positions, logits, outputs, single, half, single_model, errors, allowed, tie)
+    tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])
+    allowed, half_kl = float(factor * errors[yardstick].max()), mean_kl(single[: len(half)], half)
+    return Reference(ids, positions, logits, outputs, single, single_model, errors, half_kl, allowed, tie)
 
 
 def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
     """Every check on one model; returns the report that main prints, with `ok` and the names of what `failed`."""
-    started = time.monotonic()
     truth = reference_of(config, weights, options, console)
     console.print("the engine", style="dim")
     with engine_of(config, weights, options) as engine:
@@ -153,8 +177,7 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         modules = module_report(config, partials, truth.outputs, truth.positions, options.math)
         greedy = compare_greedy(engine, truth.single_model, options, truth.tie)
     errors = truth.errors | {"engine": relative_errors(logits, truth.logits)}
-    half = truth.half
-    kl = {"engine": mean_kl(truth.single, logits), "hf_bf16": mean_kl(truth.single[: len(half)], half)}
+    kl = {"engine": mean_kl(truth.single, logits), "hf_bf16": truth.half_kl}
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
     differing = differing_runs(config, weights, truth.ids[:REPEATED_POSITIONS], options)
     faults, found = measure_faults(config, weights, truth, options, console)
@@ -167,17 +190,15 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         **{f"refuses: {name}": error > truth.allowed for name, error in faults.items()},
         **{f"locates: {name}": where["planted_in"] == where["first_wrong"] for name, where in found.items()},
     }
-    failed = [name for name, held in passed.items() if not held]
     length = len(truth.ids)
     by_depth = {d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)}
     return {
-        "model": options.model, "code_version": code_version(Path(__file__).parent), "math": options.math, "isa": isa,
+        "model": options.model, "math": options.math, "isa": isa,
         "positions": length, "allowed": truth.allowed, "relative_error": by_depth,
         "relative_error_max": {who: float(error.max()) for who, error in errors.items()},
         "modules": modules, "located": found, "kl": kl, "greedy": greedy,
         "runs": options.runs, "threads": list(options.threads),
-        "differing_runs": differing, "faults": faults, "passed": passed, "failed": failed, "ok": not failed,
-        "seconds": round(time.monotonic() - started, 1),
+        "differing_runs": differing, "faults": faults, **verdict(passed),
     }  # fmt: skip
 
 
@@ -197,14 +218,8 @@ def measure_faults(
     return faults, found
 
 
-# --- the sides of the comparison ---------------------------------------------------------------------------------
-
-
 def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
     return Engine(config, tensors_of(weights), threads=threads, math=options.math)
-
-
-# --- logits and probabilities ------------------------------------------------------------------------------------
 
 
 def depths(config: LaneformerConfig, length: int) -> list[int]:
@@ -214,31 +229,21 @@ def depths(config: LaneformerConfig, length: int) -> list[int]:
     return sorted(d for d in wanted if 1 <= d <= length)
 
 
-# --- greedy tokens -----------------------------------------------------------------------------------------------
-
-
 def compare_greedy(engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float) -> dict[str, Any]:
     """Continuations of random prompts, short ones and some beyond the window; where they part, and by what lead."""
-    config, rng = engine.config, np.random.default_rng(1)
-    longest = config.max_position_embeddings - options.new_tokens
-    lengths = [1, 5, 11, min(config.sliding_window + 3, 200)]
-    parted, leads = [], []
-    for index in range(options.prompts):
-        prompt = rng.integers(0, config.vocab_size, max(1, min(longest, lengths[index % 4]))).tolist()
+    config, parted, leads = engine.config, [], []
+    lengths = (1, 5, 11, min(config.sliding_window + 3, 200))
+    for index, prompt in enumerate(random_prompts(config, options.prompts, lengths, options.new_tokens)):
         ours = engine.generate(prompt, max_new_tokens=options.new_tokens, ignore_eos=True)
         theirs, lead = hf_greedy(model, prompt, len(ours))
         leads.append(min(lead))
-        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-        if first is not None:
+        if (first := first_difference(ours, theirs)) is not None:
             parted.append({"prompt": index, "token": first, "lead": lead[first]})
     return {
         "prompts": options.prompts, "new_tokens": options.new_tokens, "same": options.prompts - len(parted),
         "parted": parted, "tie": tie, "smallest_lead": min(leads, default=None),
         "unexplained": sum(p["lead"] > tie for p in parted),
     }  # fmt: skip
-
-
-# --- the same bits, always ---------------------------------------------------------------------------------------
 
 
 def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], options: Options) -> int:
@@ -249,13 +254,10 @@ def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], o
         with engine_of(config, weights, options, threads) as engine:
             for _ in range(options.runs):
                 sampled = engine.generate(ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True)
-                run = engine.logits(ids).tobytes(), sampled
-                first = first or run
-                differing += run != first
+                found = engine.logits(ids).tobytes(), sampled
+                first = first or found
+                differing += found != first
     return differing
-
-
-# --- the report --------------------------------------------------------------------------------------------------
 
 
 def table(report: dict[str, Any]) -> Table:

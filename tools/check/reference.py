@@ -101,6 +101,17 @@ def hf_greedy(model: LaneformerForCausalLM, prompt: list[int], new_tokens: int) 
     return tokens, leads
 
 
+def random_prompts(config: LaneformerConfig, count: int, lengths: Sequence[int], new_tokens: int) -> list[list[int]]:
+    """Of the given lengths in turn, or shorter where a model has no room for that and `new_tokens`."""
+    rng, longest = np.random.default_rng(1), config.max_position_embeddings - new_tokens
+    sizes = [max(1, min(longest, lengths[i % len(lengths)])) for i in range(count)]
+    return [rng.integers(0, config.vocab_size, size).tolist() for size in sizes]
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+
+
 # --- every module's partial output, per layer, module and lane ----------------------------------------------------
 
 

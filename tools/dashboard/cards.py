@@ -100,8 +100,8 @@ def training_cards(run: Run) -> str:
 
 
 def training_caption(run: Run) -> str:
-    logged = sum(len(s.rows) for s in run.segments)
-    again, half_life = logged - len(run.kept_rows), figures.half_life_rows(run)
+    logged, half_life = sum(len(s.rows) for s in run.segments), figures.half_life_rows(run)
+    again = logged - len(run.kept_rows)
     parts = {
         f"{logged:,} logged steps; bold is the exponential mean (half-life {half_life:.3g} logged steps), faint the "
         "logged value.": True,
@@ -124,13 +124,13 @@ def sources_card(run: Run) -> str:
     for row in run.kept_rows:
         for key, values in last.items():
             values |= row[key]
-    tokens = {name: number(count) for name, count in last["tokens_by_source"].items()}
-    total = sum(count or 0.0 for count in tokens.values()) or 1.0
+    losses, valid_losses, counts = last.values()
+    total = sum(number(count) or 0.0 for count in counts.values()) or 1.0
     rows = []
     for place, name in enumerate(figures.sources_of(run)):
-        count = tokens.get(name)
+        count = number(counts.get(name))
         cells = [line_chip(place, name), short(count), measured(count and 100 * count / total, ".1f", " %")]
-        rows.append([*cells, *(measured(last[key].get(name), ".4f") for key in list(last)[:2])])
+        rows.append([*cells, *(measured(by_source.get(name), ".4f") for by_source in (losses, valid_losses))])
     head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
     caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
     figure = chart(figures.sources_figure(run), f"sources-{run.name}")
@@ -214,13 +214,10 @@ def provenance_card(run: Run) -> str:
     if starts:
         body += table(("phase", "attempt", "at step", "ranks", "from", "torch", "code", "time (UTC)"), starts)
     if run.configs:
-        body += f"<details><summary>Settings of the job by phase</summary>{settings_table(run)}</details>"
+        flat = [{f"{section}.{key}": value for section, values in config.items() if isinstance(values, dict)
+                 for key, value in values.items()} for config in run.configs.values()]  # fmt: skip
+        names = sorted({name for settings in flat for name in settings})
+        rows = [[escape(name), *(code(settings.get(name)) for settings in flat)] for name in names]
+        settings = table(("setting", *run.configs), rows)
+        body += f"<details><summary>Settings of the job by phase</summary>{settings}</details>"
     return card("Provenance", body)
-
-
-def settings_table(run: Run) -> str:
-    """Every setting of the job's config; one that a phase does not have is "not recorded"."""
-    flat = [{f"{section}.{key}": value for section, values in config.items() if isinstance(values, dict)
-             for key, value in values.items()} for config in run.configs.values()]  # fmt: skip
-    names = sorted({name for settings in flat for name in settings})
-    return table(("setting", *run.configs), [[escape(n), *(code(each.get(n)) for each in flat)] for n in names])

@@ -113,9 +113,8 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
             bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
             if len(known) > MARKS:  # a dashed line would not be seen among as many marks
                 bars |= {"width": 0, "color": f"{colour(index)}55"}
-            look: dict[str, Any] = {"name": f"{each.name}, {version}", "line_dash": dashes, "error_y": bars}
-            hover = "%{y:.4f} ± %{error_y.array:.4f}"
-            traces.append(curve(known, colour(index), marks="circle", hovertemplate=hover, **look))
+            look = {"name": f"{each.name}, {version}", "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
+            traces.append(curve(known, colour(index), 2, "circle", line_dash=dashes, error_y=bars).update(look))
             values += [y + sign * e for (_, y), e in zip(known, errors, strict=True) for sign in (1, -1)]
     figure = lines_figure(traces, hoverformat=".4f")
     draw_references(figure, values)
@@ -131,16 +130,11 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
     ends, last = span(values) or [0.0, 0.3], values[-1] if values else 0.0
     above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.4 * ends[1]][:1]
     ends = [min(ends[0], 0.0), max([ends[1], *(1.08 * value for value in above)])]
-    for reference in CORE_REFERENCES:
-        if not ends[0] <= reference.value <= ends[1]:
-            continue
-        line = {"color": NEUTRAL, "width": 1, "dash": VERSIONS[reference.version]}
-        across = {"xref": "paper", "x0": 0, "x1": 1, "y0": reference.value, "y1": reference.value, "layer": "below"}
-        figure.add_shape(type="line", line=line, opacity=0.6, **across)
-        text = f"{reference.name} {reference.value:.4f} ({reference.version})"
-        side = {"x": 0.995, "xanchor": "right"} if reference.value < 0.85 * last else {"x": 0.005, "xanchor": "left"}
-        place = {"xref": "paper", "y": reference.value, "yanchor": "bottom" if reference.version == "v1" else "top"}
-        figure.add_annotation(text=text, showarrow=False, font={"size": 11}, **place, **side)
+    for name, version, value in (each for each in CORE_REFERENCES if ends[0] <= each.value <= ends[1]):
+        line = {"color": NEUTRAL, "width": 1, "dash": VERSIONS[version]}
+        place = f"{'top' if version == 'v1' else 'bottom'} {'right' if value < 0.85 * last else 'left'}"
+        label = {"text": f"{name} {value:.4f} ({version})", "font": {"size": 11}}
+        figure.add_hline(value, line=line, opacity=0.6, layer="below", annotation=label, annotation_position=place)
     figure.update_yaxes(range=ends)
 
 
@@ -173,7 +167,7 @@ def core_card(run: Run) -> str:
         return ""
     notes = dict.fromkeys(str(c.last["not_core"]) for c in curves if c.last.get("not_core"))
     body = f'<ul class="warnings">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
-    body += "".join(map(last_core, curves)) + aggregate_chart(curves, f"core-{run.name}")
+    body += "".join(last_core(c.last) for c in curves) + aggregate_chart(curves, f"core-{run.name}")
     points, last = curves[-1].points, curves[-1].last
     body += f"<h3>Accuracy of each task, {escape(settings_text(last))}</h3>{task_table(last)}"
     if tasks_of(points):
@@ -190,9 +184,9 @@ def core_card(run: Run) -> str:
     return card("CORE", body, caption)
 
 
-def last_core(curve: Curve) -> str:
-    """The last CORE of a curve in both versions, or why there is none."""
-    last, said = curve.last, []
+def last_core(last: Point) -> str:
+    """The CORE of a record in both versions."""
+    said = []
     for version in VERSIONS:
         error = number(last.get(f"core_{version}_se"))
         said.append(f"CORE {version} {aggregate(last, version)}" + ("" if error is None else f" ± {error:.4f}"))
@@ -207,9 +201,10 @@ def aggregate(point: Point, version: str) -> str:
 
 def aggregate_chart(curves: Sequence[Curve], name: str) -> str:
     drawn = [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
+    if not drawn:
+        return ""
     chips = "".join(line_chip(i, c.name) for i, c in enumerate(drawn))
-    words = f'<p class="chips">{chips}<span>solid: v1, dashed: v2</span></p>'
-    return words + chart(core_figure(drawn), name) if drawn else ""
+    return f'<p class="chips">{chips}<span>solid: v1, dashed: v2</span></p>{chart(core_figure(drawn), name)}'
 
 
 def checkpoint_text(point: Point) -> str:

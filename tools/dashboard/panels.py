@@ -70,9 +70,9 @@ def extremes_of(panels: Sequence[Panel]) -> list[tuple[str, Callable[..., int]]]
 def training_figure(run: Run) -> go.Figure:
     """Loss with validation and events, learning rate, gradient norm and speed over one axis of steps or tokens."""
     figure = go.Figure(layout=PLOT)
-    dropped: dict[str, Any] = {"width": 1.2, "line_dash": "dot", "opacity": 0.6, "hoverinfo": "skip"}
     for tint, rows in _sampled(run, TRAINING, kept=False):
-        figure.add_trace(curve(points(rows, "loss"), tint, **dropped))
+        dropped = curve(points(rows, "loss"), tint, 1.2, line_dash="dot", opacity=0.6, hoverinfo="skip")
+        figure.add_trace(dropped)
     _draw_panels(figure, run, TRAINING)
     validated = [row for row in run.kept_rows if row["valid_loss"] is not None]
     for phase in run.phases:  # another mixture has another validation loss: no line from one to the next

@@ -22,14 +22,13 @@ LISTED = 40  # more evaluations than this are counted, not listed
 PREFERRED = ("core_v1", "core_v2", "pass@1_plus", "bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
 HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
        "limit": "limit ", "haystack": "haystack ", "not_core": ""}  # fmt: skip
+NOT_FIGURES = {*PROVENANCE, *HOW, *PREFERRED, "checkpoint_time"}
 
 
 def score_cards(run: Run) -> str:
     """All cards of scores of a run; one line for those that it has none of."""
-    cards = {name: write(run) for name, write in CARDS.items()}
-    if any(cards.values()):
-        return "".join(cards.values())
-    return card("Scores", none(f"not measured: {', '.join(cards)}"))
+    cards = "".join(write(run) for write in CARDS.values())
+    return cards or card("Scores", none(f"not measured: {', '.join(CARDS)}"))
 
 
 def code_card(run: Run) -> str:
@@ -143,8 +142,8 @@ def contamination_card(run: Run) -> str:
             items, touched = number(found.get("items")), number(found.get("touched"))
             share = touched / items if items and touched is not None else None
             counts = [short(items), short(touched), percent(share, ".2f"), short(found.get("documents_dropped"))]
-            texts = (name, str(point.get("phase") or ""), ", ".join(found.get("sources") or {}))
-            rows.append([*map(escape, texts[:2]), *counts, escape(texts[2])])
+            where = escape(str(point.get("phase") or ""))
+            rows.append([escape(name), where, *counts, escape(", ".join(found.get("sources") or {}))])
     if not points:
         return ""
     head = ("evaluation set", "phase", "items", "touched, at most", "share", "documents dropped", "in sources")
@@ -163,16 +162,13 @@ def evaluations_card(run: Run) -> str:
     """The evaluations on record, the newest first."""
     rows = []
     for record in run.evals[: -LISTED - 1 : -1]:
-        figures = {k: number(v) for k, v in record.items() if k not in (*PROVENANCE, *HOW, "checkpoint_time")}
-        known = [(k, v) for k, v in figures.items() if v is not None]
-        known.sort(key=lambda item: PREFERRED.index(item[0]) if item[0] in PREFERRED else len(PREFERRED))
-        nothing = "N/A" if record.get("missing") else "see its table"
-        result = ", ".join(f"{k} {v:.4g}" for k, v in known[:2]) or nothing
+        names = [key for key in PREFERRED if key in record] + [key for key in record if key not in NOT_FIGURES]
+        known = [f"{name} {value:.4g}" for name in names if (value := number(record.get(name))) is not None]
+        result = ", ".join(known[:2]) or ("N/A" if record.get("missing") else "see its table")
         how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
-        cells = [record.get("kind", "?"), where_evaluated(record), result, how]
-        rest = [short(record.get("tokens_total")), measured(record.get("seconds"), ".1f", " s")]
-        rest += [utc(record.get("time")), code(record.get("code_version"))]
-        rows.append([*(escape(str(c)) for c in cells), *rest])
+        texts = [escape(str(text)) for text in (record.get("kind", "?"), where_evaluated(record), result, how)]
+        took, at = measured(record.get("seconds"), ".1f", " s"), utc(record.get("time"))
+        rows.append([*texts, short(record.get("tokens_total")), took, at, code(record.get("code_version"))])
     head = ("evaluation", "checkpoint", "result", "how", "tokens", "took", "time (UTC)", "code")
     more = len(run.evals) - len(rows)
     caption = f"And {more:,} older ones, all in evals.jsonl." if more else ""

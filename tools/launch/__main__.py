@@ -83,11 +83,10 @@ def main() -> None:
 
 def launch(options: Options, overrides: list[str]) -> None:
     """Snapshot, script, submission. Raises ValueError before anything is queued."""
-    for argument in overrides:
-        if argument.split("=")[0] in OWNED:
-            raise ValueError(
-                f"{argument} is set by the launcher; pass the run folder as --run and the job file as first argument"
-            )
+    if owned := [argument for argument in overrides if argument.split("=")[0] in OWNED]:
+        raise ValueError(
+            f"{owned[0]} is set by the launcher; give the run folder as --run, the job file as an argument"
+        )
     start = choose_start(options)
     run = run_folder(options, start)
     cluster = cluster_of(options, start.parent)
@@ -173,10 +172,8 @@ def cluster_of(options: Options, parent: Path | None) -> Cluster:
 def refuse_second_job(run: Path) -> None:
     """Two jobs in one run folder would overwrite each other's checkpoints."""
     before = last_launch(run)
-    if before and before["job_id"] is not None:
-        state = job_state(before["job_id"])
-        if state not in ENDED:
-            raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run")
+    if before and before["job_id"] is not None and (state := job_state(before["job_id"])) not in ENDED:
+        raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run")
 
 
 # --- runs that start from another run -------------------------------------------------------------------------------
@@ -211,10 +208,8 @@ def next_phase(run: Path, config: Path) -> Start:
     written = (checkpoint / ".metadata").is_file()
     state = job_state(job_id) if job_id is not None and not written else None
     if not written and state in ENDED:
-        raise ValueError(
-            f"{checkpoint} does not exist, and " + (f"job {job_id} is {state or 'forgotten'}" if job_id else "no job")
-            + " that would write it; finish that run first"
-        )  # fmt: skip
+        job = f"job {job_id} is {state or 'forgotten'}" if job_id else "no job"
+        raise ValueError(f"{checkpoint} does not exist, and {job} that would write it; finish that run first")
     overrides = ["--checkpoint.initial_load_path", str(checkpoint)]
     return Start(config, overrides, run, str(checkpoint), None if written else f"afterok:{job_id}")
 

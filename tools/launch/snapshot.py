@@ -39,7 +39,6 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 KEPT_VARIABLES = re.compile(
     r"^(CUDA|NCCL|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI_|OFI|SLURM|TRITON|WANDB|HF_|LD_LIBRARY_PATH$|PATH$|LOADEDMODULES$)"
 )
-RESOLVE_TIMEOUT_S = 300
 
 
 def take_snapshot(
@@ -56,7 +55,10 @@ def take_snapshot(
     partial = final.with_name(f".{final.name}.partial")
     partial.mkdir(parents=True)
     try:
-        write_code(partial / "code", code)
+        (partial / "code").mkdir()
+        archive = git("archive", "--format=tar", code["tree"])
+        subprocess.run(["tar", "-xC", str(partial / "code")], input=archive, check=True)
+        (partial / "code/CODE_VERSION").write_text(code["version"] + "\n")  # records.files.code_version reads it
         if code["diff"]:
             (partial / "changes.diff").write_bytes(code["diff"])
         write_interpreter(partial / "env")
@@ -81,9 +83,7 @@ def take_snapshot(
 def code_tree(allow_dirty: bool) -> dict[str, Any]:
     """The git tree to run: HEAD's, or the working tree's with its difference from HEAD. Raises ValueError if dirty."""
     if not (ROOT / ".git").exists():
-        raise ValueError(
-            f"{ROOT} is not a git checkout, so its code has no version; launch from a clone of the repository"
-        )
+        raise ValueError(f"{ROOT} is not a git checkout, so its code has no version; launch from a clone")
     commit = git("rev-parse", "HEAD").decode().strip()
     changed = git("status", "--porcelain").decode()
     code: dict[str, Any] = {"commit": commit, "tree": commit, "version": commit[:12], "diff": b""}
@@ -110,12 +110,6 @@ def git(*arguments: str, **variables: str) -> bytes:
     return done.stdout
 
 
-def write_code(folder: Path, code: dict[str, Any]) -> None:
-    folder.mkdir()
-    subprocess.run(["tar", "-xC", str(folder)], input=git("archive", "--format=tar", code["tree"]), check=True)
-    (folder / "CODE_VERSION").write_text(code["version"] + "\n")  # what records.files.code_version answers from now on
-
-
 def write_interpreter(env: Path) -> None:
     """A minimal virtual environment: this Python, the snapshot's code, the packages that are importable now."""
     base = Path(sys._base_executable)  # type: ignore[attr-defined]
@@ -138,9 +132,7 @@ def resolve(snapshot: Path, config: Path, overrides: list[str]) -> str:
     command += ["--job.config_file", str(config.resolve()), *overrides]
     unset = ("PYTHONPATH", "PYTHONHOME")
     env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=snapshot / "code", env=env, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S
-    )
+    done = subprocess.run(command, cwd=snapshot / "code", env=env, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise ValueError(f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{done.stderr[-3000:]}")
     return done.stdout
@@ -169,20 +161,20 @@ def copy_mixture(lock_path: Path, folder: Path) -> str:
 
 def packages() -> list[str]:
     """Installed packages, one a line, as `pip freeze` writes them; without pip, which uv's environments lack."""
-    found = {}
+    found = set()
     for package in metadata.distributions():
         origin = json.loads(package.read_text("direct_url.json") or "{}").get("url")
         name = package.metadata["Name"]
-        found[name.lower()] = f"{name} @ {origin}" if origin else f"{name}=={package.version}"
-    return [found[name] for name in sorted(found)]
+        found.add(f"{name} @ {origin}" if origin else f"{name}=={package.version}")
+    return sorted(found, key=str.lower)
 
 
 def environment() -> dict[str, Any]:
     """The machine, Python and environment variables of this launch, without variables that look like secrets."""
     kept = {k: v for k, v in sorted(os.environ.items()) if KEPT_VARIABLES.match(k) and not SECRET.search(k)}
     modules = [module for module in os.environ.get("LOADEDMODULES", "").split(":") if module]
-    return {"python": sys.version, "executable": sys.executable, "host": list(os.uname()), "modules": modules,
-            "variables": kept}  # fmt: skip
+    machine = {"python": sys.version, "executable": sys.executable, "host": list(os.uname())}
+    return {**machine, "modules": modules, "variables": kept}
 
 
 def seal(folder: Path) -> None:

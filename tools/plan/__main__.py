@@ -30,7 +30,7 @@ from data_mixtures import recipe
 from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
-from tools.bench.synthetic_data import write_synthetic_lock
+from tools.bench.train import write_synthetic_lock
 from tools.plan import sums
 from train.job_config import load_job
 
@@ -92,9 +92,7 @@ def plan(options: Options, overrides: list[str]) -> Result:
     for path, mixture in zip_longest(options.configs, options.mixture):
         titan_job = load_job(["--job.config_file", str(path), *overrides])
         job = facts(titan_job, options.gpus)
-        rate = options.tokens_per_s_per_gpu
-        if options.mfu is not None:
-            rate = sums.tokens_per_s_at(options.mfu, job, gpu)
+        rate = options.tokens_per_s_per_gpu if options.mfu is None else sums.tokens_per_s_at(options.mfu, job, gpu)
         cluster = sums.Cluster(options.gpus, options.gpus_per_node, gpu, nic, rate, 60 * options.restart_minutes)
         sums.check(job, cluster)
         phase = {"config": str(path), **phase_plan(job, cluster, read_sources(path, titan_job, mixture), taken)}
@@ -112,44 +110,42 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
 
     args: Any = get_train_spec(titan_job.model.name).model_args[titan_job.model.flavor]
     args.update_from_config(titan_job)
-    mesh, checkpoint = titan_job.parallelism, titan_job.checkpoint
-    replicate = mesh.data_parallel_replicate_degree
-    shard = gpus // replicate if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
+    training, mesh, checkpoint = titan_job.training, titan_job.parallelism, titan_job.checkpoint
+    shard, replicate = mesh.data_parallel_shard_degree, mesh.data_parallel_replicate_degree
     bytes_of = {"bfloat16": sums.BF16, "float32": sums.FP32}
     return sums.Job(
         config=args.config,
-        seq_len=titan_job.training.seq_len,
-        steps=titan_job.training.steps,
-        global_batch=titan_job.training.global_batch_size,
-        local_batch=titan_job.training.local_batch_size,
-        shard=shard,
+        seq_len=training.seq_len,
+        steps=training.steps,
+        global_batch=training.global_batch_size,
+        local_batch=training.local_batch_size,
+        shard=gpus // replicate if shard == -1 else shard,
         replicate=replicate,
         checkpointing=titan_job.activation_checkpoint.mode,
         reshard=mesh.fsdp_reshard_after_forward != "never",
         checkpoint_interval=checkpoint.interval,
         keep_latest=checkpoint.keep_latest_k,
-        keep_every=getattr(getattr(titan_job, "resilience", None), "keep_every_steps", 0),
-        param_bytes=bytes_of[titan_job.training.mixed_precision_param],
-        reduce_bytes=bytes_of[titan_job.training.mixed_precision_reduce],
+        keep_every=titan_job.resilience.keep_every_steps,
+        param_bytes=bytes_of[training.mixed_precision_param],
+        reduce_bytes=bytes_of[training.mixed_precision_reduce],
     )
 
 
 def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Result]:
     """Name, category, weight and expected tokens (None: unknown) of each source; empty where no mixture is known."""
     lock = Path(titan_job.mixture.lock)
-    beside = ROOT / "data_mixtures" / f"{lock.parent.name}.toml"  # data/nemotron/phase1.lock.json: nemotron.toml
     if mixture is None and lock.is_file():
         locked = read_lock(lock)
         return [
             {**{k: s[k] for k in ("name", "category", "weight")}, "expected_tokens": s["windows"] * locked["seq_len"]}
             for s in locked["sources"]
         ]
-    if mixture is None and not beside.is_file():
+    file = mixture or ROOT / "data_mixtures" / f"{lock.parent.name}.toml"  # data/nemotron/phase1.lock.json: nemotron
+    if mixture is None and not file.is_file():
         return []
-    read = recipe.load(mixture or beside)
-    phase = titan_job.phase.name
+    read, phase = recipe.load(file), titan_job.phase.name
     if phase not in read.phases:
-        raise ValueError(f"{mixture or beside} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}")
+        raise ValueError(f"{file} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}")
     expected = {s.name: s.expected_tokens_b * 1e9 for s in read.sources if isinstance(s, recipe.HubSource)}
     return [
         {"name": s.name, "category": s.category, "weight": read.phases[phase][s.name],

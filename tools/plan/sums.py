@@ -162,36 +162,36 @@ def memory(job: Job) -> dict[str, float]:
     head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
     layer = WIDE_IN_BACKWARD * wide + 2 * micro * config.intermediate_size * job.param_bytes
     kept = sum(kept_per_token(job, i) for i in range(config.num_hidden_layers)) * micro * job.param_bytes
+    in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)  # unsharded gradients
     parts = {
         "weights": FP32 * own,
         "moments": MOMENTS * FP32 * own,
         "gradients": FP32 * own,
-        "gathered": job.param_bytes * gathered
-        + LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes),
+        "gathered": job.param_bytes * gathered + in_flight,
         "kept_activations": kept,
         "working_set": max(head, layer),
     }
     return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
 
 
-def largest_local_batch(job: Job, gpu: Gpu, most: int = 64) -> int:
-    """The largest power of two whose step fits the GPU, 0 if not even one sequence does."""
-    usable = USABLE * gpu.memory_bytes
-    sizes = [2**i for i in range(most.bit_length()) if 2**i <= most]
-    return max((n for n in sizes if memory(dataclasses.replace(job, local_batch=n))["total"] <= usable), default=0)
+def largest_local_batch(job: Job, gpu: Gpu) -> int:
+    """The largest power of two up to 64 whose step fits the GPU, 0 if not even one sequence does."""
+    used = {n: memory(dataclasses.replace(job, local_batch=n))["total"] for n in (1, 2, 4, 8, 16, 32, 64)}
+    return max((n for n, size in used.items() if size <= USABLE * gpu.memory_bytes), default=0)
 
 
 def checkpoints(job: Job, cluster: Cluster) -> Facts:
     """Size, cadence, storage under retention, and what a failure costs on average."""
     full_bytes = job.config.parameter_count()["total"] * FP32 * (1 + MOMENTS)
     step_s = compute(job, cluster)["step_s"]
+    written = -(-job.steps // job.checkpoint_interval)
     kept_milestones = job.steps // job.keep_every if job.keep_every else 1  # the last one at least
     lost_s = job.checkpoint_interval / 2 * step_s + cluster.restart_s
     return {
         "bytes": full_bytes,
         "every_s": job.checkpoint_interval * step_s,
-        "written": -(-job.steps // job.checkpoint_interval),
-        "bytes_written": -(-job.steps // job.checkpoint_interval) * full_bytes,
+        "written": written,
+        "bytes_written": written * full_bytes,
         "bytes_kept": (job.keep_latest + kept_milestones) * full_bytes,
         "hours_lost_per_failure": lost_s / 3600,
         "gpu_hours_lost_per_failure": cluster.gpus * lost_s / 3600,

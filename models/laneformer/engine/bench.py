@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import LaneformerConfig
 from .decoder import CUDA
-from .options import GenerationOptions
+from .options import GenerationOptions, in_range
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 SEGMENTS = 12
 MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not decide it
-EDGE_TOKENS = 32  # the first and the last of a run on GPUs, to be reported apart
+LEAST_TOKENS = 64  # of the context, left to decode
 
 
 def benchmark(
@@ -40,13 +39,13 @@ def benchmark(
     """
     if engine.isa == CUDA:
         return on_gpus(engine, depth, progress, barriers)
-    config, context = engine.config, engine.config.max_position_embeddings
-    check_depth(depth, context)
+    context = engine.config.max_position_embeddings
+    in_range("depth", depth, int, 0, context - LEAST_TOKENS)
     length = max(depth, min(128, context // 2))
     progress(f"prefill of {length} positions")
-    ttft_s = after(engine, random_prompt(config, length), 1, reuse_prefix=False).first_token_s
+    ttft_s = after(engine, random_prompt(engine, length), 1, reuse_prefix=False).first_token_s
 
-    prompt = random_prompt(config, max(depth, 1))
+    prompt = random_prompt(engine, max(depth, 1))
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
     segment = max(1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).token_s()))))
     segment = max(1, min(segment, (context - len(prompt)) // (2 * SEGMENTS)))
@@ -57,7 +56,7 @@ def benchmark(
     segments = len(token_s) // segment
     tokens_per_s = segment / token_s[: segments * segment].reshape(segments, segment).sum(1)
     probe = (probes[:segments] + probes[1 : segments + 1]) / 2
-    bytes_per_token = engine.weight_bytes + cached_bytes(config, len(prompt) + segments * segment / 2, 4)
+    bytes_per_token = engine.weight_bytes + engine.config.cached_bytes(len(prompt) + segments * segment / 2, 4)
     return {
         **spread("tokens_per_s", tokens_per_s),
         "bytes_per_token": int(bytes_per_token),
@@ -110,23 +109,8 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {name: median, f"{name}_p10": low, f"{name}_p90": high}
 
 
-# ---- for both devices ----
-
-
-def check_depth(depth: int, context: int) -> None:
-    if not 0 <= depth <= context - 2 * EDGE_TOKENS:
-        most, least = context - 2 * EDGE_TOKENS, 2 * EDGE_TOKENS
-        raise ValueError(f"depth = {depth} is outside 0 to {most} (the context of {context} less {least} to decode)")
-
-
-def random_prompt(config: LaneformerConfig, length: int) -> list[int]:
-    return np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
-
-
-def cached_bytes(config: LaneformerConfig, positions: float, element_bytes: int) -> float:
-    """Bytes of keys and values read for one token at this position."""
-    per_position = 2 * element_bytes * config.head_dim * config.num_key_value_heads
-    return per_position * sum(min(positions, config.window(i) or positions) for i in range(config.num_hidden_layers))
+def random_prompt(engine: Engine, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, engine.config.vocab_size, length).tolist()
 
 
 def cpu_name() -> str:

@@ -34,20 +34,6 @@ MOST_SEQUENCES = 8  # of one batch
 T = TypeVar("T")
 
 
-def open_decoder(
-    config: LaneformerConfig, tensors: Mapping[str, Tensor], device: str, dtype: str, options: dict[str, Any]
-) -> Decoder:
-    """The decoder for `device` ("auto", "cpu", "cuda", "cuda:0,cuda:1"), with its weights loaded."""
-    if dtype not in ("auto", *MATRIX_DTYPES):
-        raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *MATRIX_DTYPES)}")
-    devices = cuda_devices(device)
-    if not devices:
-        return CpuDecoder(config, tensors, dtype, **options)
-    from .cuda.decoder import CudaDecoder  # imports torch
-
-    return CudaDecoder(config, tensors, dtype, devices, **options)
-
-
 class Engine:
     """Decodes one request at a time. A context manager; `close()` frees the weights.
 
@@ -82,8 +68,17 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self._request_lock = threading.Lock()  # held from a request's start until its results are read
-        self._decoder: Decoder | None = open_decoder(config, tensors, device, dtype, options)
-        self.dtype, self.math = self._decoder.dtype, self._decoder.math
+        if dtype not in ("auto", *MATRIX_DTYPES):
+            raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *MATRIX_DTYPES)}")
+        decoder: Decoder
+        if devices := cuda_devices(device):
+            from .cuda.decoder import CudaDecoder  # imports torch
+
+            decoder = CudaDecoder(config, tensors, dtype, devices, **options)
+        else:
+            decoder = CpuDecoder(config, tensors, dtype, **options)
+        self._decoder: Decoder | None = decoder
+        self.dtype, self.math = decoder.dtype, decoder.math
 
     @classmethod
     def from_pretrained(
@@ -170,9 +165,7 @@ class Engine:
     def stream_text(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Generator[str, None, None]:
         """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
         if self.tokenizer is None:
-            raise ValueError(
-                "this engine has no tokenizer (the model folder holds no tokenizer.json), which text needs"
-            )
+            raise ValueError("text needs a tokenizer, but the model folder of this engine holds no tokenizer.json")
         if not isinstance(prompt, str):
             raise ValueError(f"prompt must be text, not {type(prompt).__name__}")
         ids = self.tokenizer.encode(prompt).ids

@@ -39,9 +39,8 @@ class LaneformerHFConfig(PretrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """Read by Transformers' masks and caches; derived, so that `swa_layers` alone determines it."""
-        return [
-            "sliding_attention" if i in self.swa_layers else "full_attention" for i in range(self.num_hidden_layers)
-        ]
+        types = ("full_attention", "sliding_attention")
+        return [types[i in self.swa_layers] for i in range(self.num_hidden_layers)]
 
     def to_lanes(self) -> LaneformerConfig:
         """The architecture alone, as model.py takes it."""

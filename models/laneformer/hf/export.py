@@ -35,7 +35,6 @@ from .tokenizer import write_tokenizer
 
 DType = Literal["bfloat16", "float16", "float32"]
 MAX_SHARD_BYTES = 4_000_000_000
-VERIFY_TOKENS = 256
 AUTO_MAP = {
     "AutoConfig": "configuration_laneformer.LaneformerHFConfig",
     "AutoModel": "modeling_laneformer.LaneformerModel",
@@ -239,7 +238,7 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     """
     from transformers import AutoModelForCausalLM
 
-    length = min(config.max_position_embeddings, config.sliding_window + 16, VERIFY_TOKENS)
+    length = min(config.max_position_embeddings, config.sliding_window + 16, 256)
     ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
         plain = Laneformer(config)

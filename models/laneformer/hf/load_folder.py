@@ -31,8 +31,7 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
         out: run folder to create, with model.json, tokenizer.model, checkpoint/step-0.
         overwrite: replace `out` if it is not empty.
 
-    Returns:
-        out, checkpoint, parameters, dtype (as stored in `hf`), tokenizer (whether `hf` has one), seconds.
+    Returns out, checkpoint, parameters, dtype (as stored in `hf`), tokenizer (whether `hf` has one), seconds.
     """
     started = time.monotonic()
     values = json.loads((hf / "config.json").read_text())

@@ -12,6 +12,7 @@ anew, with its own dummy prefix.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,5 @@ def write_tokenizer(model: Path | str, out: Path, max_length: int) -> Tokenizer:
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    template = Path(__file__).with_name("chat_template.jinja").read_text()
-    (out / "chat_template.jinja").write_text(template)
+    shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), out / "chat_template.jinja")
     return tokenizer

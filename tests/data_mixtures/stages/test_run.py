@@ -123,6 +123,7 @@ def test_a_worker_killed_between_units_is_found_too(toy, monkeypatch):
         run(Toy(toy.out, toy.faults, wait_s=1), Options(workers=2))
 
 
+@pytest.mark.slow
 def test_the_end_of_the_main_process_is_the_end_of_all(toy):
     run(Toy(toy.out.with_name("undisturbed"), toy.faults, 12), Options())
     process = start(toy)

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from data_mixtures import recipe as recipes
-from data_mixtures.readers import files, hub
+from data_mixtures.readers import hub
+from data_mixtures.readers.local import find
 from data_mixtures.stages import decontaminate, fetch, filter, plan, run, stage, tokenize
 from data_mixtures.stages.fetch import Fetch
 from data_mixtures.stages.stage import Unit
@@ -301,9 +302,7 @@ def test_a_capped_input_is_one_unit_up_to_its_cap(tmp_path, notes, quiet, monkey
     assert len(stage.planned_units(tmp_path / "out", "notes")) == 1
     assert 8_000 < sum(len(text) for text in texts(tmp_path / "out")) <= 9_000
     order = [
-        path.read_text()
-        for path in files.find(recipes.Input("text", (f"{notes}/*.txt",)), {})[:8]
-        if "lat" not in path.name
+        path.read_text() for path in find(recipes.Input("text", (f"{notes}/*.txt",)), {})[:8] if "lat" not in path.name
     ]
     assert texts(tmp_path / "out")[0] in order
 

@@ -29,12 +29,12 @@ def data(tmp_path, monkeypatch) -> Path:
     return prepared(tmp_path / "data", plan_of(SOURCES, windows_per_shard=20), texts)
 
 
-def report(data: Path) -> verify.Report:
-    return verify.verify(data, SOURCES, Console(file=io.StringIO()), workers=3)
+def report(data: Path, printed: io.StringIO | None = None) -> list[verify.Damage]:
+    return verify.verify(data, SOURCES, Console(file=printed or io.StringIO(), width=200), workers=3)
 
 
 def damage_of(data: Path) -> list[str]:
-    return [str(damage).replace(f"{data}/", "") for damage in report(data).damage]
+    return [str(damage).replace(f"{data}/", "") for damage in report(data)]
 
 
 def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
@@ -46,11 +46,12 @@ def flip(path: Path, byte: int) -> None:
 
 
 def test_whole_data_is_whole(data):
-    found = report(data)
-    assert not found.damage
+    printed = io.StringIO()
+    assert not report(data, printed)
     files = [path for source in SOURCES for path in (data / source).iterdir() if path.name != shards.MANIFEST]
-    assert found.files == len(files) > 15
-    assert found.bytes == sum(path.stat().st_size for path in files if path.suffix == ".bin")
+    size = sum(path.stat().st_size for path in files if path.suffix == ".bin")
+    assert len(files) > 15
+    assert f"{len(files)} files, {size:,} bytes: 0 damaged" in printed.getvalue()
 
 
 @pytest.mark.parametrize(("byte", "block"), [(0, 0), (127, 0), (128, 1), (321, 2)])
@@ -142,7 +143,7 @@ def test_a_quarantined_shard_is_gone_and_the_old_lock_does_not_fit(data):
     flip(data / "notes/shard-00003.bin", 140)
     (data / "sums/shard-00001.docs.zst").unlink()
     console = Console(record=True, width=300, file=io.StringIO())
-    quarantine(data, report(data).damage, console)
+    quarantine(data, report(data), console)
 
     after = Mixture.open(lock)
     assert after.fingerprint != before.fingerprint
@@ -155,7 +156,7 @@ def test_a_quarantined_shard_is_gone_and_the_old_lock_does_not_fit(data):
     assert [entry["name"] for entry in content["quarantined"]] == ["shard-00003.bin"]
     assert content["windows"] == original["windows"] - 20 == sum(entry["windows"] for entry in content["shards"])
     assert (data / "notes/shard-00003.bin").is_file()
-    assert not report(data).damage  # what is left is whole, and the files in quarantine are known
+    assert not report(data)  # what is left is whole, and the files in quarantine are known
     served = {place["shard"] for place in after.locate(np.arange(40)) if place["source"] == "notes"}
     assert served
     assert "shard-00003.bin" not in served
@@ -172,18 +173,18 @@ def test_an_interrupted_quarantine_is_finished_by_the_next(data, monkeypatch):
         write_json = shards.write_json
         patch.setattr(shards, "write_json", lambda path, value: 1 / 0 if path == lock else write_json(path, value))
         with pytest.raises(ZeroDivisionError):
-            quarantine(data, report(data).damage, Console(quiet=True))
+            quarantine(data, report(data), Console(quiet=True))
     with pytest.raises(ValueError, match="is not the manifest"):
         Mixture.open(lock)
-    quarantine(data, report(data).damage, Console(quiet=True))
+    quarantine(data, report(data), Console(quiet=True))
     Mixture.open(lock)
-    assert not report(data).damage
+    assert not report(data)
 
 
 def test_preparing_again_mends_and_gives_the_fingerprint_back(data):
     lock, original = (data / "phase1.lock.json").read_bytes(), (data / "notes/source.json").read_bytes()
     flip(data / "notes/shard-00003.bin", 140)
-    quarantine(data, report(data).damage, Console(quiet=True))
+    quarantine(data, report(data), Console(quiet=True))
     plan = plan_of(SOURCES, windows_per_shard=20)
     work = shuffle.WriteShards(plan, data, SOURCES)
     todo = [unit for unit in work.units() if not stage.is_done(work, unit)]
@@ -192,7 +193,7 @@ def test_preparing_again_mends_and_gives_the_fingerprint_back(data):
         manifest.write(plan, data, SOURCES, Console(quiet=True))
     run(work)
     assert manifest.write(plan, data, SOURCES, Console(quiet=True))["notes"] == "built"
-    assert not report(data).damage
+    assert not report(data)
     assert (data / "phase1.lock.json").read_bytes() == lock
     assert (data / "notes/source.json").read_bytes() == original
 
@@ -203,7 +204,7 @@ def test_what_is_no_shard_cannot_be_left_out(data, path):
     flip(data / "notes/shard-00003.bin", 140)
     before = (data / "notes/source.json").read_bytes()
     with pytest.raises(ValueError, match=rf"{path} is damaged and is no shard.*nothing was changed"):
-        quarantine(data, report(data).damage, Console(quiet=True))
+        quarantine(data, report(data), Console(quiet=True))
     assert (data / "notes/source.json").read_bytes() == before
 
 
@@ -211,4 +212,4 @@ def test_a_source_of_damaged_shards_only_is_refused(data):
     for path in (data / "sums").glob("shard-*.bin"):
         flip(path, 3)
     with pytest.raises(ValueError, match=r"all shards of .*sums are damaged"):
-        quarantine(data, report(data).damage, Console(quiet=True))
+        quarantine(data, report(data), Console(quiet=True))

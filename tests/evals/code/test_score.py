@@ -93,6 +93,7 @@ def scorer(folder: Path, kind: str) -> EvalPlus:
     return EvalPlus(dataset, evalplus_environment(), kind, folder, folder / "cache", 2, min_time_limit_s=1.0)
 
 
+@pytest.mark.slow
 @needs_evalplus
 @each_sandbox
 def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, kind: str) -> None:

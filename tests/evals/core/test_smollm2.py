@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct: as many right answers as the reference implementation of the protocol counted.
 
-Opt-in: LANEFORMER_SMOLLM2 names the folder that tools/check/smollm2.py makes, LANEFORMER_EVAL_DATA the public rows. The
-counts are those of nanochat's core_eval on the same float32 weights, BOS id 1 (<|im_start|>), sequences of 2048.
+Opt-in: `python -m tools.check smollm2` makes the folder that LANEFORMER_SMOLLM2 names, LANEFORMER_EVAL_DATA the public
+rows. The counts are those of nanochat's core_eval on the same float32 weights, BOS id 1 (<|im_start|>), sequences of
+2048.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.evals.core.core_assets import eval_data, task
 def smollm2() -> Iterator[Scorer]:
     folder = os.environ.get("LANEFORMER_SMOLLM2")
     if not folder:
-        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check.smollm2 makes the folder it should name")
+        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes the folder it should name")
     scorer = open_scorer(Path(folder), device="cpu")
     assert scorer.bos_id == 1
     assert scorer.name == "transformers float32"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.engine.bench import cached_bytes
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import PROBES, expected_sum, probe_argument
 from laneformer.engine.cuda.compile import INCLUDES, compile_cubin, source_of
@@ -56,8 +55,8 @@ def test_bytes_of_a_token() -> None:
     geometry = plan(config, "bf16", H200)
     counts = config.parameter_count()
     assert bench.weight_bytes(geometry) == 2 * (15 * counts["layer"] + counts["lm_head"]) == 4_443_340_800
-    assert cached_bytes(config, 100, 2) == 15 * 6144 * 100
-    assert cached_bytes(config, 3000, 2) == 6144 * (10 * 2048 + 5 * 3000)
+    assert config.cached_bytes(100, 2) == 15 * 6144 * 100
+    assert config.cached_bytes(3000, 2) == 6144 * (10 * 2048 + 5 * 3000)
 
 
 def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def two(cuda_builds: Path) -> Emulated:
     return Emulated(small_config(), cuda_builds, blocks_per_lane=2, devices=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_bits(one: Emulated, two: Emulated, seed: int) -> None:
     """Tokens, logits, keys and values; each device writes the logits of its own lanes' vocabulary."""

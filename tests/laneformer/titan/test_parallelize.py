@@ -133,6 +133,7 @@ def cuts() -> dict[str, dict[str, list]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", ["8", "16", "192"])
 def test_every_rank_gets_an_equal_part_of_every_tensor(cuts: dict[str, dict[str, list]], degree: str) -> None:
     for name, (dimension, shape) in cuts[degree].items():

@@ -18,6 +18,8 @@ from tests.tools.launch.launch_assets import SMALL, environment, git, launch, ma
 from tools.launch.__main__ import decay_branch, final_checkpoint, next_phase, stable_steps
 from tools.launch.script import Cluster, batch_script
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = Cluster(nodes=24, gpus_per_node=8, spares=1, partition="gpu", time="2-00:00:00", env=("NCCL_DEBUG=WARN",))
 
 

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bench import EDGE_TOKENS, cached_bytes, check_depth, random_prompt
+from ..options import in_range
 from .compile import Kernels
 from .geometry import OPS, Geometry
 from .memory import DeviceMemory
 from .sequence import SequenceDecoder
 
 TOKENS = 256
+EDGE_TOKENS = 32  # the first and the last of a run, to be reported apart
 RUNS = 5
 PROBES = ("stream", "loads")  # kernels of probe.cu
 PROBED_BYTES = 8 << 30  # of one launch: far more than any cache, and milliseconds, so that its start does not count
@@ -49,7 +50,7 @@ def benchmark(
     `probe_bytes_per_s`: of all GPUs together; measured when it is not given. ValueError for a depth without room.
     """
     context = decoder.config.max_position_embeddings
-    check_depth(depth, context)
+    in_range("depth", depth, int, 0, context - 2 * EDGE_TOKENS)
     if probe_bytes_per_s is None:
         progress("read probe")
         gpus = len(set(decoder.devices))
@@ -57,12 +58,12 @@ def benchmark(
     progress("prefill")
     ttft_s, prefill_tokens_per_s = measure_prefill(decoder, depth)
 
-    prompt = random_prompt(decoder.config, max(depth, 1))
+    prompt = random_prompt(decoder, max(depth, 1))
     tokens = min(TOKENS, context - len(prompt))
     progress(f"{runs} runs of {tokens} tokens")
     arrivals(decoder, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
     measured = [speeds(arrivals(decoder, prompt, tokens)) for _ in range(runs)]
-    bytes_per_token = weight_bytes(decoder.geometry) + cached_bytes(decoder.config, len(prompt) + tokens / 2, 2)
+    bytes_per_token = weight_bytes(decoder.geometry) + decoder.config.cached_bytes(len(prompt) + tokens / 2, 2)
     name = torch.cuda.get_device_name(decoder.devices[0])
     return {
         **{key: statistics.median(run[key] for run in measured) for key in measured[0]},
@@ -142,7 +143,7 @@ def speeds(times: np.ndarray) -> dict[str, float]:
 def measure_prefill(decoder: SequenceDecoder, depth: int) -> tuple[float, float]:
     """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
     length = max(depth, min(2048, decoder.config.max_position_embeddings // 2))
-    prompt = random_prompt(decoder.config, length)
+    prompt = random_prompt(decoder, length)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
@@ -151,6 +152,10 @@ def measure_prefill(decoder: SequenceDecoder, depth: int) -> tuple[float, float]
         seconds.append(time.perf_counter() - start)
     ttft_s = statistics.median(seconds[1:])  # the first loads the model and its kernels
     return ttft_s, len(prompt) / ttft_s
+
+
+def random_prompt(decoder: SequenceDecoder, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, decoder.config.vocab_size, length).tolist()
 
 
 def weight_bytes(geometry: Geometry) -> int:
@@ -198,20 +203,15 @@ def read_bandwidth(memory: DeviceMemory, runs: int = RUNS) -> dict[str, float]:
         seconds = []
         for _ in range(runs + 1):
             sums.zero_()
-            seconds.append(timed(kernels, name, argument))
+            with torch.cuda.device(memory.device):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                kernels.launch(name, argument)
+                end.record()
+                end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1000)
             found = int(sums.sum(dtype=torch.int64)) % 2**32
             if found != expected:
                 raise RuntimeError(f"the {name} probe read something else: sum {found}, expected {expected}")
         best[name] = rounds * size / min(seconds[1:])  # the first loads the code
     return best
-
-
-def timed(kernels: Kernels, name: str, argument: c.Structure) -> float:
-    """Seconds of one launch."""
-    with torch.cuda.device(kernels.device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        kernels.launch(name, argument)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1000

@@ -124,18 +124,14 @@ class Geometry:
             "down": (c.hidden_size, c.intermediate_size // lanes),
             "head": (c.vocab_size // lanes, c.hidden_size),
         }[op]
-        segment = 32 // math.gcd(columns // 8, 32)
-        if op in ("output", "down"):
-            inputs = (self.heads * c.head_dim, c.intermediate_size // lanes)
-            segment = max(32 // math.gcd(n // 8, 32) for n in inputs)
-        return Matrix(rows, columns, max(segment, 2 if op == "gate_up" else 1))
+        alike = (self.heads * c.head_dim, c.intermediate_size // lanes) if op in ("output", "down") else (columns,)
+        segment_rows = max(Matrix(rows, n, 1).segment_rows for n in alike)
+        return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1))
 
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
-        seen = min(
-            self.config.window(layer) or self.config.max_position_embeddings, self.config.max_position_embeddings
-        )
-        return -(-seen // self.splits)
+        context = self.config.max_position_embeddings
+        return -(-min(self.config.window(layer) or context, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
         """Numbers of keys and values that one lane keeps of a layer."""
@@ -163,9 +159,8 @@ class Geometry:
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring and its barriers."""
         per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
-        return (
-            4 * (self.wide + self.narrow + self.group * self.config.head_dim + self.warps * per_warp) + 8 * self.warps
-        )
+        query = self.group * self.config.head_dim
+        return 4 * (self.wide + self.narrow + query + self.warps * per_warp) + 8 * self.warps
 
     @property
     def shared_bytes(self) -> int:
@@ -211,7 +206,13 @@ class Geometry:
             "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
             "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
         }  # fmt: skip
-        per_layer = {"kWindows": [c.window(i) or 0 for i in layers], "kKvSlots": [self.kv_slots(i) for i in layers]}
+        tables = {
+            "kColumns": [m.columns for m in matrices],
+            "kUnits": [m.units for m in matrices],
+            "kUnitRows": [m.unit_rows for m in matrices],
+            "kWindows": [c.window(i) or 0 for i in layers],
+            "kKvSlots": [self.kv_slots(i) for i in layers],
+        }
         starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
         per_module: dict[str, Sequence[Sequence[object]]] = {
             "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
@@ -228,10 +229,7 @@ class Geometry:
             f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
             f"constexpr long long kKvLane = {self.kv_lane};",
             f"TABLE long long kKvAt[] = {braces(starts)};",
-            f"TABLE int kColumns[] = {braces([m.columns for m in matrices])};",
-            f"TABLE int kUnits[] = {braces([m.units for m in matrices])};",
-            f"TABLE int kUnitRows[] = {braces([m.unit_rows for m in matrices])};",
-            *(f"TABLE int {name}[] = {braces(values)};" for name, values in per_layer.items()),
+            *(f"TABLE int {name}[] = {braces(values)};" for name, values in tables.items()),
             *(f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};" for name, rows in per_module.items()),
         ]
         return "\n".join(lines) + "\n"
@@ -262,17 +260,13 @@ def plan(
     ValueError where the model does not fit the kernels or the GPU; the message says what would.
     """
     check_model(config, dtype, devices)
-    lanes = config.num_lanes // devices
-    most = machine.multiprocessors // lanes
+    lanes, there = config.num_lanes // devices, machine.multiprocessors
+    most = there // lanes
     if most < 1:
-        raise ValueError(
-            f"{lanes} lanes need {lanes} multiprocessors, this GPU has {machine.multiprocessors}; use more GPUs"
-        )
+        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {there}; use more GPUs")
     blocks = most if blocks_per_lane is None else blocks_per_lane
     if not 1 <= blocks <= most:
-        raise ValueError(
-            f"blocks_per_lane = {blocks} is outside 1 to {most} ({machine.multiprocessors} multiprocessors)"
-        )
+        raise ValueError(f"blocks_per_lane = {blocks} is outside 1 to {most} ({there} multiprocessors)")
     if not 1 <= warps <= MOST_WARPS:
         raise ValueError(f"warps = {warps} is outside 1 to {MOST_WARPS}, which is what a block can have")
     if chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES:
@@ -291,18 +285,18 @@ def plan(
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
     if dtype not in DTYPES:
-        choices = " or ".join(map(repr, DTYPES))
-        raise ValueError(f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {choices}")
-    if config.lm_head_type != "vocab_parallel":
         raise ValueError(
-            f"lm_head_type = {config.lm_head_type!r}: the CUDA engine has the vocab_parallel head only; use the CPU"
+            f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
         )
+    if config.lm_head_type != "vocab_parallel":
+        head = config.lm_head_type
+        raise ValueError(f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU")
     if devices < 1 or config.num_lanes % devices:
         counts = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
         raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly; use one of {counts}")
     if config.head_dim % 8:
         raise ValueError(
-            f"head dimension {config.head_dim} is not a multiple of 8, which the CUDA engine needs; use the CPU engine"
+            f"head dimension {config.head_dim} is not a multiple of 8, as the kernels need; use the CPU engine"
         )
 
 

@@ -54,11 +54,8 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             ("limit_ns", ctypes.c_uint64),
             ("graph", ctypes.c_void_p),
             ("epoch", ctypes.c_uint32),
-            *(
-                (n, ctypes.c_int)
-                for n in ("device", "first_lane", "position", "prompt_count", "max_tokens", "stop_count")
-            ),
-            *((n, ctypes.c_int) for n in ("layer", "module")),
+            *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
+            *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
             ("stops", ctypes.c_int * MOST_STOPS),
         ]
 

@@ -224,18 +224,11 @@ def graph_kernels(geometry: Geometry) -> list[tuple[str, int, int, int]]:
     config, blocks = geometry.config, geometry.blocks
     kernels = []
     for layer in range(config.num_hidden_layers):
-        kernels += [("qkv", layer, 0, blocks), ("attention", layer, 0, blocks), ("output", layer, 0, blocks)]
-        kernels += joins_now(geometry, layer, 0)
-        kernels += [("gate_up", layer, 0, blocks), ("down", layer, 0, blocks)]
-        kernels += joins_now(geometry, layer, 1)
+        for module, names in enumerate((("qkv", "attention", "output"), ("gate_up", "down"))):
+            kernels += [(name, layer, 0, blocks) for name in names]
+            if config.join(layer, MODULES[module]) == Join.PRESENT:  # all lanes must have sent before any can go on
+                kernels.append(("join_now", layer, module, blocks))
     return [*kernels, ("head", 0, 0, blocks), ("choose", 0, 0, 1)]
-
-
-def joins_now(geometry: Geometry, layer: int, module: int) -> list[tuple[str, int, int, int]]:
-    """A kernel more where all lanes must have sent before any can go on."""
-    if geometry.config.join(layer, MODULES[module]) != Join.PRESENT:
-        return []
-    return [("join_now", layer, module, geometry.blocks)]
 
 
 def connect(devices: Sequence[torch.device]) -> None:

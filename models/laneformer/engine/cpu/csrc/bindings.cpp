@@ -88,32 +88,23 @@ SamplingOptions sampling_from(nb::handle r) {
   return s;
 }
 
-// From decoder.py's Request, field by field.
-Request request_from(nb::handle r) {
-  Request request;
-  request.prompts = nb::cast<std::vector<std::vector<int>>>(r.attr("prompts"));
-  request.sampling = sampling_from(r);
-  request.max_new_tokens = nb::cast<int>(r.attr("max_new_tokens"));
-  request.reuse_prefix = nb::cast<bool>(r.attr("reuse_prefix"));
-  request.speculate = nb::cast<int>(r.attr("speculate"));
-  request.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
-  request.score_from = nb::cast<int>(r.attr("score_from"));
-  request.keep_logits = nb::cast<bool>(r.attr("keep_logits"));
-  request.keep_partials = nb::cast<std::vector<int>>(r.attr("keep_partials"));
-  request.probe_every = nb::cast<int>(r.attr("probe_every"));
-  request.compare_barriers = nb::cast<bool>(r.attr("compare_barriers"));
-  return request;
-}
-
 }  // namespace
 
+// From decoder.py's Request, field by field; a field that is missing, or of another type, is a TypeError.
 template <>
 struct nanobind::detail::type_caster<Request> {
   NB_TYPE_CASTER(Request, const_name("Request"))
-  bool from_python(handle source, uint8_t, cleanup_list*) noexcept try {
-    value = request_from(source);
+  bool from_python(handle r, uint8_t, cleanup_list*) noexcept try {
+    const auto field = [&](const char* name, auto& to) { to = nb::cast<std::decay_t<decltype(to)>>(r.attr(name)); };
+    field("prompts", value.prompts), field("max_new_tokens", value.max_new_tokens);
+    field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate);
+    field("score_from", value.score_from), field("keep_logits", value.keep_logits);
+    field("keep_partials", value.keep_partials), field("probe_every", value.probe_every);
+    field("compare_barriers", value.compare_barriers);
+    value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
+    value.sampling = sampling_from(r);
     return true;
-  } catch (...) {  // a field is missing, or of another type: a TypeError
+  } catch (...) {
     return false;
   }
 };

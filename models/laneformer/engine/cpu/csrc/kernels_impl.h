@@ -65,22 +65,15 @@ INLINE V16 fma(V16 a, V16 b, V16 c) {
   EACH_PART c.part[i] = fma_part(a.part[i], b.part[i], c.part[i]);
   return c;
 }
-INLINE V16 operator+(V16 a, V16 b) {
-  EACH_PART a.part[i] += b.part[i];
-  return a;
-}
-INLINE V16 operator-(V16 a, V16 b) {
-  EACH_PART a.part[i] -= b.part[i];
-  return a;
-}
-INLINE V16 operator*(V16 a, V16 b) {
-  EACH_PART a.part[i] *= b.part[i];
-  return a;
-}
-INLINE V16 operator/(V16 a, V16 b) {
-  EACH_PART a.part[i] /= b.part[i];
-  return a;
-}
+#define OPERATOR(op)                              \
+  INLINE V16 operator op(V16 a, V16 b) {          \
+    EACH_PART a.part[i] = a.part[i] op b.part[i]; \
+    return a;                                     \
+  }
+OPERATOR(+)
+OPERATOR(-)
+OPERATOR(*)
+OPERATOR(/)
 INLINE V16 max(V16 a, V16 b) {
   EACH_PART a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
   return a;
@@ -424,15 +417,11 @@ void attend(const AttendArgs& a) {
 // --- bf16 activations, the probe --------------------------------------------------------------------------------
 
 INLINE uint32_t bf16_bits(float x) {  // round to nearest even, in the high half
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, 4);
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
   return (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
 }
 void round_to_bf16(const float* x, int n, float* out) {
-  for (int i = 0; i < n; ++i) {
-    const uint32_t bits = bf16_bits(x[i]);
-    __builtin_memcpy(out + i, &bits, 4);
-  }
+  for (int i = 0; i < n; ++i) out[i] = __builtin_bit_cast(float, bf16_bits(x[i]));
 }
 void to_bf16_pairs(const float* x, int n, float* out) {
   for (int i = 0; i < n / 2; ++i) {

@@ -27,42 +27,29 @@ uint16_t float_to_half(float x) {  // round to nearest even; too large becomes i
   return sign | static_cast<uint16_t>((bits >> 13) - (112 << 10));
 }
 
-template <DType T>
-struct Element;
-template <>
-struct Element<DType::bf16> {
-  using type = uint16_t;
-  static float widen(uint16_t v) { return std::bit_cast<float>(uint32_t(v) << 16); }
-  static uint16_t narrow(float x) {
-    const uint32_t bits = std::bit_cast<uint32_t>(x);
-    if ((bits & 0x7f800000) == 0x7f800000) return static_cast<uint16_t>(bits >> 16);
-    return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-  }
-};
-template <>
-struct Element<DType::fp16> {
-  using type = uint16_t;
-  static float widen(uint16_t v) { return half_to_float(v); }
-  static uint16_t narrow(float x) { return float_to_half(x); }
-};
-template <>
-struct Element<DType::fp32> {
-  using type = float;
-  static float widen(float v) { return v; }
-  static float narrow(float x) { return x; }
-};
-template <>
-struct Element<DType::int8> {
-  using type = int8_t;
-};
+uint16_t float_to_bf16(float x) {  // round to nearest even
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if ((bits & 0x7f800000) == 0x7f800000) return static_cast<uint16_t>(bits >> 16);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+float widened(const void* source, DType from, size_t i) {
+  if (from == DType::fp32) return static_cast<const float*>(source)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(source)[i];
+  return from == DType::bf16 ? std::bit_cast<float>(uint32_t(bits) << 16) : half_to_float(bits);
+}
+uint16_t narrowed(float x, DType to) { return to == DType::bf16 ? float_to_bf16(x) : float_to_half(x); }
+
+bool is_finite(uint16_t v, DType dtype) {
+  const uint16_t exponent = dtype == DType::bf16 ? 0x7f80 : 0x7c00;
+  return (v & exponent) != exponent;
+}
 
 // A row's scale: its largest magnitude becomes 127. As integers, magnitudes are ordered like the numbers and NaN comes
 // last, so the scale is not finite where a value is not. Rows too small for a scale are zeros, whose scale is zero.
-template <DType From>
-float row_scale(const typename Element<From>::type* in, int count) {
+float row_scale(const std::vector<float>& row) {
   uint32_t largest = 0;
-  for (int k = 0; k < count; ++k)
-    largest = std::max(largest, std::bit_cast<uint32_t>(std::fabs(Element<From>::widen(in[k]))));
+  for (const float value : row) largest = std::max(largest, std::bit_cast<uint32_t>(std::fabs(value)));
   const float scale = std::bit_cast<float>(largest) / 127.0f;
   return scale < FLT_MIN ? 0.0f : scale;
 }
@@ -72,13 +59,6 @@ int8_t quantised(float x, float scale) {  // to the nearest even integer: adding
   return scale > 0.0f ? static_cast<int8_t>(x / scale + kRounds - kRounds) : 0;
 }
 
-bool is_finite(int8_t, DType) { return true; }
-bool is_finite(uint16_t v, DType dtype) {
-  const uint16_t exponent = dtype == DType::bf16 ? 0x7f80 : 0x7c00;
-  return (v & exponent) != exponent;
-}
-bool is_finite(float v, DType) { return std::isfinite(v); }
-
 // Where a row's first input lies among the 64 values of a tile's first pair (kernels.h).
 int first_in_tile(int row, DType dtype) {
   const int group = row / 16, in_group = row % 16;
@@ -86,56 +66,26 @@ int first_in_tile(int row, DType dtype) {
   return 32 * group + (dtype == DType::bf16 ? 2 * in_group : in_group);
 }
 
-template <DType From, DType To>
-bool pack_rows_as(const PackJob& job, const Matrix& matrix, char* tape) {
-  using Out = typename Element<To>::type;
-  const auto* source = static_cast<const typename Element<From>::type*>(job.source);
-  const int pairs = matrix.k_pairs();
+// One row into its tile; false when a value is not finite there.
+bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* tile) {
+  const int even = first_in_tile(row, to), odd = even + (to == DType::bf16 || to == DType::int8 ? 1 : 16);
+  const int inputs = static_cast<int>(in.size());
+  const auto place = [&](int k) { return k / 2 * 64 + (k & 1 ? odd : even); };
   bool finite = true;
-  for (int r = 0; r < job.rows; ++r) {
-    const auto* in = source + size_t(r) * job.inputs;
-    const int whole =
-        job.interleave_half < 0 ? job.first_row + r : r / 16 * kTileRows + 16 * job.interleave_half + r % 16;
-    const int row = whole - matrix.first_row;
-    if (row < 0 || row >= matrix.rows) continue;
-    auto* tile = reinterpret_cast<Out*>(tape + matrix.offset + row / kTileRows * tile_bytes(pairs, To));
-    float scale = 1.0f;
-    if constexpr (To == DType::int8) {
-      scale = row_scale<From>(in, job.inputs);
-      finite &= std::isfinite(scale);
-      reinterpret_cast<float*>(tile + pairs * 2 * kTileRows)[row % kTileRows] = scale;
-      if (!std::isfinite(scale)) continue;
-    }
-    const int even = first_in_tile(row % kTileRows, To), odd = even + (To == DType::bf16 || To == DType::int8 ? 1 : 16);
-    for (int k = 0; k < job.inputs; ++k) {
-      Out value;
-      if constexpr (From == To)
-        value = in[k];
-      else if constexpr (To == DType::int8)
-        value = quantised(Element<From>::widen(in[k]), scale);
-      else
-        value = Element<To>::narrow(Element<From>::widen(in[k]));
-      finite &= is_finite(value, To);
-      tile[k / 2 * 64 + (k & 1 ? odd : even)] = value;
-    }
+  if (to == DType::int8) {
+    const float scale = row_scale(in);
+    reinterpret_cast<float*>(tile + pairs * 2 * kTileRows)[row] = scale;
+    if (!std::isfinite(scale)) return false;
+    for (int k = 0; k < inputs; ++k) tile[place(k)] = static_cast<char>(quantised(in[k], scale));
+  } else if (to == DType::fp32) {
+    auto* values = reinterpret_cast<float*>(tile);
+    for (int k = 0; k < inputs; ++k) finite &= std::isfinite(values[place(k)] = in[k]);
+  } else {
+    auto* values = reinterpret_cast<uint16_t*>(tile);
+    for (int k = 0; k < inputs; ++k) finite &= is_finite(values[place(k)] = narrowed(in[k], to), to);
   }
   return finite;
 }
-
-template <DType From>
-bool pack_rows_from(const PackJob& job, const Matrix& matrix, DType to, char* tape) {
-  if (to == DType::bf16) return pack_rows_as<From, DType::bf16>(job, matrix, tape);
-  if (to == DType::fp16) return pack_rows_as<From, DType::fp16>(job, matrix, tape);
-  if (to == DType::int8) return pack_rows_as<From, DType::int8>(job, matrix, tape);
-  return pack_rows_as<From, DType::fp32>(job, matrix, tape);
-}
-
-float load_as_float(const void* source, DType from, size_t i) {
-  if (from == DType::fp32) return static_cast<const float*>(source)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(source)[i];
-  return from == DType::bf16 ? Element<DType::bf16>::widen(bits) : half_to_float(bits);
-}
-uint16_t narrow(float x, DType to) { return to == DType::bf16 ? Element<DType::bf16>::narrow(x) : float_to_half(x); }
 
 uint64_t mix_bits(uint64_t x) {  // splitmix64's finaliser
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -160,19 +110,28 @@ void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
 }  // namespace
 
 bool pack_rows(const PackJob& job, const Matrix& matrix, DType to, char* tape) {
-  if (job.from == DType::bf16) return pack_rows_from<DType::bf16>(job, matrix, to, tape);
-  if (job.from == DType::fp16) return pack_rows_from<DType::fp16>(job, matrix, to, tape);
-  return pack_rows_from<DType::fp32>(job, matrix, to, tape);
+  const int half = job.interleave_half;
+  std::vector<float> in(job.inputs);
+  bool finite = true;
+  for (int r = 0; r < job.rows; ++r) {
+    const int whole = half < 0 ? job.first_row + r : r / 16 * kTileRows + 16 * half + r % 16;
+    const int row = whole - matrix.first_row;
+    if (row < 0 || row >= matrix.rows) continue;
+    for (int k = 0; k < job.inputs; ++k) in[k] = widened(job.source, job.from, size_t(r) * job.inputs + k);
+    char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(matrix.k_pairs(), to);
+    finite &= pack_row(in, row % kTileRows, matrix.k_pairs(), to, tile);
+  }
+  return finite;
 }
 
 bool convert(const void* source, DType from, size_t count, void* out, DType to) {
   bool finite = true;
   for (size_t i = 0; i < count; ++i) {
-    const float value = load_as_float(source, from, i);
+    const float value = widened(source, from, i);
     if (to == DType::fp32)
       static_cast<float*>(out)[i] = value, finite &= std::isfinite(value);
     else
-      finite &= is_finite(static_cast<uint16_t*>(out)[i] = narrow(value, to), to);
+      finite &= is_finite(static_cast<uint16_t*>(out)[i] = narrowed(value, to), to);
   }
   return finite;
 }
@@ -187,7 +146,7 @@ void fill_random(void* out, DType dtype, size_t count, uint64_t key, float devia
       if (dtype == DType::fp32)
         static_cast<float*>(out)[i + j] = value;
       else
-        static_cast<uint16_t*>(out)[i + j] = narrow(value, dtype);
+        static_cast<uint16_t*>(out)[i + j] = narrowed(value, dtype);
     }
   }
 }

@@ -1,11 +1,13 @@
-"""Text files, JSON lines and docstrings: what text comes of them, and the named reasons why none does."""
+"""Local inputs: which files in which order, caps, what text comes of them, and the named reasons why none does."""
 
 import gzip
 import json
+from collections import Counter
 
 import pytest
 
-from data_mixtures.readers import text
+from data_mixtures.readers import local
+from data_mixtures.recipe import Input
 
 ROWS = [{"text": "one", "id": 1}, {"id": 2, "text": "zwei ü\n"}, {"text": None}, {"text": "", "body": "x"}]
 MODULE = '''"""A module about doubling, with a docstring of a hundred characters or more, because shorter
@@ -24,14 +26,14 @@ def double(x):
 
 
 def test_docstrings_without_their_examples():
-    prose = text.docstrings("/x/site-packages/pkg/twice.py", MODULE)
+    prose = local.docstrings("/x/site-packages/pkg/twice.py", MODULE)
     assert prose.startswith("pkg.twice\n\nA module about doubling")
     assert "pkg.twice.double\n\nReturn twice x." in prose
     assert "Nothing else happens" in prose
     assert ">>>" not in prose
     assert "double(2)" not in prose
-    with pytest.raises(text.Unreadable, match="not_python"):
-        text.docstrings("x.py", "def (")
+    with pytest.raises(local.Unreadable, match="not_python"):
+        local.docstrings("x.py", "def (")
 
 
 @pytest.mark.parametrize(
@@ -45,18 +47,18 @@ def test_docstrings_without_their_examples():
 )
 def test_unreadable_files_give_a_reason(raw, reason, tmp_path):
     (tmp_path / "file").write_bytes(raw)
-    with pytest.raises(text.Unreadable, match=reason):
-        text.read(tmp_path / "file")
+    with pytest.raises(local.Unreadable, match=reason):
+        local.read(tmp_path / "file")
 
 
 def test_gzip_and_line_ends(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"one\r\ntwo"))
-    assert text.read(tmp_path / "a.gz") == "one\ntwo"
+    assert local.read(tmp_path / "a.gz") == "one\ntwo"
 
 
 def test_long_texts_are_cut_at_newlines_and_nothing_is_lost():
     whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(text.cut(whole, 1000))
+    pieces = list(local.cut(whole, 1000))
     assert "".join(pieces) == whole
     assert max(map(len, pieces)) <= 1000
     assert all(piece.endswith("\n") for piece in pieces[: len(pieces) - 4])
@@ -68,8 +70,8 @@ def test_texts_of_a_field(name, tmp_path):
         [json.dumps(ROWS[0]), "", "  ", *(json.dumps(row, ensure_ascii=False) for row in ROWS[1:])]
     ).encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-    assert list(text.json_texts(tmp_path / name, "text")) == ["one", "zwei ü\n", "", ""]
-    assert [number for number, _ in text.json_objects(tmp_path / name)] == [1, 4, 5, 6]
+    assert list(local.json_texts(tmp_path / name, "text")) == ["one", "zwei ü\n", "", ""]
+    assert [number for number, _ in local.json_objects(tmp_path / name)] == [1, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_a_wrong_line_is_named(line, message, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(ValueError, match=message):
-        list(text.json_texts(path, "text"))
+        list(local.json_texts(path, "text"))
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: raw[:30] + b"\xff" * 9, lambda raw: b"no gzip"])
@@ -94,4 +96,47 @@ def test_a_broken_gzip_is_named(damage, tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(damage(gzip.compress(b'{"text": "some words of a line"}\n' * 50)))
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged or truncated"):
-        list(text.json_texts(path, "text"))
+        list(local.json_texts(path, "text"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(20):
+        (tmp_path / f"a/{number}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / f"a/{number}.txt").write_text(f"text {number} " * 20)
+    return tmp_path
+
+
+def test_the_order_depends_on_names_below_a_root_alone(folder, tmp_path):
+    chosen = Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",))
+    found = local.find(chosen, {"corpus": str(folder)})
+    assert len(found) == 19
+    assert found != sorted(found)
+    (tmp_path / "other").mkdir()
+    (folder / "a").rename(tmp_path / "other/a")
+    moved = local.find(chosen, {"corpus": str(tmp_path / "other")})
+    assert [path.name for path in moved] == [path.name for path in found]
+    assert local.portable(str(moved[0]), {"corpus": str(tmp_path / "other")}) == f"corpus/a/{moved[0].name}"
+    roots = local.roots(tmp_path)
+    assert roots["corpus"] == str(tmp_path / "corpus")
+    assert local.find(Input("text", ("{stdlib}/json/*.py",)), roots)
+
+
+def test_documents_are_cut_capped_and_cleaned_and_the_rest_is_counted(folder):
+    (folder / "a/0.txt").write_bytes(b"\xff")
+    (folder / "a/1.txt").write_text("   ")
+    (folder / "b.jsonl").write_text('{"body": "one\\ud800 two\\u0000"}\n{"body": null}\n')
+    paths = sorted((folder / "a").iterdir())
+    dropped = Counter[str]()
+    found = list(local.documents(Input("text", ("x",)), paths, 100, dropped))
+    assert "".join(found) == "".join(path.read_text() for path in paths[2:])
+    assert max(map(len, found)) == 100
+    assert dropped == {"not_utf8": 1, "no_text": 1}
+    capped = list(local.documents(Input("text", ("x",), max_bytes=1000), paths, 100, dropped))
+    assert capped == found[: len(capped)]
+    assert 900 < sum(map(len, capped)) <= 1000
+    dropped.clear()
+    assert list(local.documents(Input("jsonl", ("x",), field="body"), [folder / "b.jsonl"], 100, dropped)) == [
+        "one two"
+    ]
+    assert dropped == {"no_text": 1}

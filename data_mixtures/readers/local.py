@@ -1,23 +1,96 @@
-"""Text files and JSON lines, gzipped or not, and the docstrings of Python files.
+"""Text of local files: plain text and JSON lines, gzipped or not, and the docstrings of Python files.
 
-Nothing is guessed: a file that is not UTF-8, or that cannot be parsed, gives a named reason, which is counted in the
-manifest.
+Order and amount depend on the files alone: files of an input are read in the order of a hash of their path, so that a
+cap in bytes takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a file that is
+not UTF-8, or that cannot be parsed, gives a named reason, which is counted in the manifest.
 """
 
 from __future__ import annotations
 
 import ast
+import fnmatch
+import glob
 import gzip
+import os
 import re
+import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+import xxhash
+
+from data_mixtures.recipe import Input
 from records.files import json_lines
 
 MIN_DOCSTRING_CHARS = 100
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def roots(out: Path) -> dict[str, str]:
+    """What {stdlib}, {site_packages} and {corpus} stand for in the paths of an input; `out` is the data folder."""
+    python = sysconfig.get_paths()
+    return {"stdlib": python["stdlib"], "site_packages": python["purelib"], "corpus": str(out / "corpus")}
+
+
+def find(source_input: Input, roots: Mapping[str, str]) -> list[Path]:
+    """The files of an input, in the order in which they are read."""
+    excluded = [pattern.format(**roots) for pattern in source_input.exclude]
+    found: dict[str, str] = {}
+    for pattern in source_input.paths:
+        for path in glob.iglob(pattern.format(**roots), recursive=True):
+            if os.path.isfile(path) and not any(fnmatch.fnmatch(path, each) for each in excluded):
+                found[path] = portable(path, roots)
+    ordered = sorted(found, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), found[path]))
+    return [Path(path) for path in ordered]
+
+
+def portable(path: str, roots: Mapping[str, str]) -> str:
+    """A file's name in plans and orders: the same package in another folder must get the same place."""
+    for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):  # one may contain the other
+        if path.startswith(root + os.sep):
+            return name + path[len(root) :]
+    return path
+
+
+def documents(
+    source_input: Input, paths: Iterable[Path], max_document_chars: int, dropped: Counter[str]
+) -> Iterator[str]:
+    """All texts of an input up to its cap; files and parts of files that give none are counted in `dropped`.
+
+    It ends at the first text that does not fit under the cap, so it is at most one document short of it. ValueError for
+    a line that is not JSON, or lacks the field of text.
+    """
+    size = 0
+    for found in _read(source_input, paths, dropped):
+        # string literals can hold what UTF-8 cannot (lone surrogates) and what text should not (NUL)
+        clean = found.encode(errors="ignore").decode().replace("\0", "")
+        for piece in cut(clean, max_document_chars):
+            if not piece.strip():
+                dropped["no_text"] += 1
+                continue
+            size += len(piece.encode())
+            if source_input.max_bytes is not None and size > source_input.max_bytes:
+                return
+            yield piece
+
+
+def _read(source_input: Input, paths: Iterable[Path], dropped: Counter[str]) -> Iterator[str]:
+    for path in paths:
+        try:
+            match source_input.kind:
+                case "jsonl":
+                    yield from json_texts(path, source_input.field)
+                case "docstrings":
+                    yield docstrings(str(path), read(path))
+                case _:
+                    yield read(path)
+        except Unreadable as error:
+            dropped[str(error)] += 1
+        except PermissionError:
+            dropped["no_permission"] += 1
 
 
 class Unreadable(Exception):
@@ -26,26 +99,16 @@ class Unreadable(Exception):
 
 def read(path: Path) -> str:
     """A text file with \\n as line end. Unreadable: broken_gzip, not_utf8, not_text."""
-    text = decode(read_bytes(path))
+    raw = path.read_bytes()
+    try:
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
+    except (OSError, EOFError, zlib.error) as error:
+        raise Unreadable("broken_gzip") from error
+    except UnicodeDecodeError as error:
+        raise Unreadable("not_utf8") from error
     if "\0" in text:
         raise Unreadable("not_text")
     return text.replace("\r\n", "\n")
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content, unpacked if it is gzipped. Unreadable: broken_gzip."""
-    raw = path.read_bytes()
-    try:
-        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise Unreadable("broken_gzip") from error
-
-
-def decode(raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Unreadable("not_utf8") from error
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, Any]]:
