@@ -1,1 +1,1 @@
-"""Examples."""
+"""What only the demo needs: the program that writes its text."""

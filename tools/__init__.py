@@ -1,1 +1,1 @@
-"""One verb a file: `python -m tools.<verb>`."""
+"""Commands around the product: `python -m tools.NAME`. Nothing imports them."""

@@ -254,4 +254,4 @@ if __name__ == "__main__":
 
         traceback.print_exc()
     sys.stdout.flush()
-    os._exit(status)  # EvalPlus leaves a thread that sleeps 20 s, or for ever after an error
+    os._exit(status)  # EvalPlus leaves a thread that sleeps 20 s, or indefinitely after an error

@@ -1,4 +1,4 @@
-"""The measurements of tools.bench.cuda, one function each (session -> figures), and the process that runs them.
+"""The measurements of `tools.bench cuda`, one function each (session -> figures), and the process that runs them.
 
 A step that corrupts the GPU's context, or hangs, ends this process and no more: the next step gets a new one.
 Percentages and tables are made by the report.

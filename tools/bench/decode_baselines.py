@@ -1,4 +1,4 @@
-"""The candidates of tools.bench.decode: our engine, llama.cpp and Transformers, each in a process of its own.
+"""The candidates of `tools.bench decode`: our engine, llama.cpp and Transformers, each in a process of its own.
 
 All hold random weights of the same shape and element type, so a token costs each the same bytes; none tokenizes. A
 baseline with two ways to run takes the one that is faster on this machine and reports which.
@@ -38,7 +38,7 @@ CHOICE_TOKENS = 12  # per trial of the choice between two ways
 def main(name: Name, flavor: str, dtype: Dtype = "bf16", threads: int = 2) -> None:
     """Answer commands until stdin ends: facts (version, settings, weight_bytes_per_token), decode, prefill, bench.
 
-    Speeds are tokens/s; the first token is not counted. Started by tools.bench.decode.
+    Speeds are tokens/s; the first token is not counted. Started by `tools.bench decode`.
     """
     made = functools.cache(lambda: CANDIDATES[name](LaneformerConfig.from_flavor(flavor), dtype, threads))
 

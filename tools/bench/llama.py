@@ -1,4 +1,4 @@
-"""TorchTitan's own Llama, trained by TorchTitan's own trainer: the baseline of tools.bench.train.
+"""TorchTitan's own Llama, trained by TorchTitan's own trainer: the baseline of `tools.bench train`.
 
     torchrun ... -m tools.bench.llama --job.config_file X.toml --model.name bench_llama3 [--section.key value ...]
 

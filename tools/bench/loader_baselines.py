@@ -1,4 +1,4 @@
-"""The candidates of tools.bench.loader, each in a process of its own: the same windows, batches of BATCH, int64.
+"""The candidates of `tools.bench loader`, each in a process of its own: the same windows, batches of BATCH, int64.
 
 A loader yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None). The baselines are
 unmodified; each reads already tokenized data in the form that its documentation asks for, in the faster of its ways.

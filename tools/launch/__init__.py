@@ -1,1 +1,1 @@
-"""Launch."""
+"""Slurm jobs from isolated snapshots: `python -m tools.launch`."""

@@ -82,7 +82,7 @@ def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barrier
     from .cuda import bench  # imports torch
 
     if barriers:
-        raise ValueError("barriers = True: on GPUs the ablation is a kernel of its own; use tools.bench.cuda")
+        raise ValueError("barriers = True: on GPUs the ablation is a kernel of its own; use `tools.bench cuda`")
     decoder: Any = engine._open()
     return bench.benchmark(decoder.gpu, depth, progress)
 

@@ -190,7 +190,7 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits (B, S or fewer, V) in the weights' dtype; labels (B, S) as in Transformers, -100 is left out.
 
-        `logits_to_keep`: the last so many positions (0: all), or a tensor of positions. Hidden states and attention
+        `logits_to_keep`: how many of the last positions (0: all), or a tensor of positions. Hidden states and attention
         weights are not returned. Further keywords (num_items_in_batch) go to the loss.
         """
         where = {"cache_position": kwargs.pop("cache_position", None)}

@@ -1,1 +1,1 @@
-"""Cpu."""
+"""The decode engine on CPUs: packed weights, and the C++ core that threads walk through."""

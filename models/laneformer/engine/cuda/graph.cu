@@ -1,6 +1,6 @@
 // The same model as a chain of plain kernels, to be captured in a CUDA graph: one token a replay.
 //
-// The rival of the persistent kernel, its twin for correctness (the same sums in the same order, so the same bits), and
+// The baseline of the persistent kernel, and its twin for correctness (the same sums in the same order, so the same bits), and
 // the version for GPUs on which a cooperative launch of all lanes does not fit. Each kernel starts to fetch its weights
 // before it waits for the kernel before it (programmatic dependent launch); two blocks fit on a multiprocessor, so that
 // the next kernel's first weights are there when its inputs are.

@@ -51,7 +51,7 @@ struct Request {
 
 // Log-probabilities by the model itself: of the raw logits, before penalties and temperature.
 struct Scores {
-  int top = 0;                     // so many best ids are kept for each scored token
+  int top = 0;                     // number of likeliest ids kept for each scored token
   std::vector<float> logprobs;     // (tokens,): of the token that came
   std::vector<int> top_ids;        // (tokens, top): the likeliest first
   std::vector<float> top_logprobs;  // (tokens, top)
