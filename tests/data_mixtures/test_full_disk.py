@@ -13,8 +13,6 @@ from data_mixtures import prepare
 from data_mixtures.stages.run import Options
 from tests.data_mixtures.test_prepare import files_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def disk(tmp_path: Path):

@@ -19,8 +19,6 @@ from data_mixtures.stages.run import Options
 from tests.data_mixtures.conftest import write_notes, write_sums
 from tests.data_mixtures.stages.hub_assets import HEADER, REPO, SOURCE, write_parquet
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ("tokenizer.model", "phase1.lock.json", "numbers/*", "notes/*", "fetch/*/*/*", "filter/*/*/*",
              "tokenize/*/*/*", "order/*/*/*", "shuffle/*/*/*")  # fmt: skip

@@ -14,8 +14,6 @@ import pytest
 from laneformer import LaneformerConfig
 from tools.plan import sums
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 JOB = sums.Job(
     config=LaneformerConfig(), seq_len=4096, steps=620_000, global_batch=1536, local_batch=8, shard=8, replicate=24,

@@ -7,7 +7,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 
 from data_mixtures.mixture import Mixture
@@ -67,7 +66,6 @@ def test_damaged_newest_checkpoint_is_skipped(whole_run: Path, prepared_data: Pa
     assert [r["step"] for r in metrics(run)[-2:]] == [3, 4]
 
 
-@pytest.mark.slow
 def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     """The first loss of phase 2 is the loss of phase 1's last weights on that batch; the schedule starts again."""
     parent = whole_run / "checkpoint/step-4"

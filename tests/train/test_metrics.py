@@ -26,7 +26,6 @@ from train.guard import RunningZ
 from train.metrics import Z_WINDOW, RunMetrics, sequence_losses
 
 
-@pytest.mark.slow
 def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Path) -> None:
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
     for row in rows_of(logged_run):

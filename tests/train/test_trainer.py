@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import pytest
 import torch
 
 from data_mixtures.mixture import Mixture
@@ -51,7 +50,6 @@ def test_first_loss_is_the_plain_models(whole_run: Path, prepared_data: Path) ->
     assert abs(batch_loss(model, Mixture.open(prepared_data / "phase1.lock.json")) - expected) > rounding
 
 
-@pytest.mark.slow
 def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Path) -> None:
     """With mask_documents the job's loss is that of every document alone, also of one that its window cuts."""
     lock = prepared_data / "phase1.lock.json"
@@ -85,7 +83,6 @@ def loss_sum(model: Laneformer, tokens: torch.Tensor) -> float:
     ).item()
 
 
-@pytest.mark.slow
 def test_checkpointed_layers_start_from_the_same_numbers(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     """Recomputing activations changes neither the initialisation nor the gradients."""
     selective = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
@@ -94,7 +91,6 @@ def test_checkpointed_layers_start_from_the_same_numbers(whole_run: Path, prepar
     assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
 
 
-@pytest.mark.slow
 def test_hybrid_sharding_is_the_same_job(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     """Two replicas of two shards, as the 2B recipe has 24 of 8: the losses of plain FSDP, to rounding."""
     hybrid = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2")

@@ -34,7 +34,6 @@ TOKENS = 6
 SEEDS = range(3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_random_shapes(seed: int, cuda_builds: Path) -> None:
     """Numbers and order; CUDA_SHAPES=1000 tries more of them."""

@@ -117,7 +117,6 @@ def test_int8_is_named_wherever_it_is_measured(folder, capsys):
         assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=10) + "\n"
 
 
-@pytest.mark.slow
 def test_bench_of_a_folder_at_depths_with_the_ablation(folder, capsys):
     main(["bench", str(folder), "--depth", "20", "0", "--barriers", "--threads", "2"])
     figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])

@@ -52,7 +52,6 @@ def still_works(engine) -> None:
     assert engine.generate([1, 2, 3], max_new_tokens=4) == engine.expected
 
 
-@pytest.mark.slow
 @settings(**LIMITS)
 @given(prompt=prompts, options=good_options, new=st.integers(1, 30))
 def test_every_mixture_of_valid_options_gives_tokens(engine, prompt, options, new):

@@ -11,8 +11,6 @@ pytest.importorskip("torchtitan")
 from tools.bench import loader
 from tools.bench.loader_baselines import worst_deviation
 
-pytestmark = pytest.mark.slow
-
 
 def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loader, "MOSAIC_FOLDER", tmp_path / "none")
