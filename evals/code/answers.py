@@ -19,6 +19,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rich.console import Console
@@ -182,18 +183,22 @@ def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, fold
     missing = [key for key in wanted if key not in known]
     stops = () if chat else STOPS_OF[dataset.name] + STOPS
 
-    def ask(key: tuple[str, int]) -> dict[str, Any]:
+    recording = Lock()
+
+    def ask(key: tuple[str, int]) -> None:
+        """Record an answer where it arrives: when another request fails, none that was given is lost."""
         seed = sampling.seed_of(*key)
         text, finish = model.answer(prompt_of(wanted[key], chat), seed, stops)
-        return {"task_id": key[0], "sample": key[1], "seed": seed, "finish_reason": finish, "answer": text}
+        row = {"task_id": key[0], "sample": key[1], "seed": seed, "finish_reason": finish, "answer": text}
+        with recording:
+            append_line(path, json.dumps(row))
+            known[key] = row
 
     with ThreadPoolExecutor(model.parallel) as pool:
         asked = [pool.submit(ask, key) for key in missing]
         try:
             for future in track(as_completed(asked), "answers", len(asked), console=Console(stderr=True)):
-                row = future.result()
-                append_line(path, json.dumps(row))
-                known[row["task_id"], row["sample"]] = row
+                future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

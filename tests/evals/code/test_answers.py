@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,22 @@ def test_a_run_continues_where_it_ended(endpoint: Endpoint, tmp_path: Path) -> N
     other = Sampling(seed=1)
     with pytest.raises(ValueError, match="other settings: seed 0, not 1; choose another --results"):
         collect(dataset, ask(endpoint, other), other, True, tmp_path / "r")
+
+
+def test_a_failure_loses_no_answer_that_arrived(
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is seen first, although an answer arrived before it."""
+    monkeypatch.setattr(code_answers, "as_completed", lambda asked: sorted(wait(asked).done, key=answered))
+    dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling()
+    endpoint.failures = [200, *[400] * 50]
+    with pytest.raises(ValueError, match="refused the request"):
+        collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+    assert len((tmp_path / "r/answers.jsonl").read_text().splitlines()) == 1
+
+
+def answered(future: Future[Any]) -> bool:
+    return future.exception() is None
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
