@@ -1,23 +1,54 @@
 """Records how the trainer prepared its model; named as `experimental.custom_import` by test_production.py.
 
-Rank 0 writes RUN/facts.json when training ends: what is compiled, checkpointed and cast, which no metric shows.
+Rank 0 writes RUN/facts.json when training ends: what is compiled, checkpointed and cast, the timeouts that are set and
+what a step waits for, which no metric shows. With LANEFORMER_FAULTS the faults of `tests.train.faults` happen, too.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed import utils as dist_utils
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from laneformer.titan import loss
 from train.trainer import LaneformerTrainer
 
-train_loop = LaneformerTrainer.train
+if "LANEFORMER_FAULTS" in os.environ:
+    import tests.train.faults  # noqa: F401
+
+train_loop, set_pg_timeouts = LaneformerTrainer.train, dist_utils.set_pg_timeouts
+timeouts_s: list[float] = []
+
+
+def recorded_set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
+    timeouts_s.append(timeout.total_seconds())
+    set_pg_timeouts(timeout, parallel_dims)
+
+
+def record_order(trainer: LaneformerTrainer) -> list[str]:
+    """What happens in every step, in this order, of: the wait for the staging of a checkpoint, the optimizer."""
+    order: list[str] = []
+    wait, move = trainer.checkpointer.maybe_wait_for_staging, trainer.optimizers.step
+
+    def recorded_wait() -> None:
+        wait()
+        order.append("staging is over")
+
+    def recorded_move(*arguments: Any, **options: Any) -> None:
+        order.append("optimizer")
+        move(*arguments, **options)
+
+    trainer.checkpointer.maybe_wait_for_staging = recorded_wait  # type: ignore[method-assign]
+    trainer.optimizers.step = recorded_move  # type: ignore[method-assign]
+    return order
 
 
 def policies(model: torch.nn.Module) -> set[tuple[str, str]]:
@@ -35,6 +66,7 @@ def recorded_train(self: LaneformerTrainer) -> None:
 
     weights = sorted({str(p.dtype) for p in model.parameters()})  # now: some stay gathered after the last step
     model.lm_head.register_forward_pre_hook(look)
+    order = record_order(self)
     train_loop(self)
     if torch.distributed.get_rank() == 0:
         facts = {
@@ -48,8 +80,11 @@ def recorded_train(self: LaneformerTrainer) -> None:
             "policies": sorted(policies(model)),
             "weights": weights,
             "async_mode": self.checkpointer.async_mode.name,
+            "order": order,
+            "timeouts_s": timeouts_s,
         }
         (self.run / "facts.json").write_text(json.dumps(facts))
 
 
+dist_utils.set_pg_timeouts = recorded_set_pg_timeouts
 LaneformerTrainer.train = recorded_train  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""The shipped 2B job files with shapes, lengths and places changed, and nothing else: what the production tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from laneformer import LaneformerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, EVERY = 4, 2
+SHAPES = {  # widths and lengths; layers, lanes, window pattern and delay stay those of the 2B flavor
+    "architecture.hidden_size": 32,
+    "architecture.intermediate_size": 64,
+    "architecture.num_attention_heads": 8,
+    "architecture.num_key_value_heads": 8,
+    "architecture.sliding_window": 8,
+    "architecture.max_position_embeddings": 32,
+    "architecture.vocab_size": 512,  # the pieces of the test's tokenizer
+    "training.seq_len": 32,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 8,  # two micro-batches on each rank, as in the 2B run
+    "training.steps": STEPS,
+    "lr_scheduler.warmup_steps": 1,
+    "validation.freq": EVERY,
+    "validation.local_batch_size": 4,
+    "validation.windows_per_source": 4,
+    "checkpoint.interval": EVERY,
+    "metrics.log_freq": 1,
+}
+PLACES = ("job.dump_folder", "mixture.lock", "checkpoint.initial_load_path")
+DEVIATIONS = {  # everything else that a machine with two CPU ranks forces
+    "parallelism.data_parallel_replicate_degree": 1,  # 24 x 8 GPUs
+    "parallelism.data_parallel_shard_degree": 2,
+    "checkpoint.async_mode": "async",  # pinned memory needs a GPU; the background thread is the same
+    "compile.backend": "eager",  # traces, guards and recompiles as inductor does, without generating code
+    "experimental.custom_import": "tests.train.production_facts",  # train.spec, and what it saw of the model
+}
+HYBRID = {  # four ranks: two replicas of two shards, as the 2B run has 24 of 8
+    "parallelism.data_parallel_replicate_degree": 2,
+    "training.global_batch_size": 16,
+}
+
+
+def train(launcher: list[str], config: str, folder: Path, lock: Path, changes: dict[str, Any], **env: str) -> Path:
+    """Run configs/`config`.toml with the settings above and `changes` to its end; returns the run folder."""
+    settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", *launcher, "--job.config_file", f"configs/{config}.toml", *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **env}
+    job = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    outcome = folder / "outcome.json"
+    reason = outcome.read_text() if outcome.is_file() else ""
+    assert job.returncode == 0, job.stdout[-2000:] + job.stderr[-4000:] + reason
+    return folder
+
+
+def torchrun(ranks: int) -> list[str]:
+    return ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train"]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "facts.json").read_text())
+
+
+def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
+    """The resolved job is the shipped file but for the settings above."""
+    shipped = tomllib.loads((ROOT / f"configs/{config}.toml").read_text())
+    resolved = tomllib.loads((folder / "config.toml").read_text())
+    different = {
+        f"{section}.{key}"
+        for section, values in shipped.items()
+        for key, value in values.items()
+        if resolved[section].get(key) != value
+    }
+    assert different <= {*PLACES, *SHAPES, *DEVIATIONS, *more}
+    model = json.loads((folder / "model.json").read_text())
+    flavor = LaneformerConfig.from_flavor("2b").to_dict()
+    changed = {key for key in flavor if model[key] != flavor[key]}
+    assert changed == {name.removeprefix("architecture.") for name in SHAPES if name.startswith("architecture.")}
+
+
+def assert_prepared_as_the_job_file_says(folder: Path) -> None:
+    """Compiled, checkpointed, cast and saved as in the 2B run, and each step in its order."""
+    seen = facts(folder)
+    layers = LaneformerConfig.from_flavor("2b").num_hidden_layers
+    assert seen["layers"] == seen["checkpointed"] == seen["compiled"] == layers
+    assert seen["norm_compiled"]
+    assert seen["loss_graphs"] == 2
+    assert seen["graphs"] > 8, "fewer variants than the default recompile limit would prove nothing"
+    assert seen["streams"] == ["torch.bfloat16"], "what reaches the head"
+    assert seen["policies"] == [["torch.bfloat16", "torch.float32"]], "computed in, reduced in"
+    assert seen["weights"] == ["torch.float32"]
+    assert seen["async_mode"] == "ASYNC"
+    assert seen["order"] == ["staging is over", "optimizer"] * (len(seen["order"]) // 2) != []
+    assert seen["timeouts_s"] == [300.0], "comm.train_timeout_seconds, once, also where no step is the first"
