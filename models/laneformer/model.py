@@ -195,10 +195,17 @@ class LaneformerLayer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
         """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are to be broadcast, else None."""
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
-        h = join_lanes(h, attention, self.joins[0], delayed[0])
-        mlp = self.feed_forward(self.ffn_norm(h))
+        h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
+        mlp = self.feed_forward(x)
         h = join_lanes(h, mlp, self.joins[1], delayed[1])
         return h, (attention if self.broadcasts[0] else None, mlp if self.broadcasts[1] else None)
+
+    def join_and_norm(
+        self, h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None, norm: LaneRMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """The streams with `partial` joined, and the same normed: the input of the next module."""
+        h = join_lanes(h, partial, how, delayed)
+        return h, norm(h)
 
 
 class LMHead(nn.Module):

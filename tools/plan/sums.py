@@ -134,20 +134,18 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
 def kept_per_token(job: Job, layer: int) -> int:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
-    Inputs: the streams (layer 0's are views of the embedding) and the delayed attention output, from which the streams
-    in front of the MLP follow. Selective adds the narrow products; without checkpointing those streams and both normed
-    inputs are kept as well (at most: the compiler may recompute them).
+    Its input streams (layer 0's are views of the embedding). Selective adds the streams between attention and MLP and
+    the narrow products; without checkpointing both normed inputs are kept as well (at most: the compiler may recompute
+    them). Full keeps inputs alone, and so the delayed attention output.
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
-    before = layer - config.broadcast_delay
-    delayed = wide if before >= 0 and config.broadcasts(before, "attention") else 0
-    inputs = (wide if layer else d) + delayed
+    streams = wide if layer else d
     if job.checkpointing == "full":
-        return inputs
+        return streams + (wide if config.adds_delayed(layer, "attention") else 0)
     kv = config.head_dim * config.num_key_value_heads
     narrow = 2 * d + 2 * kv + 2 * config.intermediate_size
-    return inputs + narrow + (3 * wide if job.checkpointing == "none" else 0)
+    return streams + wide + narrow + (2 * wide if job.checkpointing == "none" else 0)
 
 
 def memory(job: Job) -> dict[str, float]:

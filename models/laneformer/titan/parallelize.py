@@ -26,6 +26,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.logging import logger
 
 from ..model import Laneformer
+from .layer import lower_keep_to_nothing
 
 RECOMPILE_LIMIT = 64
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
@@ -36,6 +37,7 @@ KEPT_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.laneformer.keep.default,
 }
 
 
@@ -61,6 +63,7 @@ def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_c
         # a layer receives, with or without a mask) in each of two grad modes, above the default limit of 8, where
         # fullgraph turns the limit into an error at the first validation.
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        lower_keep_to_nothing()
         # the last norm runs over the wide streams as well, and outside of any layer
         for module in (*model.layers, model.norm):
             module.compile(backend=job_config.compile.backend, fullgraph=True)

@@ -14,7 +14,8 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from ..config import FLAVORS, LaneformerConfig, flops_per_token, hf_name, plain_name
 from ..model import Laneformer, init_parameter, rope_table, run_layers
-from .attention import KINDS, TitanAttention, document_ids, training_masks
+from .attention import KINDS, document_ids, training_masks
+from .layer import TitanLayer
 from .loss import TitanHead
 
 
@@ -68,8 +69,7 @@ class TitanLaneformer(Laneformer):
         config = model_args.config
         super().__init__(config)
         self.model_args = model_args
-        for index, layer in enumerate(self.layers):
-            layer.attention = TitanAttention(config, index)
+        self.layers = nn.ModuleList(TitanLayer(config, i) for i in range(config.num_hidden_layers))
         self.lm_head = TitanHead(config)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition, nop
+from torch._dynamo.backends.common import aot_autograd
 
 from laneformer import LaneformerConfig
-from laneformer.titan.parallelize import apply_selective_checkpointing, keeps
+from laneformer.titan import layer as layer_module
+from laneformer.titan.layer import lower_keep_to_nothing
+from laneformer.titan.parallelize import PRODUCTS, apply_selective_checkpointing, keeps
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tools.plan import sums as plan_sums
 
@@ -30,6 +35,7 @@ import json, sys, torch
 from train.job_config import patch_torch_for_cpu
 patch_torch_for_cpu()
 from laneformer import Laneformer, LaneformerConfig
+from laneformer.titan.layer import lower_keep_to_nothing
 from laneformer.titan.parallelize import shard_dimension
 with torch.device("meta"):
     model = Laneformer(LaneformerConfig.from_flavor("2b"))
@@ -105,6 +111,7 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor) ->
     apply_selective_checkpointing(compiled)
     for module in (*compiled.layers, compiled.norm):
         module.compile(fullgraph=True)
+    lower_keep_to_nothing()
     compiled.lm_head.compile_backend = "inductor"
     wanted, wanted_gradients = step(eager, tokens)
     found, gradients = step(compiled, tokens)
@@ -122,6 +129,31 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor) ->
     assert planned <= kept_values_per_token(compiled, tokens) <= planned + extra
     wide = CONFIG.num_lanes * CONFIG.hidden_size
     assert extra < wide / 2, "one stream more in a layer would be seen"
+
+
+def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]:
+    """Matrix products in the backward graph of every layer, last layer first, as the partitioner leaves them."""
+    found: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable:
+        found.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    apply_selective_checkpointing(model)
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    for layer in model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    step(model, tokens)
+    return found
+
+
+def test_the_backward_pass_computes_no_product_again(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two products for the gradients of each of a layer's seven; wo again only where its streams are not kept."""
+    torch._dynamo.reset()
+    assert backward_products(build(), tokens) == [14, 14]
+    monkeypatch.setattr(layer_module, "keep", lambda x: x)
+    torch._dynamo.reset()
+    assert backward_products(build(), tokens) == [15, 15]
 
 
 @pytest.fixture(scope="module")
