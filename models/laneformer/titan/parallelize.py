@@ -52,6 +52,18 @@ def keeps(operation: Any, *operands: Any) -> bool:
 def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """Prepare the (meta) model for its mesh. Raises ValueError for parallelisms that the Laneformer does not have."""
     check_parallelism(parallel_dims)
+    checkpoint_and_compile(model, job_config)
+    if parallel_dims.fsdp_enabled:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        apply_fsdp(model, parallel_dims.get_mesh(names), job_config)
+    else:
+        # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams
+        apply_fsdp(model, parallel_dims.world_mesh, job_config)
+    return model
+
+
+def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
+    """Prepare layers, last norm and loss as the job says, in place; needs no mesh and no device."""
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
@@ -70,13 +82,6 @@ def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_c
         logger.info("Compiling each layer with torch.compile")
     if job_config.compile.enable and "loss" in job_config.compile.components:
         model.lm_head.compile_backend = job_config.compile.backend
-    if parallel_dims.fsdp_enabled:
-        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        apply_fsdp(model, parallel_dims.get_mesh(names), job_config)
-    else:
-        # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams
-        apply_fsdp(model, parallel_dims.world_mesh, job_config)
-    return model
 
 
 def apply_selective_checkpointing(model: Laneformer) -> None:
