@@ -22,19 +22,35 @@ from data_mixtures.recipe import Recipe, check_known
 from data_mixtures.window_files import TokenFile, WindowFiles
 
 PACKING = "concat"  # documents in a row, cut every seq_len tokens; BOS marks where one begins
+# Whole conversations in the first S tokens of each window. Beside each file of tokens lies one of the same form, with
+# the flags of the tokens; its entry is "flags" in theirs.
+CONVERSATIONS = "conversations"
+TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
 
 
 def write_lock(data_dir: Path, phase: str, recipe: Recipe) -> Path:
     """Pin one phase of a recipe to the manifests in data_dir: data_dir/<phase>.lock.json."""
-    weights = recipe.phases[phase]
+    return pin(data_dir, phase, recipe.phases[phase], recipe.seed, recipe.seq_len, recipe.epoch_cap)
+
+
+def pin(
+    data_dir: Path,
+    phase: str,
+    weights: Mapping[str, int],
+    seed: int,
+    seq_len: int,
+    epoch_cap: int,
+    packing: str = PACKING,
+) -> Path:
+    """Write data_dir/<phase>.lock.json: these sources, with these weights, as their manifests are now."""
     manifests = {name: shards.read_manifest(data_dir / name) for name in weights}
     first = next(iter(manifests.values()))
     lock = {
         "format": shards.FORMAT,
         "phase": phase,
-        "seed": recipe.seed,
-        "seq_len": recipe.seq_len,
-        "packing": PACKING,
+        "seed": seed,
+        "seq_len": seq_len,
+        "packing": packing,
         "tokenizer_sha256": first["tokenizer_sha256"],
         "vocab_size": first["vocab_size"],
         "sources": [
@@ -43,7 +59,7 @@ def write_lock(data_dir: Path, phase: str, recipe: Recipe) -> Path:
                 "category": manifests[name]["category"],
                 "weight": weight,
                 "windows": manifests[name]["windows"],
-                "epoch_cap": recipe.epoch_cap,
+                "epoch_cap": epoch_cap,
                 "manifest_sha256": shards.manifest_sha256(data_dir / name),
             }
             for name, weight in weights.items()
@@ -92,6 +108,8 @@ class Mixture:
         self._caps = np.array([source["epoch_cap"] for source in sources], dtype=np.int64)
         # all windows of all sources in a row: where each source and each file begins
         self._files = WindowFiles(files, self.seq_len)
+        self.packed: bool = lock["packing"] == CONVERSATIONS
+        self._flags = WindowFiles([_flags_of(file) for file in files], self.seq_len) if self.packed else None
         self._source_begins = np.cumsum(self._windows) - self._windows
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
@@ -128,10 +146,20 @@ class Mixture:
             raise ValueError(f"sequences({first}, {count}): first and count must not be negative")
         self.check_epochs(first + count)
         source_index, files, windows = self._find(np.arange(first, first + count, dtype=np.int64))
-        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
-        for row, file, window in zip(tokens, files.tolist(), windows.tolist(), strict=True):
-            self._files.read(file, window, row)
-        return tokens, source_index
+        return self._read(self._files, files, windows), source_index
+
+    def flags(self, first: int, count: int) -> np.ndarray | None:
+        """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S + 1); None if not packed."""
+        if self._flags is None:
+            return None
+        _, files, windows = self._find(np.arange(first, first + count, dtype=np.int64))
+        return self._read(self._flags, files, windows)
+
+    def _read(self, source: WindowFiles, files: np.ndarray, windows: np.ndarray) -> np.ndarray:
+        rows = np.empty((len(files), self.seq_len + 1), dtype=np.int64)
+        for row, file, window in zip(rows, files.tolist(), windows.tolist(), strict=True):
+            source.read(file, window, row)
+        return rows
 
     def locate(self, numbers: np.ndarray) -> list[dict[str, Any]]:
         """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first token in it."""
@@ -182,19 +210,31 @@ def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> list[TokenFile]:
             f"{folder / shards.MANIFEST} is not the manifest that {lock_path} pins: the data was prepared again or "
             "changed. Use the lock file that belongs to it, or prepare both again"
         )
-    shards.check_sizes(folder, manifest)
+    _check_sizes(folder, manifest)
     return [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]
 
 
-def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None) -> np.ndarray:
+def _flags_of(file: TokenFile) -> TokenFile:
+    path, entry = file
+    return os.path.join(os.path.dirname(path), entry["flags"]["name"]), entry["flags"]
+
+
+def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
+    shards.check_sizes(folder, dict(manifest))
+    if "flags" in manifest["valid"]:
+        flags = [entry["flags"] for entry in manifest["shards"]]
+        shards.check_sizes(folder, {"shards": flags, "valid": manifest["valid"]["flags"]})
+
+
+def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None, flags: bool = False) -> np.ndarray:
     """Held-out windows of a source, never in training: uint16 (n, S + 1), the first max_windows of them.
 
-    ValueError when they are missing or damaged.
+    flags: those of the tokens instead, of packed conversations. ValueError when they are missing or damaged.
     """
     folder = Path(data_dir) / source
     manifest = shards.read_manifest(folder)
-    shards.check_sizes(folder, manifest)
-    entry = manifest["valid"]
+    _check_sizes(folder, manifest)
+    entry = manifest["valid"]["flags"] if flags else manifest["valid"]
     count = entry["windows"] if max_windows is None else min(max_windows, entry["windows"])
     windows = np.empty((count, manifest["seq_len"] + 1), dtype=np.uint16)
     files = WindowFiles([(str(folder / entry["name"]), entry)], manifest["seq_len"])

@@ -84,8 +84,8 @@ class WindowFiles:
 
 _FIX = (
     "Nothing of it was used. `python -m data_mixtures verify RECIPE --out DIR` finds what else is wrong; make that "
-    "source again (fetch and the stages after it), or take the file out with verify's --quarantine: a new manifest "
-    "and lock file, so a new fingerprint"
+    "source again (fetch and the stages after it; for conversations, what packed them), or take the file out with "
+    "verify's --quarantine: a new manifest and lock file, so a new fingerprint"
 )
 
 

@@ -1,0 +1,238 @@
+"""`python -m train.sft`: what lies on disk is what the files say, counted, deduplicated, held out, and restartable."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import sentencepiece
+
+from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
+from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+from train.sft import identity, source
+from train.sft.__main__ import Arguments, run
+from train.sft.conversations import ROWS_AT_A_TIME, encode_all
+
+ROOT = Path(__file__).resolve().parents[3]
+SEQ_LEN = 256
+
+
+def chat(number: int, turns: int = 1) -> list[dict[str, str]]:
+    messages = []
+    for turn in range(turns):
+        messages += [{"role": "user", "content": f"What is {number} + {turn}?"}]
+        messages += [{"role": "assistant", "content": f"It is {number + turn}."}]
+    return messages
+
+
+def write(path: Path, rows: list) -> Path:
+    lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(prepared_data: Path) -> Path:
+    return prepared_data / "tokenizer.model"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, tokenizer: Path) -> Arguments:
+    rows = [{"messages": chat(n, 1 + n % 2)} for n in range(120)]
+    conversations = (str(write(tmp_path / "chat.jsonl", rows)),)
+    return Arguments(conversations, tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
+
+
+def manifest(arguments: Arguments, name: str = "chat") -> dict:
+    return json.loads((arguments.out / name / "source.json").read_text())
+
+
+def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list[str], list[str]]:
+    """The conversations in some windows, whole and (only) what is trained of them; without the padding."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    whole, trained = [], []
+    for window, marks in zip(windows[:, :-1].tolist(), flags[:, :-1].tolist(), strict=True):
+        begins = [i for i, mark in enumerate(marks) if mark & BEGINS] + [len(window)]
+        for begin, end in itertools.pairwise(begins):
+            if window[begin]:
+                whole.append(sp.decode(window[begin:end]))
+                trained.append(sp.decode([window[i] for i in range(begin, end) if marks[i] & TRAINED]))
+    return whole, trained
+
+
+def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments: Arguments) -> None:
+    mixture = Mixture.open(run(arguments))
+    count = manifest(arguments)["windows"]
+    flags = mixture.flags(0, count)
+    assert flags is not None
+    whole, trained = texts(mixture.sequences(0, count)[0], flags, arguments.tokenizer)
+    held, held_trained = (valid_windows(arguments.out, "chat", flags=each) for each in (False, True))
+    whole_held, trained_held = texts(held, held_trained, arguments.tokenizer)
+    assert 3 <= len(whole_held) <= 30
+    assert not set(whole) & set(whole_held)
+    expected = [chat(n, 1 + n % 2) for n in range(120)]
+    assert len(whole) + len(whole_held) == 120
+    questions = {f"What is {n} + 0?" for n in range(120)}
+    assert {q for q in questions if any(q in text for text in whole + whole_held)} == questions
+    answers = sorted("".join(m["content"] for m in messages if m["role"] == "assistant") for messages in expected)
+    assert sorted(text.replace("</s>", "") for text in trained + trained_held) == answers
+    assert "<|start_header_id|>" not in "".join(trained)
+
+
+def test_the_same_files_give_the_same_bytes_in_any_order_of_rows(arguments: Arguments, tmp_path: Path) -> None:
+    one = json.loads(run(arguments).read_text())
+    rows = Path(arguments.conversations[0]).read_text().splitlines()
+    shuffled = write(tmp_path / "again.jsonl.gz", [*rows[60:], *rows[:60], *rows[:7]])
+    other = replace(arguments, conversations=(f"chat={shuffled}",), out=tmp_path / "other")
+    run(other)
+    for name in ("shard-00000.bin", "shard-00000.flags.bin", "valid.bin", "valid.flags.bin"):
+        assert (arguments.out / "chat" / name).read_bytes() == (other.out / "chat" / name).read_bytes()
+    assert manifest(other)["dropped"] == {"duplicate": 7}
+    assert one["packing"] == "conversations"
+
+
+def test_what_cannot_be_used_is_counted_by_reason(arguments: Arguments, tmp_path: Path) -> None:
+    bad = [
+        "{broken", {"text": "x"}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": chat(1)[1:]},
+        {"messages": [{"role": "user", "content": " "}]}, {"messages": chat(1)[:1]}, {"messages": chat(5, 40)},
+        {"messages": [{"role": "user", "content": 3}]}, {"conversations": [{"from": "human"}]}, "also broken",
+    ]  # fmt: skip
+    good = [{"messages": chat(n)} for n in range(100, 140)]
+    path = write(tmp_path / "bad.jsonl", good + bad)
+    with pytest.raises(ValueError, match=r"source 'bad': 20\.0% of 50 .* \(content 1, .* too_long 1\); allowed are 5"):
+        run(replace(arguments, conversations=(str(path),)))
+    assert not (arguments.out / "bad").exists()
+    run(replace(arguments, conversations=(str(path),), max_dropped=0.25))
+    found = manifest(arguments, "bad")
+    assert found["dropped"] == {
+        "content": 1, "empty": 1, "fields": 2, "no_reply": 1, "not_json": 2, "order": 1, "role": 1, "too_long": 1,
+    }  # fmt: skip
+    assert found["read"] == found["kept"] + sum(found["dropped"].values()) == 50
+
+
+def test_both_forms_and_parquet_say_the_same(arguments: Arguments, tmp_path: Path) -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [[{"from": names[m["role"]], "value": m["content"]} for m in chat(n, 1 + n % 2)] for n in range(120)]
+    share = write(tmp_path / "share.jsonl", [{"conversations": each, "id": 3} for each in turns])
+    table = pyarrow.table({"messages": [chat(n, 1 + n % 2) for n in range(120)]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    bytes_of = []
+    for number, origin in enumerate((arguments.conversations[0], share, tmp_path / "rows.parquet")):
+        each = replace(arguments, conversations=(f"chat={origin}",), out=tmp_path / str(number))
+        run(each)
+        bytes_of.append((each.out / "chat/shard-00000.bin").read_bytes())
+    assert bytes_of[0] == bytes_of[1] == bytes_of[2]
+
+
+def test_workers_change_nothing(arguments: Arguments, tokenizer: Path) -> None:
+    fast, (path,) = tokenizer_from_sentencepiece(tokenizer), arguments.conversations
+    one, two = (list(encode_all(path, fast, SEQ_LEN, workers)) for workers in (1, 2))
+    assert len(one) > ROWS_AT_A_TIME
+    assert [each.key for each in one] == [each.key for each in two]  # type: ignore[union-attr]
+
+
+def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
+    arguments: Arguments, tmp_path: Path
+) -> None:
+    rows = [{"messages": turns} for turns in identity.conversations(identity_table(), 100, seed=1)]
+    me = write(tmp_path / "me.jsonl", rows + [{"messages": chat(n, 1 + n % 2)} for n in range(120)])
+    both = replace(
+        arguments, conversations=(*arguments.conversations, f"me={me}"), weights=("me=3", "chat=1"), seq_len=512
+    )
+    mixture = Mixture.open(run(both))
+    assert dict(zip(mixture.source_names, mixture.weights, strict=True)) == {"chat": 1, "me": 3}
+    held = {name: texts(*(valid_windows(both.out, name, flags=f) for f in (False, True)), both.tokenizer)[0]
+            for name in ("chat", "me")}  # fmt: skip
+    assert set(held["chat"]) <= set(held["me"])
+    by_size = json.loads(run(replace(both, weights=())).read_text())["sources"]
+    assert {each["name"]: each["weight"] for each in by_size} == {each["name"]: each["windows"] for each in by_size}
+
+
+def identity_table() -> dict:
+    return tomllib.loads(identity.EXAMPLE.read_text())
+
+
+def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = run(arguments).read_bytes()
+    made: list[str] = []
+    real = source._read
+    monkeypatch.setattr(source, "_read", lambda *given: made.append("read") or real(*given))
+    assert run(arguments).read_bytes() == lock
+    assert not made
+    path = arguments.out / "chat/shard-00000.flags.bin"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"shard-00000\.flags\.bin: block 0 of 1 .* is damaged"):
+        Mixture.open(arguments.out / "sft.lock.json").flags(0, 1)
+    assert run(arguments).read_bytes() == lock
+    assert made == ["read"]
+    run(replace(arguments, holdout=0.2))
+    assert made == ["read", "read"]
+
+
+def test_killed_while_writing_it_leaves_no_source_and_goes_on(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(source.shards, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space"):
+            run(arguments)
+    assert sorted(path.name for path in arguments.out.iterdir()) == [".chat.partial", ".sft.lock"]
+    run(arguments)
+    assert not (arguments.out / ".chat.partial").exists()
+    assert (arguments.out / "sft.lock.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"conversations": ()}, "no conversations are given"),
+        ({"conversations": ("missing.jsonl",)}, r"missing\.jsonl does not exist"),
+        ({"conversations": ("notes.txt",)}, r"notes\.txt is no \.jsonl, \.jsonl\.gz or \.parquet file"),
+        ({"conversations": ("A B=x.jsonl",)}, "the name 'A B' becomes a folder"),
+        ({"weights": ("caht=1",)}, "unknown source in --weights 'caht'; did you mean 'chat'"),
+        ({"weights": ("chat=x",)}, "source 'chat' needs an integer"),
+        ({"holdout": 0.0}, r"--holdout 0\.0 must be a share"),
+        ({"holdout": 0.0001}, "0 held out; both need at least one. Raise --holdout"),
+        ({"seq_len": 4}, "--seq-len 4 must be from 16"),
+        ({"max_dropped": 2.0}, "--max-dropped"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_sentence(arguments: Arguments, changes: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        run(replace(arguments, **changes))
+
+
+def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
+    """Identity conversations to a mixture, from the shell: the messages of both programs."""
+
+    def command(*parts: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        given = [sys.executable, "-m", *parts]
+        return subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+    out = tmp_path / "identity.jsonl"
+    assert command("train.sft.identity", "--out", str(out), "--conversations", "60").stdout.endswith(
+        "60 conversations\n"
+    )
+    given = [str(out), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "data"), "--seq-len", "512"]
+    done = command("train.sft", *given, "--holdout", "0.1", "--workers", "2")
+    assert "identity: 60 conversations read, 60 kept; dropped: none" in done.stdout, done.stderr
+    assert "sft.lock.json: identity 100.0%" in done.stdout
+    refused = command("train.sft", *given, "--holdout", "0")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == "error: --holdout 0.0 must be a share from 0.0001 to 0.5\n"

@@ -1,0 +1,149 @@
+"""`python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR`: conversations -> the mixture of an SFT job.
+
+    DIR/tokenizer.model
+    DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
+    DIR/sft.lock.json
+
+CONVERSATIONS: .jsonl, .jsonl.gz or .parquet files, or datasets of the hub (ORG/NAME or ORG/NAME:SPLIT); those of one
+NAME become one source, and without NAME= the file's own name is taken. Each row has "messages" (role, content) or
+"conversations" (from, value). Killed at any moment, it continues with the first source that is not finished.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from data_mixtures import mixture, order
+from data_mixtures.recipe import check_known
+from data_mixtures.tokenizer import load
+from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+from records.files import hold_lock
+
+from .source import Rules, prepare
+
+PHASE = "sft"
+
+
+@dataclass
+class Arguments:
+    """What to pack, and how."""
+
+    conversations: tyro.conf.Positional[tuple[str, ...]]
+    """[NAME=]FILE or [NAME=]ORG/DATASET[:SPLIT], one or more."""
+    tokenizer: Path
+    """SentencePiece model that the weights were trained with, such as data/nemotron/tokenizer.model."""
+    out: Path
+    """The data folder that is written."""
+    seq_len: int = 4096
+    """Tokens of a window, training.seq_len of the job; longer conversations are dropped."""
+    holdout: float = 0.01
+    """Share of conversations held out for the validation loss, chosen by a hash of their content."""
+    weights: tuple[str, ...] = ()
+    """NAME=WEIGHT, integers, for every source; default: by size, so that all sources end together."""
+    epoch_cap: int = 4
+    """How often a job may read a source before it is refused."""
+    max_dropped: float = 0.05
+    """Share of conversations of a source that may be unusable."""
+    seed: int = 1
+    """Decides the order of the windows."""
+    workers: int = os.cpu_count() or 1
+    """Processes that tokenize."""
+
+
+def main() -> None:
+    """A user error prints one line and exits with status 1."""
+    arguments = tyro.cli(Arguments, prog="python -m train.sft", description=__doc__)
+    try:
+        run(arguments)
+    except (ValueError, OSError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def run(arguments: Arguments) -> Path:
+    """Prepare all sources and pin them; the path of the lock file. ValueError for what a user can fix."""
+    sources = _by_name(arguments.conversations)
+    rules = _rules(arguments)
+    out = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    with hold_lock(out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"):
+        load(arguments.tokenizer)
+        tokenizer = tokenizer_from_sentencepiece(arguments.tokenizer)
+        made = {}
+        for name, origins in sources.items():
+            made[name] = prepare(
+                out / name, origins, arguments.tokenizer, tokenizer, rules, arguments.max_dropped, arguments.workers
+            )
+            print(_summary(made[name]), flush=True)
+        model = out / "tokenizer.model"
+        if not model.exists() or not model.samefile(arguments.tokenizer):
+            shutil.copyfile(arguments.tokenizer, model)
+        weights = _weights(arguments.weights, {name: manifest["windows"] for name, manifest in made.items()})
+        lock = mixture.pin(out, PHASE, weights, rules.seed, rules.seq_len, arguments.epoch_cap, mixture.CONVERSATIONS)
+    shares = ", ".join(f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items())
+    print(f"{lock}: {shares}; {sum(m['windows'] for m in made.values()):,} windows of {rules.seq_len} tokens")
+    return lock
+
+
+def _rules(arguments: Arguments) -> Rules:
+    for name, low, high in (("seq_len", 16, 1 << 20), ("epoch_cap", 1, 1000), ("workers", 1, 1024)):
+        if not low <= getattr(arguments, name) <= high:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be from {low} to {high}")
+    if not 0.0001 <= arguments.holdout <= 0.5:
+        raise ValueError(f"--holdout {arguments.holdout} must be a share from 0.0001 to 0.5")
+    if not 0 <= arguments.max_dropped <= 1:
+        raise ValueError(f"--max-dropped {arguments.max_dropped} must be a share from 0 to 1")
+    return Rules(arguments.seq_len, arguments.seed, round(arguments.holdout * 10_000))
+
+
+def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
+    """Origins by the name of their source."""
+    sources: dict[str, list[str]] = {}
+    for each in given:
+        name, equals, origin = each.partition("=")
+        if not equals:
+            name, origin = re.sub(r"[^a-z0-9._-]+", "-", Path(each).name.split(".")[0].lower()), each
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+            raise ValueError(f"{each!r}: the name {name!r} becomes a folder: use a-z, 0-9, '-', '_' and '.'")
+        sources.setdefault(name, []).append(origin)
+    if not sources:
+        raise ValueError("no conversations are given; name at least one file")
+    return sources
+
+
+def _weights(given: tuple[str, ...], windows: dict[str, int]) -> dict[str, int]:
+    """Integer weights by source."""
+    if not given:
+        scale = max(1.0, sum(windows.values()) / (order.MAX_WEIGHT_SUM - len(windows)))
+        return {name: max(1, int(count / scale)) for name, count in windows.items()}
+    pairs = dict(each.partition("=")[::2] for each in given)
+    check_known("source in --weights", pairs, windows)
+    for name in windows:
+        if not pairs.get(name, "").isdecimal():
+            raise ValueError(f"--weights {' '.join(given)}: source {name!r} needs an integer, as in {name}=1")
+    weights = {name: int(pairs[name]) for name in windows}
+    order.pattern(list(weights.values()))
+    return weights
+
+
+def _summary(manifest: dict[str, Any]) -> str:
+    valid, trained = manifest["valid"], manifest["trained_tokens"] / manifest["tokens"]
+    room = (manifest["windows"] + valid["windows"]) * manifest["seq_len"]
+    dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest["dropped"].items()) or "none"
+    return (
+        f"{manifest['source']}: {manifest['read']:,} conversations read, {manifest['kept']:,} kept; "
+        f"dropped: {dropped}; {manifest['tokens']:,} tokens, {trained:.1%} trained; "
+        f"{manifest['windows']:,} windows and {valid['windows']:,} held out, {manifest['tokens'] / room:.1%} full"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Conversations from files and the hub: rows of JSON lines or Parquet -> token ids and what of them is trained.
+
+A row has "messages" ([{"role", "content"}, ...], as in the OpenAI API) or "conversations" ([{"from", "value"}, ...], as
+ShareGPT). Whatever cannot be used has a reason of one word, by which it is counted.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from tokenizers import Tokenizer
+
+from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render
+from records.files import json_lines
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+ROWS_AT_A_TIME = 64  # to a worker process
+
+
+class Conversation(NamedTuple):
+    """ids: uint16 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts."""
+
+    key: int
+    ids: np.ndarray
+    trained: np.ndarray
+
+
+def rows(origin: str) -> Iterator[Any]:
+    """Rows of a .jsonl or .jsonl.gz file, a .parquet file, or a dataset of the hub, ORG/NAME or ORG/NAME:SPLIT.
+
+    None for a line that is not JSON. ValueError for a file that is missing, damaged or of another kind.
+    """
+    path = Path(origin)
+    suffix = path.name.removesuffix(".gz").rpartition(".")[2]
+    if suffix in ("jsonl", "json", "ndjson"):
+        yield from _json_rows(path)
+        return
+    import datasets  # seconds of imports, which JSON lines do not need
+
+    if suffix == "parquet":
+        _require(path)
+        yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    elif origin.count("/") == 1 and not path.exists():
+        name, _, split = origin.partition(":")
+        try:
+            yield from datasets.load_dataset(name, split=split or "train", streaming=True)
+        except (OSError, datasets.exceptions.DatasetsError) as problem:
+            raise ValueError(f"{origin} is no file, and the hub does not give such a dataset: {problem}") from problem
+    else:
+        raise ValueError(f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)")
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    # not through `datasets`, which ends at the first broken line
+    _require(path)
+    broken: list[int] = []
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            for _, row in json_lines(file, path, broken):
+                yield from [None] * len(broken)
+                broken.clear()
+                yield row
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{path} is damaged or truncated: {error}") from error
+    yield from [None] * len(broken)
+
+
+def messages(row: Any) -> list[dict[str, Any]]:
+    """The messages of a row in OpenAI's form. ChatError when it has none."""
+    if row is None:
+        raise ChatError("not_json", "the line is not JSON")
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return row["messages"]
+    if isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
+        if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
+            raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
+        return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+    raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
+
+
+def encode(row: Any, tokenizer: ChatTokenizer, longest: int) -> Conversation:
+    """One row. ChatError when the template has no form for it, nothing in it is trained, or it is too long."""
+    turns = messages(row)
+    segments = render(turns, tokenizer)
+    ids = np.array([token for segment in segments for token in segment.ids], dtype=np.uint16)
+    if len(ids) > longest:
+        raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
+    trained = np.repeat([segment.trained for segment in segments], [len(segment.ids) for segment in segments])
+    if not trained.any():
+        raise ChatError("no_reply", "no message of the assistant")
+    said = [[turn["role"], turn["content"].strip()] for turn in turns if turn["role"] != SYSTEM]
+    return Conversation(xxhash.xxh3_128_intdigest(json.dumps(said).encode()), ids, trained)
+
+
+_worker: tuple[ChatTokenizer, int]
+
+
+def _start_worker(tokenizer_json: str, longest: int) -> None:
+    global _worker
+    _worker = ChatTokenizer(Tokenizer.from_str(tokenizer_json)), longest
+
+
+def _encode_row(row: Any) -> Conversation | str:
+    try:
+        return encode(row, *_worker)
+    except ChatError as problem:
+        return problem.reason
+
+
+def encode_all(origin: str, tokenizer: Tokenizer, longest: int, workers: int) -> Iterator[Conversation | str]:
+    """Every row of an origin in its order: the conversation, or the reason why it is none."""
+    if workers == 1:
+        _start_worker(tokenizer.to_str(), longest)
+        yield from map(_encode_row, rows(origin))
+        return
+    with get_context("spawn").Pool(workers, _start_worker, (tokenizer.to_str(), longest)) as pool:
+        yield from pool.imap(_encode_row, rows(origin), chunksize=ROWS_AT_A_TIME)

@@ -1,0 +1,100 @@
+"""`python -m train.sft.identity FACTS.toml --out identity.jsonl`: conversations about who the model is.
+
+Questions and answers of a TOML, combined with greetings and other ways to write them, some about two topics in two
+turns: a few hundred conversations to mix with others, so that the model knows its name. The same file, number and seed
+give the same lines.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from data_mixtures.recipe import check_known
+from records.files import write_atomically
+
+EXAMPLE = Path(__file__).with_suffix(".toml")
+OPENINGS = ("", "", "", "Hi! ", "Hello. ", "Hey, ", "Good morning! ", "One question: ", "Tell me, ", "Excuse me. ")
+TWO_TOPICS = 0.3  # share of conversations with a second turn
+DRAWS = 50  # for each conversation asked for, before there are no new ones
+
+
+@dataclass
+class Arguments:
+    """What to write, and how much."""
+
+    facts: tyro.conf.Positional[Path] = EXAMPLE
+    """TOML with [facts] and [[topics]]; default: the example, to copy and edit."""
+    out: Path = Path("identity.jsonl")
+    """JSON lines that are written, for `python -m train.sft`."""
+    conversations: int = 500
+    """How many, all different."""
+    seed: int = 1
+
+
+def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dict[str, str]]]:
+    """`count` different conversations. ValueError for a table that is not as the example, or has too few questions."""
+    topics = _topics(table)
+    drawn = random.Random(seed)
+    found: dict[str, list[dict[str, str]]] = {}
+    for _ in range(count * DRAWS):
+        turns: list[dict[str, str]] = []
+        for topic in drawn.sample(topics, 2 if len(topics) > 1 and drawn.random() < TWO_TOPICS else 1):
+            question = _written(drawn.choice(topic["questions"]), drawn, first=not turns)
+            turns += [{"role": "user", "content": question}]
+            turns += [{"role": "assistant", "content": drawn.choice(topic["answers"])}]
+        found.setdefault(json.dumps(turns), turns)
+        if len(found) == count:
+            return list(found.values())
+    raise ValueError(f"the topics give only about {len(found)} different conversations, not {count}; add questions")
+
+
+def _written(question: str, drawn: random.Random, first: bool) -> str:
+    """A question as people write: with a greeting, in lower case, without its last sign."""
+    opening = drawn.choice(OPENINGS) if first else ""
+    if opening.endswith((", ", ": ")):
+        question = question[0].lower() + question[1:]
+    text = opening + question
+    text = text.lower() if drawn.random() < 0.2 else text
+    return text.rstrip("?.!") if drawn.random() < 0.2 else text
+
+
+def _topics(table: dict[str, Any]) -> list[dict[str, list[str]]]:
+    """The topics with the facts put in."""
+    check_known("table", table, ("facts", "topics"))
+    facts, topics = table.get("facts", {}), table.get("topics", [])
+    if not topics:
+        raise ValueError("there is no [[topics]] with questions and answers")
+    for topic in topics:
+        check_known("key of [[topics]]", topic, ("questions", "answers"))
+        if not topic.get("questions") or not topic.get("answers"):
+            raise ValueError(f"a topic needs questions and answers, this one has {topic}")
+    try:
+        return [{key: [text.format(**facts) for text in texts] for key, texts in topic.items()} for topic in topics]
+    except KeyError as missing:
+        raise ValueError(f"{{{missing.args[0]}}} is used, but not given under [facts]: {facts}") from None
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments, prog="python -m train.sft.identity", description=__doc__)
+    try:
+        if arguments.conversations < 1:
+            raise ValueError(f"--conversations {arguments.conversations} must be at least 1")
+        table = tomllib.loads(arguments.facts.read_text(encoding="utf-8"))
+        made = conversations(table, arguments.conversations, arguments.seed)
+        write_atomically(arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in made))
+    except (ValueError, OSError) as problem:
+        print(f"error: {arguments.facts}: {problem}", file=sys.stderr)
+        raise SystemExit(1) from None
+    print(f"{arguments.out}: {len(made)} conversations")
+
+
+if __name__ == "__main__":
+    main()
