@@ -27,6 +27,7 @@ from records.job import read_sections
 FIGURES = (
     "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
     "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
+    "z_loss", "max_logit",
 )  # fmt: skip
 BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
