@@ -154,6 +154,10 @@ class Metrics:
     """Folder of the event files inside the run folder"""
     enable_wandb: bool = False
     """Whether to log to Weights & Biases"""
+    gpu_hour_price: float = 0.0
+    """Price of one GPU-hour, for the cost in log, metrics.jsonl, dashboard and tools.plan; 0: no cost is shown"""
+    currency: str = ""
+    """Written behind the cost, such as EUR"""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from records.job import read_sections
 FIGURES = (
     "loss", "lr", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_device", "mfu", "time",
     "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
+    "z_loss", "max_logit",
 )  # fmt: skip
 BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
@@ -139,7 +140,8 @@ def read_run(folder: Path) -> Run:
     by_step = {p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases}
     for event in run.events:
         _place_event(event, by_step.get(event["phase"], []))
-    if steps := [f"{row['phase']} step {row['step']:,}" for row in run.kept_rows if row["loss"] is None]:
+    if steps := [f"{row['phase']} step {row['step']:,}" for row in run.kept_rows
+                 if row["loss"] is None and "averaged" not in row]:  # fmt: skip
         more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
         run.warnings.append(f"the loss is not a finite number at {', '.join(steps[:5])}{more}")
     return run

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from torchtitan.tools.logging import logger
 
 from records.files import append_line, read_lines, replace_last_line
 from records.run import name_wandb_run
+from records.usage import RECENT, cost, duration, gpu_hours, money, seconds_left, spans_of
 
 from .checkpoint import CheckpointTimes
 from .data import MixtureLoader
 from .guard import RunningZ
 
 Z_WINDOW = 128  # logged steps
+LINES = ("metrics.jsonl", "events.jsonl", "attempts.jsonl")
 
 
 def sequence_losses(losses: torch.Tensor) -> torch.Tensor:
@@ -63,9 +66,11 @@ class RunMetrics(MetricsProcessor):
         self.last_logged_step = 0
         self.row: dict[str, Any] = {}  # the last one written
         self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
+        self.rates: deque[float] = deque(maxlen=RECENT)  # tokens per second and device of the last rows
+        self.began, self.gpu_hours_before = time.time(), 0.0
 
     def begin_attempt(self, attempt: int, step: int, tokens_before: int) -> None:
-        """Start logging after `step`; the z-scores continue from the rows that led there.
+        """Start logging after `step`; z-scores, speed and GPU-hours continue from what the run's files hold.
 
         tokens_before: what earlier phases were trained on.
         """
@@ -73,8 +78,15 @@ class RunMetrics(MetricsProcessor):
         self.last_logged_step = step
         if torch.distributed.get_rank() != 0:
             return
-        by_step = {row["step"]: row for row in read_lines(self.path) if row["step"] <= step}
+        rows, events, attempts = (read_lines(self.path.with_name(name)) for name in LINES)
+        spans = spans_of([*rows, *events, *attempts])
+        if spans and spans[-1].attempt == attempt and not spans[-1].over:
+            self.began = spans.pop().began  # this one: the supervisor has announced it
+        self.gpu_hours_before = gpu_hours(spans)
+        by_step = {row["step"]: row for row in rows if row["step"] <= step}
         for row in [by_step[step] for step in sorted(by_step)][-Z_WINDOW:]:
+            if row.get("tokens_per_s_per_device"):
+                self.rates.append(row["tokens_per_s_per_device"])
             for z, key in ((self.loss_z, "loss"), (self.grad_norm_z, "grad_norm")):
                 z.add(math.nan if row.get(key) is None else row[key])
 
@@ -118,15 +130,44 @@ class RunMetrics(MetricsProcessor):
             "checkpoint_total_s": checkpoint_total_s,
             "memory_gib": memory.max_reserved_gib,
             "memory_active_gib": memory.max_active_gib,
+            **self._progress(step, throughput["tokens_per_s_per_device"]),
             "time": time.time(),
         }
         self.loss_z.add(loss)
         self.grad_norm_z.add(grad_norm)
+        plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
+        # the end of TorchTitan's line on the console
+        self.color = type("", (type(plain),), {"reset": f"{plain.reset}  {self._progress_text(row)}".rstrip()})()
         self.log(step, loss, max_loss, grad_norm, {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)})
         self.last_logged_step = step
         if torch.distributed.get_rank() == 0:
             self.row = row
             append_line(self.path, _json_line(row))
+
+    def _progress(self, step: int, tokens_per_s_per_device: float | None) -> dict[str, float | None]:
+        """GPU-hours of this job so far, its restarts included, what is left of them, and when it ends; on rank 0."""
+        if torch.distributed.get_rank() != 0:
+            return {}
+        self.rates.append(tokens_per_s_per_device or 0.0)
+        training, devices, now = self.job_config.training, torch.distributed.get_world_size(), time.time()
+        tokens_left = (training.steps - step) * training.global_batch_size * training.seq_len
+        left_s = seconds_left(list(self.rates), tokens_left, devices)
+        used = self.gpu_hours_before + devices * (now - self.began) / 3600
+        return {
+            "gpu_hours": used,
+            "cost": cost(used, vars(self.job_config.metrics)),
+            "gpu_hours_left": None if left_s is None else devices * left_s / 3600,
+            "finish_time": None if left_s is None else now + left_s,
+        }
+
+    def _progress_text(self, row: dict[str, Any]) -> str:
+        if row.get("finish_time") is None:
+            return ""
+        used, left, end = row["gpu_hours"], row["gpu_hours_left"], time.gmtime(row["finish_time"])
+        paid, whole = (money(hours, vars(self.job_config.metrics)) for hours in (used, used + left))
+        text = f"left: {duration(row['finish_time'] - row['time'])}, until {time.strftime('%Y-%m-%d %H:%M', end)} UTC"
+        text += f"  GPU-hours: {used:,.1f} of {used + left:,.1f}"
+        return f"{text}  cost: {paid} of {whole}" if paid else text
 
     def _throughput(self, step: int) -> dict[str, float | None]:
         """Speed of the whole job since the last row, and the seconds that rank 0 waited for data."""
@@ -159,8 +200,9 @@ class RunMetrics(MetricsProcessor):
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
     """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by source are named group/source."""
-    keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s")
-    scalars = {key: row[key] for key in keys if row[key] is not None}
+    keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s", "gpu_hours",
+            "gpu_hours_left", "cost")  # fmt: skip
+    scalars = {key: row[key] for key in keys if row.get(key) is not None}
     for key in ("loss_by_source", "tokens_by_source"):
         scalars |= {f"{key}/{name}": value for name, value in row[key].items()}
     return scalars

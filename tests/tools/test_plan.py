@@ -22,7 +22,8 @@ JOB = sums.Job(
 CLUSTER = sums.Cluster(192, 8, sums.GPUS["h100"], 50e9, 17_000, 600)
 NARROW = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 COMMANDS = {
-    "published": ["configs/phase1.toml", "configs/phase2.toml"],
+    "published": ["configs/phase1.toml", "configs/phase2.toml", "--metrics.gpu_hour_price", "2.5", "--metrics.currency",
+                  "EUR"],
     "other mesh": ["configs/phase1.toml", "--gpus", "64"],
     "odd batch": ["configs/phase1.toml", "--training.local_batch_size", "7"],
     "no file": ["configs/none.toml"],
@@ -72,6 +73,7 @@ def test_published_sums(published: dict) -> None:
     assert published["total"]["days"] == pytest.approx(5_851_054_080_000 / (192 * 17_000) / 86_400, rel=1e-12)
     assert round(published["total"]["days"]) == 21  # "about 21 days"
     assert round(one["compute"]["mfu_percent"]) == 25  # of an H100, as the authors say
+    assert published["total"]["cost"] == pytest.approx(2.5 * published["total"]["gpu_hours"], rel=1e-12)
 
 
 def test_shipped_jobs_fit_their_gpus_and_their_data(published: dict) -> None:

@@ -27,7 +27,8 @@ def whole_run(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def logged_run(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps on two ranks, two micro-batches each; validation and a checkpoint every third."""
+    """Six steps on two ranks, two micro-batches each; validation every third, a checkpoint every second."""
     folder = tmp_path_factory.mktemp("runs") / "seen"
-    train_logged(folder, prepared_data / "phase1.lock.json", "--metrics.enable_wandb")
+    job = ("--metrics.enable_wandb", "--metrics.gpu_hour_price", "3600", "--metrics.currency", "EUR")
+    train_logged(folder, prepared_data / "phase1.lock.json", *job)
     return folder

@@ -21,7 +21,7 @@ def train_logged(run: Path, lock: Path, *overrides: str, ranks: int = 2) -> list
     arguments = [
         "--job.config_file", "configs/debug_phase1.toml", "--job.dump_folder", str(run), "--mixture.lock", str(lock),
         "--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", str(GLOBAL_BATCH),
-        "--training.local_batch_size", "2", "--training.steps", str(STEPS), "--checkpoint.interval", "3",
+        "--training.local_batch_size", "2", "--training.steps", str(STEPS), "--checkpoint.interval", "2",
         "--validation.freq", "3", "--validation.windows_per_source", str(WINDOWS), "--architecture.swa_layers",
         "0", "1", "2", *architecture, *overrides,
     ]  # fmt: skip

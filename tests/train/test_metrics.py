@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import statistics
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
-from records.files import append_line
+from records.files import append_line, read_lines
 from tests.train.logged import (
     EPSILON,
     GLOBAL_BATCH,
     SEQ_LEN,
     SMALL,
+    STEPS,
     plain_loss,
     rows_of,
 )  # fmt: skip
@@ -68,10 +72,43 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
         assert 0.05 < row["memory_gib"] < 64
         assert row["loss_z"] == row["grad_norm_z"] == 0.0, "a quarter of the window is not filled yet"
         assert 0 <= row["data_s"] < row["seconds"]
-    assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, False, True, False, False]
-    finished = [r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None]
-    assert len(finished) <= 1, "the save of step 3; the last one ends after the last row"
-    assert all(total > 0 for total in finished)
+    assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, True, False, True, False]
+    finished = {r["step"]: r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None}
+    assert finished, "the save of step 4 waited for that of step 2, so a row up to step 5 says how long it took"
+    assert min(finished) <= 5
+    assert all(0 < total < 60 for total in finished.values())
+
+
+def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> None:
+    rows, (start,) = rows_of(logged_run), read_lines(logged_run / "attempts.jsonl")
+    for row in rows:
+        hours = 2 * (row["time"] - start["time"]) / 3600  # two ranks; the line is written when the model is built
+        assert hours < row["gpu_hours"] < hours + 2 * 60 / 3600
+        assert row["cost"] == 3600 * row["gpu_hours"]
+        rate = 2 * statistics.median(r["tokens_per_s_per_device"] for r in rows[: row["step"]])
+        left_s = (STEPS - row["step"]) * GLOBAL_BATCH * SEQ_LEN / rate
+        assert row["finish_time"] - row["time"] == pytest.approx(left_s, abs=0.01)
+        assert row["gpu_hours_left"] == pytest.approx(2 * left_s / 3600, abs=1e-6)
+    said = next(logged_run.parent.glob(f"{logged_run.name}.*.log")).read_text()
+    line = next(line for line in said.splitlines() if re.search(r"step:\s+5 ", line) and "GPU-hours" in line)
+    used, left = rows[4]["gpu_hours"], rows[4]["gpu_hours_left"]
+    assert f"GPU-hours: {used:,.1f} of {used + left:,.1f}  cost: {3600 * used:,.0f} EUR of " in line
+    assert re.search(r"tps: .*left: \d+ s, until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", line)
+
+
+def test_gpu_hours_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier attempts held, and this one from the moment at which the supervisor announced it."""
+    metrics = object.__new__(RunMetrics)
+    metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
+    metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    append_line(tmp_path / "attempts.jsonl", json.dumps({"attempt": 1, "time": 1000.0, "world_size": 4}))
+    append_line(metrics.path, json.dumps({"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}))
+    append_line(tmp_path / "events.jsonl", json.dumps({"kind": "supervisor_start", "attempt": 2, "time": 9000.0}))
+    metrics.begin_attempt(attempt=2, step=5, tokens_before=0)
+    assert (metrics.gpu_hours_before, metrics.began, list(metrics.rates)) == (4.0, 9000.0, [])
+    metrics.begin_attempt(attempt=2, step=7, tokens_before=0)
+    assert list(metrics.rates) == [50.0]
 
 
 def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
@@ -117,7 +154,7 @@ def test_sequence_losses_add_up_to_the_loss() -> None:
 def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the rows that led to the step where the attempt begins; those behind it are taken back."""
     metrics = object.__new__(RunMetrics)
-    metrics.path = tmp_path / "metrics.jsonl"
+    metrics.path, metrics.rates = tmp_path / "metrics.jsonl", deque()
     metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]

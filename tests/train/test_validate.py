@@ -42,7 +42,7 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, pre
 
 
 def test_one_rank_validates_and_resumes_the_same(logged_run: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """From the checkpoint of step 3 on one rank: tokens, losses by source and validation of step 6, to rounding."""
+    """From the checkpoint of step 4 on one rank: tokens, losses by source and validation of step 6, to rounding."""
     alone = tmp_path / "alone"
     shutil.copytree(logged_run, alone)
     shutil.rmtree(alone / "checkpoint/step-6")
@@ -50,7 +50,7 @@ def test_one_rank_validates_and_resumes_the_same(logged_run: Path, prepared_data
     whole, last = rows_of(logged_run)[-1], rows_of(alone)[-1]
     assert (last["step"], last["attempt"]) == (6, 2)
     assert last["tokens_by_source"] == whole["tokens_by_source"]
-    # three steps of AdamW apart, with gradients summed in another order: the bound of the tests of resuming
+    # two steps of AdamW apart, with gradients summed in another order: the bound of the tests of resuming
     assert abs(last["valid_loss"] - whole["valid_loss"]) < 1e-5
     for name, loss in whole["loss_by_source"].items():
         assert abs(last["loss_by_source"][name] - loss) < 1e-4

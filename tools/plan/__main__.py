@@ -30,6 +30,7 @@ from data_mixtures import recipe
 from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
+from records.usage import cost, money
 from tools.bench.train import write_synthetic_lock
 from tools.plan import sums
 from train.job_config import load_job
@@ -96,11 +97,15 @@ def plan(options: Options, overrides: list[str]) -> Result:
         cluster = sums.Cluster(options.gpus, options.gpus_per_node, gpu, nic, rate, 60 * options.restart_minutes)
         sums.check(job, cluster)
         phase = {"config": str(path), **phase_plan(job, cluster, read_sources(path, titan_job, mixture), taken)}
+        phase["pricing"] = {key: getattr(titan_job.metrics, key) for key in ("gpu_hour_price", "currency")}
+        phase["compute"]["cost"] = cost(phase["compute"]["gpu_hours"], phase["pricing"])
         phase["gpu_memory_bytes"], phase["usable_bytes"] = gpu.memory_bytes, sums.USABLE * gpu.memory_bytes
         if options.dry_run:
             phase["dry_run"] = take_step(path, overrides, titan_job, options.gpus)
         phases.append(phase)
     totals = {key: sum(p["compute"][key] for p in phases) for key in ("steps", "tokens", "flops", "days", "gpu_hours")}
+    priced = [p["compute"]["cost"] for p in phases]
+    totals["cost"] = None if None in priced else sum(priced)
     hardware = {key: getattr(options, key) for key in ("gpu", "gpus", "gpus_per_node", "network_gbit_per_s")}
     return {**hardware, "phases": phases, "total": totals}
 
@@ -228,7 +233,8 @@ def show(result: Result, console: Console) -> None:
     if len(result["phases"]) > 1:
         total = result["total"]
         row = [f"{total['tokens']:.4g}", f"{total['flops']:.4g}", f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}"]
-        console.print(table("all phases", ["tokens", "FLOPs", "days", "GPU-hours"], [row]))
+        row.append("no price" if total["cost"] is None else f"{total['cost']:,.0f}")
+        console.print(table("all phases", ["tokens", "FLOPs", "days", "GPU-hours", "cost"], [row]))
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
@@ -257,6 +263,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
         ["FLOPs", f"{c['flops_per_token'] / 1e9:.2f}e9 a token (causal and windowed keys only) = {c['flops']:.4g}"],
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
         ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days = {c['gpu_hours']:,.0f} GPU-hours"],
+        ["cost", money(c["gpu_hours"], phase["pricing"]) or "set metrics.gpu_hour_price"],
     ]  # fmt: skip
     yield memory_table(phase, result["gpu"])
     lost = f"{saved['hours_lost_per_failure']:.2f} h = {saved['gpu_hours_lost_per_failure']:.0f} GPU-hours"

@@ -1,0 +1,120 @@
+"""GPU-hours, remaining time and cost of a run: the same sums for the log, metrics.jsonl, the dashboard and tools.plan.
+
+An attempt holds its GPUs from its first record (the supervisor's event, else its line in attempts.jsonl) to its last in
+any file of the run. So imports, loading, hangs and steps that a restart repeated count; pauses between attempts and
+the time in a queue do not. What remains goes by the median speed of a device over the last rows, which a restart, a
+validation or a slow node does not move.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from records.run import Run, number
+
+RECENT = 128  # rows whose speed counts
+
+
+@dataclass
+class Span:
+    """The time for which one start of the workers held its GPUs, in seconds since the epoch."""
+
+    attempt: int
+    began: float
+    ended: float
+    gpus: int | None = None  # None: the workers never came far enough to say it
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one job: GPU-hours used so far and left, and when it ends, seconds since the epoch; None where not known."""
+
+    gpu_hours: float
+    gpu_hours_left: float | None
+    finish_time: float | None
+
+
+def spans_of(records: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """The spans of one job; records: the lines of its attempts.jsonl, events.jsonl and metrics.jsonl in any order.
+
+    An attempt that failed before its line in attempts.jsonl has a number that the next start has again.
+    """
+    known = [r for r in records if number(r.get("time")) is not None and number(r.get("attempt")) is not None]
+    spans: list[Span] = []
+    for record in sorted(known, key=lambda r: r["time"]):
+        attempt, time, starts = int(record["attempt"]), float(record["time"]), "world_size" in record
+        last = spans[-1] if spans else Span(-1, time, time, over=True)
+        again = starts and (last.over or last.gpus is not None)
+        if record.get("kind") == "supervisor_start" or attempt != last.attempt or again:
+            spans.append(Span(attempt, time - (number(record.get("seconds")) or 0.0), time))
+        elif last.over:
+            continue  # what the supervisor says afterwards
+        span = spans[-1]
+        span.ended, span.over = time, record.get("kind") == "supervisor_end"
+        span.gpus = int(record["world_size"]) if starts else span.gpus or devices_of(record)
+    return spans
+
+
+def devices_of(row: Mapping[str, Any]) -> int | None:
+    whole, each = number(row.get("tokens_per_s")), number(row.get("tokens_per_s_per_device"))
+    return round(whole / each) if whole and each else None
+
+
+def gpu_hours(spans: Sequence[Span]) -> float:
+    """GPU-hours of these spans; one without a number of GPUs has that of the next or else the previous one."""
+    total, known = 0.0, next((span.gpus for span in reversed(spans) if span.gpus), 0)
+    for span in reversed(spans):
+        known = span.gpus or known
+        total += known * (span.ended - span.began) / 3600
+    return total
+
+
+def seconds_left(rates: Sequence[float], tokens: float, gpus: int | None) -> float | None:
+    """Seconds that `gpus` devices need for `tokens`; rates: tokens per second of a device in the last rows."""
+    rate = statistics.median(rates[-RECENT:]) * gpus if rates and gpus else 0.0
+    return tokens / rate if rate > 0 else None
+
+
+def cost(hours: float | None, metrics: Mapping[str, Any]) -> float | None:
+    """Cost of GPU-hours; None without metrics.gpu_hour_price. metrics: that section of the job."""
+    price = number(metrics.get("gpu_hour_price"))
+    return hours * price if price and hours is not None else None
+
+
+def money(hours: float | None, metrics: Mapping[str, Any]) -> str | None:
+    """`cost` as text, such as "12,345 EUR"."""
+    value = cost(hours, metrics)
+    return None if value is None else f"{value:,.0f} {metrics.get('currency') or ''}".strip()
+
+
+def duration(seconds: float) -> str:
+    """Two units: "3 d 4 h", "5 h 12 min", "48 s"."""
+    for unit_s, unit, below_s, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= unit_s:
+            return f"{int(seconds // unit_s)} {unit} {int(seconds % unit_s // below_s)} {below}"
+    return f"{seconds:.0f} s"
+
+
+def usage_of(run: Run) -> dict[str, Usage]:
+    """By phase, in order. A phase that has a config and no rows yet goes on at the speed of the one before."""
+    found, rates, gpus, clock = {}, list[float](), None, None
+    for phase in dict.fromkeys([*run.phases, *run.configs]):
+        rows = [row for s in run.segments if s.phase == phase for row in s.rows]
+        records = [r for r in (*run.attempts, *run.events) if r["phase"] == phase]
+        spans = spans_of([*records, *rows])
+        kept = [row for row in rows if row["kept"]]
+        rates = [rate for row in kept if (rate := row["tokens_per_s_per_device"])] or rates
+        gpus = next((n for row in reversed(kept) if (n := devices_of(row))), gpus)
+        clock = kept[-1]["time"] if kept else clock
+        training, last = run.configs.get(phase, {}).get("training", {}), kept[-1]["step"] if kept else 0
+        steps, batch, length = (number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len"))
+        left_s = (
+            seconds_left(rates, max(0.0, steps - last) * batch * length, gpus) if steps and batch and length else None
+        )
+        clock = None if clock is None or left_s is None else clock + left_s
+        found[phase] = Usage(gpu_hours(spans), None if left_s is None else left_s * (gpus or 0) / 3600, clock)
+    return found

@@ -1,0 +1,102 @@
+"""GPU-hours over restarts and failed starts, what is left of a phase, and its cost, against sums by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from records.run import read_run
+from records.usage import Span, cost, duration, gpu_hours, money, seconds_left, spans_of, usage_of
+
+HOUR = 3600.0
+
+
+def told(kind: str, attempt: int, hours: float) -> dict[str, Any]:
+    return {"kind": f"supervisor_{kind}", "attempt": attempt, "time": hours * HOUR}
+
+
+def began(attempt: int, hours: float, gpus: int = 8) -> dict[str, Any]:
+    return {"attempt": attempt, "time": hours * HOUR, "world_size": gpus, "step": 0}
+
+
+def row(attempt: int, hours: float, step: int = 1, **more: Any) -> dict[str, Any]:
+    return {"attempt": attempt, "time": hours * HOUR, "step": step, "seconds": 60.0, **more}
+
+
+def held(records: list[dict[str, Any]]) -> list[tuple[float, float, int | None]]:
+    return [(s.began / HOUR, s.ended / HOUR, s.gpus) for s in spans_of(records)]
+
+
+def test_an_attempt_lasts_from_its_announcement_to_its_last_record() -> None:
+    first = [told("start", 1, 1.0), began(1, 1.5), row(1, 2.0), row(1, 3.0), told("end", 1, 3.25)]
+    second = [told("give_up", 1, 3.3), told("start", 2, 10.0), began(2, 10.5, gpus=16), row(2, 11.0)]
+    assert held([*second, *first]) == [(1.0, 3.25, 8), (10.0, 11.0, 16)]
+    assert gpu_hours(spans_of([*first, *second])) == 8 * 2.25 + 16 * 1.0
+
+
+def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_time_between_them() -> None:
+    failed = [told("start", 1, 1.0), {"kind": "crash", "attempt": 1, "time": 1.1 * HOUR}, told("end", 1, 1.25)]
+    later = [told("start", 1, 100.0), began(1, 100.25), row(1, 101.0)]
+    assert held([*failed, *later]) == [(1.0, 1.25, None), (100.0, 101.0, 8)]
+    assert gpu_hours(spans_of([*failed, *later])) == 8 * 0.25 + 8 * 1.0, "with the GPUs of the next start"
+    assert gpu_hours(spans_of([*later, told("start", 2, 102.0), told("end", 2, 102.5)])) == 8 * 1.0 + 8 * 0.5
+
+
+def test_jobs_without_a_supervisor_begin_with_their_line_or_their_first_row() -> None:
+    assert held([began(1, 1.0), row(1, 2.0), began(2, 50.0), row(2, 51.0)]) == [(1.0, 2.0, 8), (50.0, 51.0, 8)]
+    rows = [row(1, 2.0, tokens_per_s=400.0, tokens_per_s_per_device=100.0), row(1, 3.0), row(2, 9.0)]
+    assert held(rows) == [(2 - 1 / 60, 3.0, 4), (9 - 1 / 60, 9.0, None)]
+    assert spans_of([{"kind": "evaluation_failed", "time": 5.0}, {"attempt": 1}]) == []
+    assert gpu_hours([]) == gpu_hours([Span(1, 0.0, HOUR)]) == 0.0
+
+
+def test_what_is_left_goes_by_the_median_of_a_device() -> None:
+    slow_start_and_a_hang = [3.0, *[100.0] * 20, 1.0]
+    assert seconds_left(slow_start_and_a_hang, 8000.0, 8) == 10.0
+    assert seconds_left([1.0] * 1000 + [100.0] * 128, 8000.0, 8) == 10.0, "only the last rows count"
+    assert seconds_left([], 8000.0, 8) is seconds_left([0.0], 8000.0, 8) is seconds_left([9.0], 8000.0, None) is None
+
+
+def test_a_price_gives_a_cost() -> None:
+    assert cost(12.5, {"gpu_hour_price": 2.0}) == 25.0
+    assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": "EUR"}) == "24,690 EUR"
+    assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": ""}) == "24,690"
+    assert cost(12.5, {"gpu_hour_price": 0.0}) is money(12.5, {}) is cost(None, {"gpu_hour_price": 2.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59, "59 s"),
+        (61, "1 min 1 s"),
+        (3600, "1 h 0 min"),
+        (86399, "23 h 59 min"),
+        (1798200, "20 d 19 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_phases_of_a_run(tmp_path: Path) -> None:
+    """Phase 1 restarted on half of the GPUs; phase 2 has a config only, and goes on at its speed."""
+    for phase, steps in (("phase1", 100), ("phase2", 50)):
+        (tmp_path / phase).mkdir()
+        (tmp_path / phase / "config.toml").write_text(
+            f'[phase]\nname = "{phase}"\n[training]\nsteps = {steps}\nglobal_batch_size = 36\nseq_len = 100\n'
+        )
+    speed = {"phase": "phase1", "tokens": 1, "tokens_per_s_per_device": 1.0}
+    rows = [row(1, 1.0 + step / 10, step, **speed, tokens_per_s=8.0) for step in range(1, 31)]
+    rows += [row(2, 6.0 + (step - 20) / 5, step, **speed, tokens_per_s=4.0) for step in range(21, 41)]
+    starts = [began(1, 1.0), began(2, 6.0, gpus=4) | {"step": 20}]
+    for name, lines in (("metrics", rows), ("attempts", starts)):
+        (tmp_path / f"phase1/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    usage = usage_of(read_run(tmp_path))
+    assert usage["phase1"].gpu_hours == pytest.approx(8 * 3.0 + 4 * 4.0), "the repeated steps are paid twice"
+    assert usage["phase1"].gpu_hours_left == pytest.approx(60 * 3600 / 1.0 / 3600)  # tokens / tokens per s and device
+    assert usage["phase1"].finish_time == pytest.approx((10.0 + 60 / 4) * HOUR)
+    assert usage["phase2"] == (type(usage["phase2"]))(0.0, pytest.approx(50.0), pytest.approx((25.0 + 50 / 4) * HOUR))

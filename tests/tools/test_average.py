@@ -1,0 +1,148 @@
+"""Averaged checkpoints: the mean in float64, one tensor at a time, whole or not at all; what may not be averaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from laneformer.hf.export import load_weights
+from records.checkpoints import check_complete
+from records.run import read_run, steps_before
+from tests.laneformer.hf.hf_assets import random_model, small_config, write_run
+from tools.average import average
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+STEPS = (10, 20, 30)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the checkpoints of three models, and optimizer state beside the weights."""
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    for seed, step in enumerate(STEPS):
+        model, one = random_model(seed), run.with_name(f"one-{step}")
+        write_run(one, model, step)
+        run.mkdir(exist_ok=True)
+        shutil.copytree(one, run, dirs_exist_ok=True)
+        shutil.rmtree(run / f"checkpoint/step-{step}")
+        state = {**model.state_dict(), "optimizer.exp_avg": torch.ones(3), "train_state": {"step": step}}
+        dcp.save(state, checkpoint_id=run / f"checkpoint/step-{step}", no_dist=True)
+    rows = [{"step": s, "phase": "phase1", "attempt": 1, "tokens": s * 64, "tokens_total": 100 + s * 64, "loss": 3.0,
+             "time": 1.0} for s in STEPS]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "lineage.json").write_text('{"parent": "/x/runs/before/checkpoint/step-7", "tokens_before": 100}')
+    (run / "config.toml").write_text('[phase]\nname = "phase1"\n[training]\nsteps = 40\n[evals]\nevery_steps = 7\n')
+    return run
+
+
+def checkpoints(run: Path, steps: tuple[int, ...] = STEPS) -> tuple[Path, ...]:
+    return tuple(run / f"checkpoint/step-{step}" for step in steps)
+
+
+def mean(run: Path, weights: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    states = [load_weights(path, small_config()) for path in checkpoints(run)]
+    total = {name: sum(w * s[name].double() for w, s in zip(weights, states, strict=True)) for name in states[0]}
+    return {name: (value / sum(weights)).float() for name, value in total.items()}
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 2.0, 0.5)])
+def test_it_is_the_mean_in_float64(trained: Path, tmp_path: Path, weights: tuple[float, ...]) -> None:
+    """Bit for bit; in float32, the mean of three would be another number."""
+    said = average(checkpoints(trained), tmp_path / "mean", weights=weights)
+    assert said["checkpoint"] == str(tmp_path / "mean/checkpoint/step-30")
+    found = load_weights(tmp_path / "mean/checkpoint/step-30", small_config())
+    expected = mean(trained, weights or (1.0, 1.0, 1.0))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys()
+    states = [load_weights(path, small_config()) for path in checkpoints(trained)]
+    in_float32 = {name: (states[0][name] + states[1][name] + states[2][name]) / 3 for name in expected}
+    assert any(not torch.equal(found[name], in_float32[name]) for name in expected)
+
+
+def test_the_run_folder_says_where_it_is_from(trained: Path, tmp_path: Path) -> None:
+    average((trained,), tmp_path / "mean", last=2)
+    lineage = json.loads((tmp_path / "mean/lineage.json").read_text())
+    assert lineage["averaged"] == {str(trained / f"checkpoint/step-{step}"): 1.0 for step in (30, 20)}
+    assert (lineage["tokens_before"], steps_before(lineage)) == (100, 7), "the axis of the run that it is from"
+    assert (tmp_path / "mean/model.json").read_text() == (trained / "model.json").read_text()
+    assert (tmp_path / "mean/tokenizer.model").read_bytes() == (trained / "tokenizer.model").read_bytes()
+    run = read_run(tmp_path / "mean")
+    assert run.configs["phase1"]["training"]["steps"] == 30, "the last step, which evals.watch always takes"
+    assert [(row["step"], row["tokens_total"]) for row in run.kept_rows] == [(30, 100 + 30 * 64)]
+    assert run.warnings == []
+    index = dcp.FileSystemReader(tmp_path / "mean/checkpoint/step-30").read_metadata().state_dict_metadata
+    assert set(index) == set(small_config().tensor_shapes()), "weights alone"
+
+
+def test_one_tensor_at_a_time(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+    load = dcp.load
+
+    def counting(state: dict[str, Any], **options: Any) -> None:
+        loaded.append(len(state))
+        load(state, **options)
+
+    monkeypatch.setattr(dcp, "load", counting)
+    average(checkpoints(trained), tmp_path / "mean")
+    assert loaded == [1] * 3 * len(small_config().tensor_shapes())
+
+
+def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
+    out, one = tmp_path / "out", checkpoints(trained)[0]
+    other = write_run(tmp_path / "other", random_model(5), 30)
+    theta = write_run(tmp_path / "theta", random_model(6, rope_theta=5e5), 30)
+    narrow = write_run(tmp_path / "narrow", random_model(7, intermediate_size=64), 30)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained, damaged)
+    file = next((damaged / "checkpoint/step-20").glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+    cases: list[tuple[str, tuple[Path, ...], dict[str, Any]]] = [
+        ("two or more different", (one,), {}),
+        ("two or more different", (one, one), {}),
+        ("one run folder, not 2", (one, one), {"last": 2}),
+        ("--last 4: .* holds 3 complete", (trained,), {"last": 4}),
+        ("--last 3: .* holds 2 complete", (damaged,), {"last": 3}),
+        ("give 2 positive numbers", (one, other), {"weights": (1.0,)}),
+        ("give 2 positive numbers", (one, other), {"weights": (1.0, -1.0)}),
+        ("are two runs; --force", (one, other), {}),
+        ("models that differ in rope_theta; --force", (one, theta), {}),
+        ("is .*, but .*model.json says", (one, narrow), {"force": True}),
+        ("holds .* bytes, but .metadata states", checkpoints(damaged), {}),
+    ]
+    for said, paths, options in cases:
+        with pytest.raises(ValueError, match=said):
+            average(paths, out, **options)
+    assert not out.exists()
+    average((one, other), out, force=True)
+    check_complete(out / "checkpoint/step-30")
+
+
+def test_interrupted_it_leaves_nothing(trained: Path, tmp_path: Path) -> None:
+    """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""
+    program = (
+        "import runpy, sys, time; import torch.distributed.checkpoint as dcp; load = dcp.load;"
+        "dcp.load = lambda *a, **k: (print('loading', flush=True), time.sleep(0.05), load(*a, **k));"
+        "sys.argv[0] = 'average'; runpy.run_module('tools.average', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(trained), "--last", "3", "--out", str(tmp_path / "mean")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mean.part"]
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=30)[1]
+    assert (process.returncode, said.splitlines()[-1]) == (1, "average: SystemExit: 143; nothing was written"), said
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,170 @@
+"""The mean of several checkpoints of a run, as a run folder with one checkpoint: weights alone, with their origin.
+
+    python -m tools.average runs/phase1 --last 5 --out runs/phase1-average
+    python -m tools.average runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
+
+In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off the
+valley it moves along, each by another random step. Their mean is near it, much as after a decay, and costs no training.
+docs/averaging.md says which checkpoints to take and what to do with the result.
+
+Tensors are averaged one by one, in float64, while the new checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from laneformer.config import LaneformerConfig
+from laneformer.hf.export import checkpoint_step, staged_folder
+from records.checkpoints import check_complete, read_metadata, step_folders
+from records.files import read_lines
+from records.job import read_sections
+
+
+class Reader(dcp.FileSystemReader):
+    """One checkpoint; its index is read once, not once a tensor."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.index = super().read_metadata()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        return self.index
+
+
+class MeanPlanner(DefaultSavePlanner):
+    """Computes each tensor when DCP's writer asks for it, so that no more than one is in memory."""
+
+    def __init__(self, checkpoints: Sequence[Path], weights: Sequence[float]):
+        super().__init__()
+        self.readers, self.weights = [Reader(folder) for folder in checkpoints], weights
+
+    def lookup_object(self, index: Any) -> torch.Tensor:
+        shape, dtype = self.state_dict[index.fqn].shape, self.state_dict[index.fqn].dtype
+        total = torch.zeros(shape, dtype=torch.float64)
+        part = {index.fqn: torch.empty(shape, dtype=dtype)}
+        for reader, weight in zip(self.readers, self.weights, strict=True):
+            dcp.load(part, storage_reader=reader, no_dist=True)
+            total.add_(part[index.fqn], alpha=weight)
+        return total.div_(sum(self.weights)).to(dtype)
+
+
+def average(
+    checkpoints: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    out: Path,
+    last: int | None = None,
+    weights: tuple[float, ...] = (),
+    force: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write the run folder `out` with checkpoint/step-N, where N is the newest step of the averaged checkpoints.
+
+    Args:
+        checkpoints: checkpoint folders, runs/<name>/checkpoint/step-N; with --last one run folder
+        out: run folder to create
+        last: average this many of the run's newest complete checkpoints
+        weights: weight of each checkpoint in the given order; default: equal
+        force: average checkpoints of different runs, too, and of models that differ in more than their weights
+        overwrite: replace `out` if it is not empty
+    """
+    started = time.monotonic()
+    chosen = newest(checkpoints, last) if last is not None else list(checkpoints)
+    weights = weights or (1.0,) * len(chosen)
+    config = check(chosen, weights, force)
+    step, path = max((checkpoint_step(folder) or 0, folder) for folder in chosen)
+    stored = read_metadata(path).state_dict_metadata
+    empty = {
+        name: torch.empty(shape, dtype=stored[name].properties.dtype, device="meta")
+        for name, shape in config.tensor_shapes().items()
+    }
+    with staged_folder(out, overwrite) as folder:
+        describe(folder, path, step, dict(zip((str(each.resolve()) for each in chosen), weights, strict=True)))
+        target = folder / f"checkpoint/step-{step}"
+        dcp.save(empty, checkpoint_id=target, planner=MeanPlanner(chosen, weights), no_dist=True)
+    seconds = round(time.monotonic() - started, 2)
+    return {"checkpoint": str(out / f"checkpoint/step-{step}"), "averaged": len(chosen), "seconds": seconds}
+
+
+def newest(runs: Sequence[Path], count: int) -> list[Path]:
+    """The newest complete checkpoints of a run. Raises ValueError if there are not as many."""
+    if len(runs) != 1:
+        raise ValueError(f"--last takes one run folder, not {len(runs)} paths; for example runs/phase1 --last 5")
+    found = []
+    for folder in step_folders(runs[0] / "checkpoint").values():
+        try:
+            check_complete(folder)
+        except ValueError:
+            continue  # being written, or damaged
+        found.append(folder)
+    if not 2 <= count <= len(found):
+        raise ValueError(
+            f"--last {count}: {runs[0]}/checkpoint holds {len(found)} complete checkpoints; take 2 or more"
+        )
+    return found[:count]
+
+
+def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) -> LaneformerConfig:
+    """The architecture of checkpoints that may be averaged. Raises ValueError with what does not fit."""
+    if len({path.resolve() for path in checkpoints}) < max(2, len(checkpoints)):
+        raise ValueError(
+            f"{len(checkpoints)} checkpoints given; give two or more different ones, or a run and --last N"
+        )
+    if len(weights) != len(checkpoints) or min(weights) <= 0:
+        raise ValueError(f"--weights {weights}: give {len(checkpoints)} positive numbers, one a checkpoint")
+    first, *others = (path.resolve().parent.parent for path in checkpoints)
+    model = json.loads((first / "model.json").read_text())
+    for run in others:
+        theirs = json.loads((run / "model.json").read_text())
+        differing = sorted(key for key in model | theirs if model.get(key) != theirs.get(key))
+        if run != first and not force:
+            what = f"models that differ in {', '.join(differing)}" if differing else "two runs"
+            raise ValueError(f"{first} and {run} are {what}; --force averages them all the same")
+    config = LaneformerConfig.from_dict(model)
+    for path in checkpoints:
+        check_complete(path)
+        stored = read_metadata(path).state_dict_metadata
+        for name, shape in config.tensor_shapes().items():
+            if name not in stored or tuple(stored[name].size) != shape:
+                has = tuple(stored[name].size) if name in stored else "missing"
+                raise ValueError(f"{path}: {name} is {has}, but {first}/model.json says {shape}")
+    return config
+
+
+def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) -> None:
+    """The files beside the checkpoint, so that it is exported, evaluated and continued like any other."""
+    run = newest.resolve().parent.parent
+    for name in ("model.json", "tokenizer.model"):
+        if (run / name).is_file():
+            shutil.copy(run / name, folder)
+    lineage = json.loads((run / "lineage.json").read_text()) if (run / "lineage.json").is_file() else {}
+    (folder / "lineage.json").write_text(json.dumps({**lineage, "averaged": averaged}, indent=2) + "\n")
+    if (run / "config.toml").is_file():  # evals.watch takes the last step whatever evals.every_steps is
+        job = read_sections(run / "config.toml")
+        job["training"]["steps"] = step
+        (folder / "config.toml").write_text(tomli_w.dumps(job))
+    rows = [row for row in read_lines(run / "metrics.jsonl") if row.get("step") == step]
+    for row in rows[-1:]:
+        kept = {key: row[key] for key in ("step", "phase", "attempt", "tokens", "tokens_total", "time") if key in row}
+        (folder / "metrics.jsonl").write_text(json.dumps({**kept, "averaged": len(averaged)}) + "\n")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the half-written folder is deleted
+    try:
+        print(json.dumps(tyro.cli(average)))
+    except (ValueError, CheckpointException) as error:  # DCP's holds a traceback, the interruption or a full disk last
+        raise SystemExit(f"average: {str(error).strip().splitlines()[-1]}; nothing was written") from None
