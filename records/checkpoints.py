@@ -1,22 +1,30 @@
 """Checkpoint folders on disk: which are complete, which may be deleted, and how one is moved out of the way.
 
-checkpoint/step-N           complete once `.metadata` exists and every data file has the size that it states
+checkpoint/step-N           complete once `.metadata` exists and every data file has the size that it states; beside
+                            them model.json, the architecture, and checksums.json, the SHA-256 of every file
 checkpoint/.trash-*         being deleted: renamed first, so that a half-deleted one never looks complete
 checkpoint-aside/step-N.T   damaged, or abandoned by a rollback; kept for inspection, never overwritten
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import logging
 import pickle
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from records.files import file_sha256, write_atomically
+
 STEP_FOLDER = re.compile(r"step-(\d+)$")
 TRASH = ".trash-"
+CHECKSUMS, ARCHITECTURE = "checksums.json", "model.json"
 logger = logging.getLogger()
 
 
@@ -31,13 +39,17 @@ def newest_saved_step(folder: Path) -> int:
     return next((step for step, path in step_folders(folder).items() if (path / ".metadata").is_file()), -1)
 
 
-def newest_complete_checkpoint(folder: Path) -> Path | None:
+def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Path | None:
     """The newest complete `step-N` folder, None if there is none yet; logs a warning for incomplete ones.
+
+    damaged: complete ones that are not to be used.
 
     Raises ValueError if there are several checkpoints and all are damaged: a disk problem, not a new run.
     """
     steps = step_folders(folder)
     for path in steps.values():
+        if path in damaged:
+            continue
         try:
             check_complete(path)
         except ValueError as problem:
@@ -47,31 +59,84 @@ def newest_complete_checkpoint(folder: Path) -> Path | None:
     saved = [path for path in steps.values() if (path / ".metadata").is_file()]
     if saved and len(steps) > 1:
         raise ValueError(
-            f"all {len(steps)} checkpoints in {folder} are incomplete; repair or move them away before starting again"
+            f"all {len(steps)} checkpoints in {folder} are incomplete or damaged; repair or move them away before "
+            "starting again"
         )
     return None
 
 
 def read_metadata(folder: Path) -> Any:
-    """DCP's index of a checkpoint. Raises ValueError if it is missing or unreadable."""
+    """DCP's index of a checkpoint. Raises ValueError if it is missing or damaged.
+
+    A damaged pickle is an arbitrary program for its reader: any exception may come, and C's unpickler allocates what a
+    flipped bit asks for. So the checksum comes first; without one, Python's reader is used, whose memory is a dict.
+    """
     try:
-        with open(folder / ".metadata", "rb") as file:
-            return pickle.load(file)
-    except (OSError, EOFError, pickle.UnpicklingError) as problem:
-        raise ValueError(f"{folder} is not a complete checkpoint: .metadata cannot be read ({problem})") from problem
+        content, expected = (folder / ".metadata").read_bytes(), read_checksums(folder).get(".metadata")
+        if expected is None:
+            return pickle._Unpickler(io.BytesIO(content)).load()
+        if hashlib.sha256(content).hexdigest() != expected:
+            raise ValueError(f"its SHA-256 is not the one in {CHECKSUMS}")
+        return pickle.loads(content)
+    except Exception as problem:
+        what = f"{type(problem).__name__}: {problem}"
+        raise ValueError(f"{folder} is not a complete checkpoint: .metadata cannot be read ({what})") from problem
 
 
 def check_complete(folder: Path) -> None:
     """Raise ValueError for the first data file that is shorter than `.metadata` states."""
     needed_bytes: dict[str, int] = {}
-    for entry in read_metadata(folder).storage_data.values():
-        name = entry.relative_path
-        needed_bytes[name] = max(needed_bytes.get(name, 0), entry.offset + entry.length)
+    try:
+        for entry in read_metadata(folder).storage_data.values():
+            name = str(entry.relative_path)
+            needed_bytes[name] = max(needed_bytes.get(name, 0), int(entry.offset + entry.length))
+    except (AttributeError, TypeError) as problem:
+        raise ValueError(f"{folder} is not a complete checkpoint: .metadata is damaged ({problem})") from problem
     for name, size_bytes in needed_bytes.items():
         path = folder / name
         have_bytes = path.stat().st_size if path.is_file() else 0
         if have_bytes < size_bytes:
             raise ValueError(f"{path} holds {have_bytes} bytes, but .metadata states {size_bytes}")
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """{file name: SHA-256} of a checkpoint; {} for one from before checksums were written. Raises ValueError."""
+    path = folder / CHECKSUMS
+    sums = json.loads(path.read_bytes()) if path.is_file() else {}
+    if not isinstance(sums, dict):
+        raise ValueError(f"{path} is damaged")
+    return sums
+
+
+def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Raise ValueError for the first file whose SHA-256 is not the one that was saved; a warning if none was saved.
+
+    part of parts: every rank reads its share of the files.
+    """
+    sums = read_checksums(folder)
+    if not sums and part == 0:
+        logger.warning(f"{folder} has no {CHECKSUMS}: its contents cannot be checked")
+    for name in sorted(sums)[part::parts]:
+        try:
+            found = file_sha256(folder / name)
+        except OSError as problem:
+            raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
+        if found != sums[name]:
+            raise ValueError(f"{folder / name} is damaged: its SHA-256 is {found[:12]}, saved was {sums[name][:12]}")
+
+
+def write_checksums(folder: Path) -> None:
+    """Checksums of a complete checkpoint as it lies there, for one that `train` has not saved."""
+    sums = {path.name: file_sha256(path) for path in (*folder.glob("*.distcp"), folder / ".metadata")}
+    write_atomically(folder / CHECKSUMS, json.dumps(sums, indent=0, sort_keys=True) + "\n")
+
+
+def read_architecture(checkpoint: Path) -> dict[str, Any] | None:
+    """The model's config, from the checkpoint itself or from its run folder; None if neither says."""
+    for path in (checkpoint / ARCHITECTURE, checkpoint.resolve().parent.parent / ARCHITECTURE):
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+    return None
 
 
 def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:

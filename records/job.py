@@ -96,6 +96,11 @@ class Checkpoint:
     """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments"""
     allow_fresh_start: bool = False
     """Whether the job may start from random weights (phase 1); otherwise a missing checkpoint is an error"""
+    allow_changes: list[Literal["rope_theta", "sliding_window", "max_position_embeddings"]] = field(
+        default_factory=list
+    )
+    """Fields of the architecture that may differ from initial_load_path's, for a phase with longer sequences. Any other
+    difference is refused, and so is every difference when a run continues from its own checkpoints"""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 import tyro
 
 from laneformer.hf.export import DType, Progress, checkpoint_step, export
+from records.checkpoints import check_contents
 from records.files import read_lines
 
 
@@ -35,6 +36,7 @@ def main(
         tokenizer: path of a SentencePiece `tokenizer.model`; default: the run folder's.
         overwrite: replace `out` if it is not empty.
     """
+    check_contents(checkpoint)
     progress = training_progress(checkpoint)
     print(json.dumps(export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress)))
 

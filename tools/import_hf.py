@@ -8,10 +8,14 @@ Training starts from it with `--checkpoint.initial_load_path RUN/checkpoint/step
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import tyro
 
 from laneformer.hf.load_folder import import_folder
+from records.checkpoints import write_checksums
 
 if __name__ == "__main__":
-    print(json.dumps(tyro.cli(import_folder)))
+    result = tyro.cli(import_folder)
+    write_checksums(Path(result["checkpoint"]))
+    print(json.dumps(result))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from .supervise.signals import WORKER
 
 WORKER.install()  # before the imports that take seconds
 
-from .job_config import patch_torch_for_cpu  # noqa: E402
+from .job_config import load_job, patch_torch_for_cpu  # noqa: E402
 
 patch_torch_for_cpu()
 
@@ -17,6 +20,10 @@ def main() -> None:
 
     from .trainer import LaneformerTrainer
 
+    try:
+        load_job(sys.argv[1:])
+    except ValueError as problem:
+        raise SystemExit(f"The job is refused: {problem}" if os.environ["RANK"] == "0" else 1) from None
     titan_main(LaneformerTrainer)
 
 

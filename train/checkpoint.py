@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
+from laneformer.config import LaneformerConfig
 from records import checkpoints
 from records.events import record_event
 
+from .checkpoint_writer import HashingWriter
 from .optimizer import apply_optimizer_settings
 
 
@@ -72,14 +76,20 @@ class PhaseCheckpointManager(CheckpointManager):
     pending_step: int | None = None  # dispatched, not known to be on disk
 
     def __init__(
-        self, job_config: Any, *, stopping: Callable[[], bool], after_save: Callable[[int], None], **titan: Any
+        self,
+        job_config: Any,
+        *,
+        architecture: Callable[[], LaneformerConfig],
+        stopping: Callable[[], bool],
+        after_save: Callable[[int], None],
+        **titan: Any,
     ):
-        """stopping: whether to save at this step boundary, whatever the interval; after_save: called on every rank
-        with each saved step; titan: what TorchTitan passes to its CheckpointManager. Raises ValueError.
+        """architecture: the model's config; stopping: whether to save at this step boundary, whatever the interval;
+        after_save: called on every rank with each saved step; titan: what TorchTitan passes to its CheckpointManager.
         """
         super().__init__(**titan)
         section = job_config.checkpoint
-        check_settings(section)
+        self.architecture, self.allow_changes = architecture(), section.allow_changes
         self.run = Path(job_config.job.dump_folder)
         self.keep_every_steps = job_config.resilience.keep_every_steps
         self.max_failed_saves = job_config.resilience.max_failed_saves
@@ -89,6 +99,7 @@ class PhaseCheckpointManager(CheckpointManager):
         self.resume_from = Path(section.initial_load_path) if section.initial_load_all_states else None
         self.stopping, self.after_save = stopping, after_save
         self.times = CheckpointTimes()
+        self.undamaged: set[Path] = set()  # checkpoints whose contents were read and compared
 
     def maybe_wait_for_staging(self) -> None:
         """TorchTitan's, timed."""
@@ -101,12 +112,14 @@ class PhaseCheckpointManager(CheckpointManager):
             self._require_fresh_start("checkpoint.enable = false")
             return False
         folder = Path(self.folder)
-        newest = checkpoints.newest_complete_checkpoint
-        own = folder / f"step-{step}" if step != -1 else on_rank_zero(lambda: newest(folder))
+        own = folder / f"step-{step}" if step != -1 else self._newest_undamaged(folder)
+        if own is not None:
+            self._check(own, ())
         if not self.load_only:
             on_rank_zero(lambda: self._clear_branch(folder, own))
         if own is None and self.resume_from is not None:
             own = self.resume_from  # a branch: the first start is a restart from another run's checkpoint
+            self._check(own, self.allow_changes)
         if own is not None:
             self._load(own, list(self.states))
             self.started_from = own
@@ -117,9 +130,44 @@ class PhaseCheckpointManager(CheckpointManager):
             return False
         return True
 
+    def _newest_undamaged(self, folder: Path) -> Path | None:
+        """The newest complete checkpoint whose contents are as they were saved."""
+        damaged: list[Path] = []
+        while True:
+            newest = on_rank_zero(lambda: checkpoints.newest_complete_checkpoint(folder, damaged))
+            if newest is None or (problem := self._contents_problem(newest)) is None:
+                return newest
+            logger.warning(f"Skipping a checkpoint: {problem}")
+            damaged.append(newest)
+
+    def _contents_problem(self, checkpoint: Path) -> str | None:
+        """What is wrong with a checkpoint's files, equal on all ranks, each of which reads its share; None if nothing.
+
+        Reads a checkpoint once, however often it is asked about it.
+        """
+        if checkpoint in self.undamaged:
+            return None
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        problem, started = None, time.perf_counter()
+        try:
+            checkpoints.check_contents(checkpoint, rank, ranks)
+        except ValueError as found:
+            problem = str(found)
+        problems: list[str | None] = [None] * ranks
+        torch.distributed.all_gather_object(problems, problem)
+        if not any(problems):
+            self.undamaged.add(checkpoint)
+            logger.info(f"The contents of {checkpoint} are as saved ({time.perf_counter() - started:.1f} s)")
+        return next(filter(None, problems), None)
+
+    def _check(self, checkpoint: Path, allow_changes: Sequence[str]) -> None:
+        """ValueError for a checkpoint that is incomplete, damaged, or of another architecture."""
+        on_rank_zero(lambda: checkpoints.check_complete(checkpoint))
+        if problem := self._contents_problem(checkpoint):
+            raise ValueError(f"{problem}; start from another checkpoint")
+        on_rank_zero(lambda: check_architecture(checkpoint, self.architecture, allow_changes))
+
     def _clear_branch(self, folder: Path, start: Path | None) -> None:
-        if start is not None:
-            checkpoints.check_complete(start)  # before anything newer is moved
         for name, what in checkpoints.clear_branch(folder, start).items():
             logger.warning(f"{name} is newer than where this job starts: {what}")
             record_event(self.run, "checkpoint_removed", checkpoint=name, what=what)
@@ -204,6 +252,7 @@ class PhaseCheckpointManager(CheckpointManager):
 
     def _start_phase(self, parent: Path) -> None:
         wanted = [MODEL] if self.initial_load_model_only else [MODEL, OPTIMIZER]
+        self._check(parent, self.allow_changes)
         stored = self._load(parent, wanted)
         self.started_from = parent
         if f"{DATALOADER}.mixture" in stored:
@@ -217,35 +266,68 @@ class PhaseCheckpointManager(CheckpointManager):
 
     def _load(self, folder: Path, names: list[str]) -> set[str]:
         """Load these states; returns the names of everything that the checkpoint holds."""
-        on_rank_zero(lambda: checkpoints.check_complete(folder))
-        stored = set(checkpoints.read_metadata(folder).state_dict_metadata)
+        stored = checkpoints.read_metadata(folder).state_dict_metadata
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
-        missing = sorted(set(self.states[MODEL].state_dict()) - stored)
-        if missing:
-            raise ValueError(
-                f"{folder} lacks {len(missing)} of the model's tensors, first {missing[0]!r}; wrong flavor?"
-            )
+        check_tensors(folder, stored, self.states[MODEL].state_dict(), [name for name in self.states if name != MODEL])
         logger.info(f"Loading {', '.join(names)} from {folder}")
         self.dcp_load(states, str(folder), from_hf=False, from_quantized=False)
         if OPTIMIZER in names:
             apply_optimizer_settings(self.states[OPTIMIZER], self.states["lr_scheduler"], self.optimizer_config)
-        return stored
+        return set(stored)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """TorchTitan's, with our writer in place of the one that DCP derives from the folder's name."""
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        writer = HashingWriter(checkpoint_id, json.dumps(self.architecture.to_dict(), indent=2) + "\n")
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+            return None
+        background: dict[str, Any] = {}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            background = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **background)
 
 
-def check_settings(section: Any) -> None:
-    """ValueError for settings of [checkpoint] that contradict each other or how this manager starts a job."""
-    if section.initial_load_all_states and not section.initial_load_path:
-        raise ValueError("checkpoint.initial_load_all_states needs checkpoint.initial_load_path")
-    if section.exclude_from_loading:
+def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequence[str]) -> None:
+    """Raise ValueError, with the fields that differ, for a checkpoint of another architecture than the job's."""
+    stored = checkpoints.read_architecture(checkpoint)
+    if stored is None:
+        logger.warning(f"{checkpoint} does not say its architecture (model.json): only tensor shapes are compared")
+        return
+    there, here = LaneformerConfig.from_dict(stored).to_dict(), config.to_dict()
+    different = [name for name in here if there[name] != here[name] and name not in allowed]
+    if different:
+        listing = ", ".join(f"{name} = {there[name]} (this job: {here[name]})" for name in different)
         raise ValueError(
-            f"checkpoint.exclude_from_loading = {section.exclude_from_loading} would drop these states at every "
-            "restart too; remove it: a new phase takes weights and moments only, a restart takes everything"
+            f"{checkpoint} was trained with another architecture: {listing}; set [model] and [architecture] to the "
+            "checkpoint's values, or, for a new phase that means the change, name the fields in "
+            "checkpoint.allow_changes"
         )
-    if section.initial_load_in_hf:
-        raise ValueError(
-            "checkpoint.initial_load_in_hf is not supported; turn the folder into a checkpoint with "
-            "`python -m tools.import_hf --hf DIR --out RUN_DIR` and give that as checkpoint.initial_load_path"
-        )
+
+
+def check_tensors(checkpoint: Path, stored: dict[str, Any], model: dict[str, Any], states: Iterable[str]) -> None:
+    """Raise ValueError unless the checkpoint holds exactly the model's tensors. states: what else it may hold."""
+    others = tuple(f"{name}." for name in states)
+    shapes = {name: list(entry.size) for name, entry in stored.items() if not name.startswith(others)}
+    expected = {name: list(tensor.shape) for name, tensor in model.items()}
+    for what, names in (
+        ("lacks", expected.keys() - shapes.keys()),
+        ("holds, beyond this model's,", shapes.keys() - expected.keys()),
+        ("has in another shape", {name for name in expected if expected[name] != shapes.get(name, expected[name])}),
+    ):
+        if names:
+            raise ValueError(
+                f"{checkpoint} {what} {len(names)} tensors, first {min(names)!r}; set model.flavor and "
+                "[architecture] to those of the checkpoint"
+            )
 
 
 def on_rank_zero(decide: Callable[[], Any]) -> Any:

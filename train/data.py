@@ -171,8 +171,6 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
     lock = Path(section.lock)
     if not lock.is_file():
         raise ValueError(f"mixture.lock = {section.lock} does not exist; `python -m data_mixtures.prepare` makes it")
-    if section.reader_threads < 1:
-        raise ValueError(f"mixture.reader_threads = {section.reader_threads} must be at least 1; 2 is the default")
     batch = job_config.training.local_batch_size
     skips = read_skip_list(Path(job_config.job.dump_folder), job_config.resilience.skip_sequences)
     loader = MixtureLoader(lock, dp_rank, dp_world_size, batch, section.reader_threads, skips)

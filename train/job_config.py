@@ -8,6 +8,7 @@ appear, fields of known sections replace its defaults, unknown keys are refused,
 prints the resolved job as TOML, defaults included: what a run would use. That output is a job file of the same job.
 """
 
+import copy
 import dataclasses
 import importlib
 import os
@@ -45,15 +46,22 @@ class JobConfig(JobSections):
 def load_job(arguments: list[str]) -> Any:
     """TorchTitan's JobConfig for `--job.config_file X.toml [--section.key value ...]`; imports the model's module.
 
-    Raises ValueError for a missing file or an unknown key; a flag that cannot be parsed ends the process.
+    Raises ValueError for a missing file, an unknown key, or what `train.job_checks` refuses; a flag that cannot be
+    parsed ends the process.
     """
     job_file(arguments)
     patch_torch_for_cpu()
     from torchtitan.config import ConfigManager
 
+    from .job_checks import check_job
+
     job = ConfigManager().parse_args(arguments)
+    check_job(job)
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)
+        from torchtitan.protocols.train_spec import get_train_spec
+
+        copy.copy(get_train_spec(job.model.name).model_args[job.model.flavor]).update_from_config(job)
     return job
 
 
@@ -92,4 +100,7 @@ def _without_none(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(resolved_toml(load_job(sys.argv[1:])))
+    try:
+        sys.stdout.write(resolved_toml(load_job(sys.argv[1:])))
+    except ValueError as problem:
+        raise SystemExit(f"the job is refused: {problem}") from None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.distributed import ParallelDims
 
@@ -23,6 +25,22 @@ def build_laneformer_optimizers(
         group["params"] = kept
         optimizer.add_param_group({**group, "params": moved, "weight_decay": 0.0})
     return container
+
+
+def build_clamped_lr_schedulers(optimizers: OptimizersContainer, section: Any, training_steps: int) -> Any:
+    """TorchTitan's schedules, but no rate falls below the minimum: its line would go on below zero."""
+    container = build_lr_schedulers(optimizers, section, training_steps)
+    for scheduler in container.schedulers:
+        # partial functions, as TorchTitan's: a schedule's state, which checkpoints hold, has the same form
+        scheduler.lr_lambdas = [
+            functools.partial(_clamped, factor, section.warmup_steps, section.min_lr_factor)
+            for factor in scheduler.lr_lambdas
+        ]
+    return container
+
+
+def _clamped(factor: Callable[[int], float], warmup_steps: int, lowest: float, step: int) -> float:
+    return factor(step) if step < warmup_steps else max(lowest, factor(step))
 
 
 def apply_optimizer_settings(

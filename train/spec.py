@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from laneformer.titan.parallelize import parallelize_laneformer
@@ -10,7 +9,7 @@ from laneformer.titan.spec import LaneformerStateDictAdapter, TitanLaneformer, m
 
 from .data import build_mixture_loader
 from .metrics import RunMetrics
-from .optimizer import build_laneformer_optimizers
+from .optimizer import build_clamped_lr_schedulers, build_laneformer_optimizers
 from .validate import HeldOutValidator
 
 register_train_spec(
@@ -21,7 +20,7 @@ register_train_spec(
         parallelize_fn=parallelize_laneformer,
         pipelining_fn=None,
         build_optimizers_fn=build_laneformer_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
+        build_lr_schedulers_fn=build_clamped_lr_schedulers,
         build_dataloader_fn=build_mixture_loader,
         build_tokenizer_fn=None,
         build_loss_fn=lambda *_, **__: None,  # the model computes its losses itself, see titan/loss.py

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from .checkpoint import PhaseCheckpointManager
 from .data import Batch
 from .guard import BadStep, Guard
 from .in_loop import InLoop
+from .job_checks import check_job
 from .job_config import resolved_toml
 from .metrics import loss_sums_by_source
 from .supervise import signals
@@ -40,27 +42,44 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     """One phase of one run; `train()` continues from wherever the run stands to `training.steps`."""
 
     step: int = 0
+    first_step_of_process = True
     checkpointer: PhaseCheckpointManager
 
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
         self.attempt = next_attempt(self.run)
-        with crash_on_record(self.run, self.attempt, lambda: self.step):
+        with self._on_record():
             self._build(job_config)
 
+    @contextmanager
+    def _on_record(self) -> Iterator[None]:
+        """Record the exception that ends this worker; before its first step a ValueError is a refusal, one line.
+
+        The step on record is 0 until a step is done, so that the supervisor knows a start that cannot succeed.
+        """
+        try:
+            with crash_on_record(self.run, self.attempt, lambda: 0 if self.first_step_of_process else self.step):
+                yield
+        except ValueError as problem:
+            if not self.first_step_of_process:
+                raise
+            if os.environ["RANK"] == "0":
+                logger.error(f"The job is refused: {problem}")
+            raise SystemExit(1) from None
+
     def _build(self, job_config: Any) -> None:
-        if job_config.training.global_batch_size < 0:
-            raise ValueError(
-                "training.global_batch_size is not set; give it in sequences, so that the GPU count cannot change it"
-            )
+        check_job(job_config, int(os.environ["WORLD_SIZE"]))
         section, rank = job_config.resilience, int(os.environ.get("RANK", "0"))
         self.heartbeat = Heartbeat(self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s)
         signals.WORKER.deadline_s = section.stop_deadline_s
         self.stopping = False
-        self.first_step_of_process = True
         # the one component that a TrainSpec cannot name
         torchtitan.train.CheckpointManager = functools.partial(
-            PhaseCheckpointManager, job_config, stopping=lambda: self.stopping, after_save=self._evaluate
+            PhaseCheckpointManager,
+            job_config,
+            architecture=lambda: self.model_args.config,
+            stopping=lambda: self.stopping,
+            after_save=self._evaluate,
         )
         super().__init__(job_config)
         self.guard = Guard(section)
@@ -124,7 +143,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def train(self) -> None:
         """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `records.events` has a code."""
-        with crash_on_record(self.run, self.attempt, lambda: self.step):
+        with self._on_record():
             try:
                 super().train()
             except BadStep as problem:

@@ -63,14 +63,9 @@ class HeldOutValidator(BaseValidator):
         metrics_processor: RunMetrics,
         **unused: Any,
     ):
-        """TorchTitan's arguments. Raises ValueError for a frequency or a mixture that cannot be validated."""
+        """TorchTitan's arguments. Raises ValueError for a mixture that cannot be validated."""
         super().__init__(job_config)
-        section, log_freq = job_config.validation, job_config.metrics.log_freq
-        if section.freq % log_freq:
-            raise ValueError(
-                f"validation.freq = {section.freq} is not a multiple of metrics.log_freq = {log_freq}; a validation "
-                "loss stands in the row of its step, so choose a multiple"
-            )
+        section = job_config.validation
         lock = Path(job_config.mixture.lock)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
         windows = held_out(lock, section.windows_per_source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from records.checkpoints import (
+    check_complete,
+    check_contents,
     clear_branch,
     newest_complete_checkpoint,
     newest_saved_step,
     step_folders,
     superseded,
     to_trash,
+    write_checksums,
 )
 
 
@@ -75,3 +79,51 @@ def test_folders_that_never_completed_are_no_run_to_protect(folder: Path) -> Non
     (folder / "step-10/.metadata").write_bytes(b"")
     with pytest.raises(ValueError, match="are incomplete"):
         newest_complete_checkpoint(folder)
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path: Path) -> None:
+    """Without checksums, as of old: the checkpoint is used, or the one before; with them it is never used."""
+    state = {"model": {f"layer.{n}": torch.arange(10.0 + n) for n in range(4)}, "step": 20, "text": "x" * 300}
+    folder, chance = tmp_path / "checkpoint", random.Random(0)
+    for step in (10, 20):
+        dcp.save(state, checkpoint_id=folder / f"step-{step}", no_dist=True)
+    newest = folder / "step-20"
+    good, skipped = (newest / ".metadata").read_bytes(), 0
+    for _ in range(400):
+        (newest / ".metadata").write_bytes(good)
+        flip(newest / ".metadata", chance)
+        found = newest_complete_checkpoint(folder)
+        assert found in (newest, folder / "step-10")
+        skipped += found != newest
+    assert skipped > 40
+    (newest / ".metadata").write_bytes(good)
+    write_checksums(newest)
+    for _ in range(50):
+        (newest / ".metadata").write_bytes(good)
+        flip(newest / ".metadata", chance)
+        assert newest_complete_checkpoint(folder) == folder / "step-10"
+
+
+def test_damage_of_the_same_size_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = folder / "step-35"
+    check_contents(path)
+    assert "cannot be checked" in caplog.text, "older checkpoints are accepted with a warning"
+    write_checksums(path)
+    check_contents(path)
+    (victim,) = path.glob("*.distcp")
+    flip(victim, random.Random(1))
+    check_complete(path)  # sizes say nothing
+    with pytest.raises(ValueError, match=f"{victim.name} is damaged"):
+        check_contents(path)
+    with pytest.raises(ValueError, match="is damaged"):
+        check_contents(path, 1, 3)
+    check_contents(path, 0, 3)  # another rank's share
+    victim.unlink()
+    with pytest.raises(ValueError, match="cannot be read"):
+        check_contents(path)

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torchtitan.distributed import utils as dist_utils
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from records.checkpoints import step_folders
+from train.checkpoint_writer import HashingWriter
 from train.supervise.signals import WORKER
 from train.trainer import LaneformerTrainer
 
 PLAN = Path(os.environ["LANEFORMER_FAULTS"])
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))  # the supervisor's check of the settings has none
 FULL_DISK_STEPS = 3
 limited_until: int | None = None  # step
-train_step, finish = LaneformerTrainer.train_step, FileSystemWriter.finish
+train_step, finish = LaneformerTrainer.train_step, HashingWriter.finish
 clip_grad_norm_ = dist_utils.clip_grad_norm_
 
 
@@ -103,7 +103,7 @@ def commit(self: LaneformerTrainer) -> None:
             time.sleep(0.05)
 
 
-def broken_finish(self: FileSystemWriter, metadata: Any, results: Any) -> None:
+def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
     """Rank 0 writes .metadata here, when all data files are written."""
     kind = due(int(self.path.name.removeprefix("step-")), "kill_all_before_metadata", "kill_all_after_metadata")
     if kind == "kill_all_before_metadata":
@@ -114,4 +114,4 @@ def broken_finish(self: FileSystemWriter, metadata: Any, results: Any) -> None:
 
 
 LaneformerTrainer.train_step = broken_step  # type: ignore[method-assign]
-FileSystemWriter.finish = broken_finish  # type: ignore[method-assign]
+HashingWriter.finish = broken_finish  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ import torch
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
+from records.checkpoints import read_checksums
 from tests.train.runs import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -64,6 +65,55 @@ def test_damaged_newest_checkpoint_is_skipped(whole_run: Path, prepared_data: Pa
     assert "Skipping a checkpoint" in job.stdout + job.stderr
     assert victim.name in job.stdout + job.stderr
     assert [r["step"] for r in metrics(run)[-2:]] == [3, 4]
+
+
+def test_contents_are_checked_not_only_sizes(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Every rank hashes what it writes; one flipped bit in a data file, and the checkpoint before is used."""
+    run = tmp_path / "flipped"
+    shutil.copytree(whole_run, run)
+    newest = run / "checkpoint/step-4"
+    files = {path.name for path in newest.iterdir() if path.name != "checksums.json"}
+    assert read_checksums(newest).keys() == files
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "model.json"} <= files, "two ranks"
+    content = bytearray((newest / "__1_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "__1_0.distcp").write_bytes(content)
+    job = launch(run, prepared_data / "phase1.lock.json")
+    assert job.returncode == 0, job.stdout[-3000:]
+    assert "__1_0.distcp is damaged" in job.stdout
+    assert [r["step"] for r in metrics(run)[-2:]] == [3, 4]
+    assert largest_difference(weights(run), weights(whole_run)) == 0.0
+    assert len(list((run / "checkpoint-aside").glob("step-4.*"))) == 1
+
+
+def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Neither a restart nor a new phase goes on with a model that computes something else, or lacks layers."""
+    run, lock = tmp_path / "other", prepared_data / "phase1.lock.json"
+    copy_stopped_at(2, whole_run, run)
+    before = (run / "model.json").read_text()
+    said = fail(run, lock, "--architecture.rope_theta", "5e5", "--architecture.broadcast_delay", "1")
+    assert "broadcast_delay = 2 (this job: 1), rope_theta = 10000.0 (this job: 500000.0)" in said
+    assert "Traceback" not in said
+    assert said.count("The job is refused") == 1
+    assert (run / "model.json").read_text() == before
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert (outcome["step"], outcome["reason"][:10]) == (0, "ValueError"), "what the supervisor does not try again"
+    shallow = ("--architecture.num_hidden_layers", "3")
+    assert "num_hidden_layers = 4 (this job: 3)" in fail(run, lock, *shallow)
+    for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):
+        path.unlink()  # as of old
+    shutil.rmtree(run / "checkpoint/step-4", ignore_errors=True)
+    (run / "checkpoint/step-2/checksums.json").unlink()
+    assert "holds, beyond this model's, 9 tensors, first 'layers.3." in fail(run, lock, *shallow)
+
+
+def test_a_phase_may_change_what_it_names(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    lock, parent = prepared_data / "phase2.lock.json", str(whole_run / "checkpoint/step-4")
+    longer = ("--checkpoint.initial_load_path", parent, "--architecture.rope_theta", "5e5", "--training.steps", "1")
+    assert "rope_theta = 10000.0 (this job: 500000.0)" in fail(tmp_path / "a", lock, *longer, config="debug_phase2")
+    run = tmp_path / "b"
+    succeed(run, lock, *longer, "--checkpoint.allow_changes", "rope_theta", config="debug_phase2")
+    assert json.loads((run / "checkpoint/step-1/model.json").read_text())["rope_theta"] == 5e5
 
 
 def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace as Section
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +20,7 @@ from tests.train.logged import (
     rows_of,
     train_logged,
 )  # fmt: skip
-from train.validate import HeldOutValidator, deal_out
+from train.validate import deal_out
 
 
 def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, prepared_data: Path) -> None:
@@ -54,12 +52,6 @@ def test_one_rank_validates_and_resumes_the_same(logged_run: Path, prepared_data
     assert abs(last["valid_loss"] - whole["valid_loss"]) < 1e-5
     for name, loss in whole["loss_by_source"].items():
         assert abs(last["loss_by_source"][name] - loss) < 1e-4
-
-
-def test_validation_off_the_logged_steps_is_refused() -> None:
-    job: object = Section(validation=Section(freq=5), metrics=Section(log_freq=2))
-    with pytest.raises(ValueError, match=r"freq = 5 is not a multiple of metrics.log_freq = 2"):
-        HeldOutValidator(job, 1, 0, None, None, None)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))

@@ -11,6 +11,7 @@ or 1 (restarting does not help).
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 
 from records.job import read_job
@@ -27,11 +28,20 @@ def main() -> int:
     options, train_arguments = parser.parse_known_args()
     try:
         job = read_job(train_arguments)
+        refuse_impossible(train_arguments)
         alone = only_supervisor(job)
     except ValueError as problem:
         parser.error(str(problem))
     with alone:
         return Supervisor(job, options, train_arguments).run()
+
+
+def refuse_impossible(train_arguments: list[str]) -> None:
+    """ValueError for a job that its workers would refuse, before any is started. In a process: it needs torch."""
+    command = [sys.executable, "-m", "train.job_config", *train_arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().splitlines()[-1] if done.returncode == 1 else done.stderr.strip())
 
 
 if __name__ == "__main__":

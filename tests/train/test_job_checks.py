@@ -1,0 +1,136 @@
+"""Every bad setting is refused at launch with one sentence: its name, its value, what is allowed or how to mend it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# setting of a job file -> what the refusal has to say; the value itself is looked for, too
+BAD: dict[tuple[str, str], str] = {
+    ("lr_scheduler.decay_type", '"lin"'): "did you mean 'linear'",
+    ("resilience.unclean_policy", '"rolback"'): "did you mean 'rollback'",
+    ("compile.components", '["modle"]'): "did you mean 'model'",
+    ("compile.backend", '"inductr"'): "did you mean 'inductor'",
+    ("model.flavor", '"2B"'): "did you mean '2b'",
+    ("model.attention", '"flx"'): "did you mean 'flex'",
+    ("training.mixed_precision_param", '"bf16"'): "did you mean 'bfloat16'",
+    ("training.mixed_precision_reduce", '"bfloat16"'): "choose from float32",
+    ("activation_checkpoint.mode", '"selectiv"'): "did you mean 'selective'",
+    ("checkpoint.async_mode", '"asynch"'): "did you mean 'async'",
+    ("optimizer.name", '"Adamw"'): "did you mean 'AdamW'",
+    ("model.converters", '["float8"]'): r"only \[\] is supported",
+    ("optimizer.early_step_in_backward", "true"): "only False is supported; the guard",
+    ("parallelism.tensor_parallel_degree", "2"): "only 1 is supported; use data_parallel_shard_degree",
+    ("parallelism.pipeline_parallel_degree", "2"): "only 1 is supported",
+    ("parallelism.context_parallel_degree", "2"): "only 1 is supported",
+    ("checkpoint.initial_load_in_hf", "true"): "tools.import_hf",
+    ("checkpoint.exclude_from_loading", '["optimizer"]'): "every restart",
+    ("checkpoint.initial_load_all_states", "true"): "needs checkpoint.initial_load_path",
+    ("metrics.log_freq", "0"): "at least 1",
+    ("checkpoint.interval", "0"): "at least 1",
+    ("checkpoint.keep_latest_k", "1"): r"0 \(keep all\) or at least 2",
+    ("lr_scheduler.decay_ratio", "1.5"): "between 0 and 1",
+    ("lr_scheduler.min_lr_factor", "-3"): "between 0 and 1",
+    ("lr_scheduler.total_steps", "200"): r"training.steps = 300 goes on after .* at most 201 steps",
+    ("lr_scheduler.warmup_steps", "-1"): "at least 0",
+    ("optimizer.lr", "-0.001"): "greater than 0",
+    ("optimizer.beta2", "1.0"): "below 1",
+    ("training.steps", '"300"'): "a whole number",
+    ("training.steps", "3e2"): "a whole number",
+    ("training.global_batch_size", "-1"): "at least 1",
+    ("training.seq_len", "1000"): "use at most 512",
+    ("validation.freq", "0"): "at least 1",
+    ("architecture.num_lanes", "3"): "num_lanes",
+    ("checkpoint.allow_changes", '["num_lanes"]'): "choose from max_position_embeddings, rope_theta, sliding_window",
+    ("mixture.lok", '"x"'): "lok",
+    ("mixtur.lock", '"x"'): "mixtur",
+}
+TOGETHER: dict[str, tuple[dict[tuple[str, str], str], str]] = {
+    "batch": (
+        {("training.global_batch_size", ""): "9", ("parallelism.data_parallel_shard_degree", ""): "2"},
+        "training.global_batch_size = 9 is not possible: it must be a multiple of 8",
+    ),
+    "validation": (
+        {("metrics.log_freq", ""): "4", ("validation.freq", ""): "50"},
+        "validation.freq = 50 is not a multiple of metrics.log_freq = 4",
+    ),
+    "warmup": (
+        {("lr_scheduler.total_steps", ""): "300", ("lr_scheduler.warmup_steps", ""): "301"},
+        "lr_scheduler.warmup_steps = 301",
+    ),
+}
+LOAD = """
+import json, sys
+from train.job_config import load_job
+answers = {}
+for path in sys.argv[1:]:
+    try:
+        load_job(["--job.config_file", path])
+        answers[path] = None
+    except ValueError as problem:
+        answers[path] = str(problem)
+print(json.dumps(answers))
+"""
+
+
+def job_file(path: Path, settings: dict[str, str]) -> str:
+    """The toy job with these settings in place of its own."""
+    text = (ROOT / "configs/debug_phase1.toml").read_text()
+    for name, value in settings.items():
+        section, key = name.split(".")
+        text = re.sub(rf"(?ms)(^\[{section}\]$[^\[]*?)^{key} = [^\n]*\n", r"\1", text)
+        if f"[{section}]" not in text:
+            text += f"\n[{section}]\n"
+        text = text.replace(f"[{section}]\n", f"[{section}]\n{key} = {value}\n", 1)
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """{name of the job file: its refusal, None if it was accepted}, from one process for all of them."""
+    folder = tmp_path_factory.mktemp("jobs")
+    paths = [job_file(folder / f"{at}.toml", {name: value}) for at, (name, value) in enumerate(BAD)]
+    paths += [job_file(folder / f"{n}.toml", {k: v for (k, _), v in s.items()}) for n, (s, _) in TOGETHER.items()]
+    paths += [job_file(folder / "good.toml", {"lr_scheduler.total_steps": "299"})]
+    command = [sys.executable, "-c", LOAD, *paths]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {Path(path).stem: said for path, said in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.parametrize("at", range(len(BAD)), ids=[f"{name}={value}" for name, value in BAD])
+def test_it_is_refused_with_one_sentence(answers: dict[str, str | None], at: int) -> None:
+    (name, value), expected = list(BAD.items())[at]
+    said = answers[str(at)]
+    assert said is not None, "accepted"
+    assert re.search(expected, said), said
+    if "lok" not in name and "mixtur." not in name:  # TorchTitan's own words
+        assert name.split(".")[1] in said
+        assert value.strip('[]"').lower() in said.lower() or name == "training.steps"
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_contradictions(answers: dict[str, str | None], name: str) -> None:
+    assert TOGETHER[name][1] in (answers[name] or "")
+
+
+def test_the_step_after_the_schedule_is_allowed(answers: dict[str, str | None]) -> None:
+    """A decay branch reaches the minimum in it."""
+    assert answers["good"] is None
+
+
+def test_the_supervisor_starts_nothing_that_the_workers_would_refuse(tmp_path: Path) -> None:
+    path = job_file(tmp_path / "job.toml", {"lr_scheduler.decay_type": '"lin"', "job.dump_folder": f'"{tmp_path}/run"'})
+    command = [sys.executable, "-m", "train.supervise", "--job.config_file", path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "did you mean 'linear'?" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,85 @@
+"""DCP's writer of a checkpoint, which also leaves the SHA-256 of every file, and the architecture, beside the data.
+
+Every rank hashes what it writes while it writes it, in the thread or process that saves; the coordinator, which gets
+the results of all ranks, writes checksums.json before the rename of `.metadata` that makes the checkpoint complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from records.checkpoints import ARCHITECTURE, CHECKSUMS
+from records.files import write_atomically
+
+
+class Hashing:
+    """A binary stream that is written from its beginning to its end, and its SHA-256."""
+
+    def __init__(self, stream: Any):
+        self.stream, self.sha256 = stream, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return self.stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class HashingFileSystem(FileSystem):
+    """DCP's file system; `sums` holds {file name: SHA-256} of what was written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = Hashing(stream)
+            yield hashing
+        self.sums[Path(path).name] = hashing.sha256.hexdigest()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Of `.metadata`, which makes the checkpoint complete: all checksums are known by now."""
+        sums = {name: digest for name, digest in self.sums.items() if name != Path(path).name}
+        sums[Path(new_path).name] = self.sums[Path(path).name]
+        write_atomically(Path(new_path).with_name(CHECKSUMS), json.dumps(sums, indent=0, sort_keys=True) + "\n")
+        super().rename(path, new_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedResult(WriteResult):
+    """A result that carries its file's checksum to the coordinator."""
+
+    sha256: str = ""
+
+
+class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well, which async_save would use
+    """Writes the checkpoint folder `path`; architecture: the text of its model.json."""
+
+    def __init__(self, path: str, architecture: str):
+        super().__init__(path)
+        self.fs: HashingFileSystem = HashingFileSystem()
+        self.architecture = architecture
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([HashedResult(**vars(r), sha256=self.fs.sums[r.storage_data.relative_path]) for r in results])
+        return future
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        self.fs.sums |= {r.storage_data.relative_path: r.sha256 for of_rank in results for r in of_rank}
+        with self.fs.create_stream(Path(self.path) / ARCHITECTURE, "wb") as stream:
+            stream.write(self.architecture.encode())
+        super().finish(metadata, results)

@@ -1,0 +1,195 @@
+"""Whether a job can run as it is set: choices, bounds and contradictions, each refused with one sentence.
+
+TorchTitan's parser checks types and choices of the command line only: a wrong word in a job file would be found where
+it is first used, which for `lr_scheduler.decay_type` is the first step of the decay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from laneformer.config import FLAVORS
+from laneformer.titan.attention import KINDS
+
+# settings that TorchTitan declares as plain text
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.name": ("laneformer",),
+    "model.flavor": tuple(FLAVORS),
+    "model.attention": KINDS,
+    "optimizer.name": ("Adam", "AdamW"),
+    "compile.components": ("model", "loss"),
+    "compile.backend": ("inductor", "aot_eager", "eager"),
+}
+# features of TorchTitan that the Laneformer or our trainer does not have: the one value that works, and why
+ONLY: dict[str, tuple[Any, str]] = {
+    "model.converters": ([], "a LaneLinear is no nn.Linear, which FP8 converters look for"),
+    "optimizer.early_step_in_backward": (False, "the guard judges a step before the weights move"),
+    "training.enable_cpu_offload": (False, "gradients and moments stay on the GPU"),
+    "parallelism.tensor_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
+    "parallelism.pipeline_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
+    "parallelism.context_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
+    "parallelism.expert_parallel_degree": (1, "the Laneformer has no experts"),
+    "fault_tolerance.enable": (False, "`python -m train.supervise` restarts jobs"),
+    "checkpoint.create_seed_checkpoint": (False, "every world size starts from the same weights"),
+    "checkpoint.last_save_in_hf": (False, "`python -m tools.export_hf` writes Hugging Face folders"),
+    "checkpoint.initial_load_in_hf": (
+        False,
+        "`python -m tools.import_hf --hf DIR --out RUN_DIR` makes a checkpoint of the folder, for "
+        "checkpoint.initial_load_path",
+    ),
+    "checkpoint.exclude_from_loading": (
+        [],
+        "it would drop these states at every restart too; a new phase takes weights and moments, a restart everything",
+    ),
+}
+BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        "training.steps training.seq_len training.local_batch_size training.global_batch_size training.gc_freq "
+        "lr_scheduler.total_steps parallelism.data_parallel_replicate_degree metrics.log_freq validation.freq "
+        "validation.local_batch_size validation.windows_per_source mixture.reader_threads checkpoint.interval "
+        "resilience.max_failed_saves resilience.skip_steps resilience.max_fruitless_starts comm.init_timeout_seconds "
+        "comm.train_timeout_seconds",
+    ),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        "lr_scheduler.warmup_steps optimizer.weight_decay resilience.keep_every_steps resilience.max_loss_z "
+        "resilience.max_grad_norm_z resilience.backoff_s resilience.max_backoff_s evals.every_steps",
+    ),
+    (
+        "greater than 0",
+        lambda value: 0 < value < float("inf"),
+        "optimizer.lr optimizer.eps training.max_norm resilience.hang_timeout_s resilience.start_timeout_s "
+        "resilience.stop_deadline_s",
+    ),
+    ("between 0 and 1", lambda value: 0 <= value <= 1, "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor"),
+    ("at least 0 and below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
+    ("at least 4", lambda value: value >= 4, "resilience.spike_window"),  # a z-score of fewer has no meaning
+    ("0 (keep all) or at least 2, as the newest may be half written", lambda value: value == 0 or value >= 2,
+     "checkpoint.keep_latest_k"),
+    ("at least 1, or -1 for all that remain", lambda value: value >= 1 or value == -1,
+     "parallelism.data_parallel_shard_degree"),
+)  # fmt: skip
+
+
+def check_job(job: Any, world_size: int | None = None) -> None:
+    """Raise ValueError, one sentence, for the first setting that cannot work. world_size: of the workers, if known."""
+    problems = (wrong_types(job), wrong_values(job), contradictions(job), misfits(job, world_size))
+    for problem in (p for each in problems for p in each):
+        raise ValueError(problem)
+
+
+def wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
+    """Settings whose value is not what their field declares, in every section."""
+    for field in dataclasses.fields(section):
+        name, value, hint = prefix + field.name, getattr(section, field.name), field.type
+        if dataclasses.is_dataclass(value):
+            yield from wrong_types(value, f"{name}.")
+        elif not fits(value, hint):
+            choices = sorted(literals(hint))
+            yield refusal(name, value, one_of(value, choices) if choices else f"must be {words(hint)}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value from a job file is of a declared type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in arguments)
+    if origin in (list, tuple):
+        element = arguments[0] if arguments else Any
+        return isinstance(value, list | tuple) and all(fits(each, element) for each in value)
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def literals(hint: Any) -> set[str]:
+    """The words that a declared type consists of."""
+    inside = typing.get_args(hint)
+    return set(inside) if typing.get_origin(hint) is typing.Literal else {w for each in inside for w in literals(each)}
+
+
+def words(hint: Any) -> str:
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
+
+
+def one_of(value: Any, choices: list[str]) -> str:
+    wrong = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
+    near = [choice for choice in choices if choice.lower() == str(wrong).lower()]
+    near = near or difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.4)
+    return f"choose from {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def refusal(name: str, value: Any, allowed: str) -> str:
+    return f"{name} = {value!r} is not possible: {allowed}"
+
+
+def wrong_values(job: Any) -> Iterator[str]:
+    """Settings outside of the tables above."""
+
+    def value_of(name: str) -> Any:
+        section, key = name.split(".")
+        return getattr(getattr(job, section), key)
+
+    for name, choices in CHOICES.items():
+        value = value_of(name)
+        if not set(value if isinstance(value, list) else [value]) <= set(choices):
+            yield refusal(name, value, one_of(value, list(choices)))
+    for name, (only, why) in ONLY.items():
+        if value_of(name) != only:
+            yield refusal(name, value_of(name), f"only {only!r} is supported; {why}")
+    for allowed, possible, names in BOUNDS:
+        for name in names.split():
+            if value_of(name) is not None and not possible(value_of(name)):
+                yield refusal(name, value_of(name), f"it must be {allowed}")
+
+
+def contradictions(job: Any) -> Iterator[str]:
+    """Settings that are possible each, but not together."""
+    steps, schedule, section = job.training.steps, job.lr_scheduler, job.checkpoint
+    total = schedule.total_steps
+    if total is not None and steps > total + 1:  # step total + 1 has exactly the minimum, which a decay branch uses
+        yield (
+            f"training.steps = {steps} goes on after the learning rate's schedule has ended, lr_scheduler.total_steps "
+            f"= {total}; raise total_steps (the decay moves with it), or train at most {total + 1} steps"
+        )
+    if total is not None and schedule.warmup_steps > total:
+        yield refusal("lr_scheduler.warmup_steps", schedule.warmup_steps, f"total_steps is {total}; it must be less")
+    if section.initial_load_all_states and not section.initial_load_path:
+        yield "checkpoint.initial_load_all_states = True needs checkpoint.initial_load_path, where to go on from"
+    if job.validation.enable and job.validation.freq % job.metrics.log_freq:
+        yield (
+            f"validation.freq = {job.validation.freq} is not a multiple of metrics.log_freq = {job.metrics.log_freq}; "
+            "a validation loss stands in the row of its step, so choose a multiple"
+        )
+
+
+def misfits(job: Any, world_size: int | None) -> Iterator[str]:
+    """Batch and mesh that do not fit each other, or the number of workers."""
+    training, parallelism = job.training, job.parallelism
+    replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    ranks = world_size or (replicas * shards if shards != -1 else None)
+    if ranks is None:
+        return
+    if ranks % replicas or (shards != -1 and replicas * shards != ranks):
+        yield (
+            f"{ranks} workers do not form a mesh of data_parallel_replicate_degree = {replicas} times "
+            f"data_parallel_shard_degree = {shards}; start {replicas * max(shards, 1)}, or change the degrees"
+        )
+    micro_batch = training.local_batch_size * ranks
+    if training.global_batch_size % micro_batch:
+        yield refusal(
+            "training.global_batch_size",
+            training.global_batch_size,
+            f"it must be a multiple of {micro_batch}, training.local_batch_size = {training.local_batch_size} times "
+            f"{ranks} workers",
+        )
