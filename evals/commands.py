@@ -76,6 +76,10 @@ def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
     required = {*kind.needs, *(o.flag for o in taken if o.required and not o.positional)}
     if missing := sorted(required - given):
         raise ValueError(f"{', '.join(missing)} is missing")
+    for name in kind.per_step:  # "--name value" or "--name=value"
+        value = re.search(rf"{name}[= ](\S+)", " ".join(options))
+        if value and "{step}" not in value[1]:
+            raise ValueError(f"{name} {value[1]} must contain {{step}}, such as {name} {value[1]}/{{step}}")
     arguments = kind.arguments(Path("model"), options, About(Path("out"), 1, 1, "phase"), "cpu")
     try:  # the values: parsed as the command will parse them, but not run
         tyro.cli(functools.wraps(kind.main)(lambda *_, **__: None), args=arguments, console_outputs=False)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from a model folder: a Laneformer through the engine, others in Transformers.
+"""Log-probabilities and texts from a model folder: a Laneformer on the CPU through the engine, others in Transformers.
 
 Evaluations score the same prompt with several continuations, so both backends keep the KV cache of the last prompt and
 skip the prefix that the next one shares with it. Texts are encoded by the folder's own tokenizer.
@@ -46,6 +46,10 @@ class EngineEncoder:
         """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self._tokenizer.decode(list(ids))
+
 
 class EngineScorer(EngineEncoder):
     """`laneformer.Engine` with prefix reuse, `max_length` tokens of context.
@@ -69,6 +73,10 @@ class EngineScorer(EngineEncoder):
         found = self.engine.logprobs(ids, top=1, start=start)
         return Scores(found.logprobs.astype(np.float64), found.is_greedy)
 
+    def generate(self, ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> list[int]:
+        """New ids after a prompt, an end-of-text id included; temperature 0 is greedy."""
+        return self.engine.generate(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+
     def close(self) -> None:
         self.engine.close()
 
@@ -88,6 +96,9 @@ class TransformersEncoder:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
 
 class TransformersScorer(TransformersEncoder):
     """Any causal language model of Transformers: as EngineScorer; the cache is cropped to what two prompts share."""
@@ -100,7 +111,7 @@ class TransformersScorer(TransformersEncoder):
         model_class: Any = AutoModelForCausalLM
         if read_config(folder).get("model_type") == "laneformer":  # the installed class: the folder's code does not run
             from laneformer.hf.modeling_laneformer import LaneformerForCausalLM as model_class
-        self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self._device = torch.device(visible_device(device))
         model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model = model.to(self._device).eval()
         self.name = f"transformers {str(self._model.dtype).removeprefix('torch.')}"
@@ -132,6 +143,19 @@ class TransformersScorer(TransformersEncoder):
         targets = torch.tensor(ids[start:], device=self._device)
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         return Scores(logprobs.cpu().numpy(), (logits.argmax(-1) == targets).cpu().numpy())
+
+    def generate(self, ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> list[int]:
+        import torch
+
+        torch.manual_seed(seed)
+        sampling: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
+            sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        prompt = torch.tensor([list(ids)], device=self._device)
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "pad_token_id": self.eos_id}
+        with torch.inference_mode():
+            out = self._model.generate(prompt, max_new_tokens=max_new_tokens, **given, **sampling)
+        return out[0, len(ids) :].tolist()
 
     def _cut_cache(self, length: int) -> int:
         """Crop the cache to the first `length` positions of the last prompt, or empty it; returns how many it holds."""
@@ -166,6 +190,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def visible_device(device: str) -> str:
+    """ "auto" as cuda where there is a GPU to see, else cpu. Raises ValueError for cuda where there is none."""
+    from laneformer.engine.device import has_driver
+
+    found = False
+    if has_driver():  # otherwise torch need not be imported to know
+        import torch
+
+        found = torch.cuda.is_available()
+    if device.startswith("cuda") and not found:
+        raise ValueError(
+            f"device = {device!r}: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, --gpu of the watcher); "
+            "use device = 'auto' to fall back to the CPU"
+        )
+    return ("cuda" if found else "cpu") if device == "auto" else device
+
+
 def uses_engine(model: Path, device: str = "auto", kind: Kind = "auto") -> bool:
     """Whether `kind` is the engine; "auto" is for a Laneformer, except on CUDA until that engine has run on one."""
     ours = read_config(model).get("model_type") == "laneformer"
@@ -173,7 +214,7 @@ def uses_engine(model: Path, device: str = "auto", kind: Kind = "auto") -> bool:
         raise ValueError(f"kind = 'engine': {model} is not a Laneformer; use 'transformers' or 'auto'")
     if kind not in ("auto", "engine", "transformers"):
         raise ValueError(f"kind = {kind!r} is unknown; choose 'auto', 'engine' or 'transformers'")
-    return kind == "engine" or (kind == "auto" and ours and not device.startswith("cuda"))
+    return kind == "engine" or (kind == "auto" and ours and not visible_device(device).startswith("cuda"))
 
 
 def open_encoder(model: Path, kind: Kind = "auto") -> TextEncoder:

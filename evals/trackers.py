@@ -4,7 +4,7 @@ evals.jsonl is the source of truth: each tracker is sent the records that it lac
 how many it has. So it does not matter who wrote a record or when, and a killed process loses nothing.
 
 wandb        a separate run in the training run's group, since two processes cannot write one run (continuing a run
-             offline would replace it); its horizontal axis is `step`
+             offline would replace it); its horizontal axis is `step`; samples of text are tables
 TensorBoard  the run `evals` next to the job's own, in the folder metrics.save_tb_folder
 """
 
@@ -47,6 +47,7 @@ class Point(NamedTuple):
     time: float | None  # seconds since the epoch
     tokens: int  # 0 if unknown
     scalars: dict[str, float]
+    texts: list[dict[str, str]] = []  # noqa: RUF012 - of `samples`; read only
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
@@ -69,7 +70,8 @@ def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:
     for record in records:
         step, tokens = number(record.get("step")), number(record.get("tokens_total"))
         figures = {} if step is None else scalars(record)
-        points.append(Point(int(step or 0), number(record.get("time")), int(tokens or 0), figures))
+        texts = record["samples"] if record.get("kind") == "samples" and step is not None else []
+        points.append(Point(int(step or 0), number(record.get("time")), int(tokens or 0), figures, texts))
     return points
 
 
@@ -90,8 +92,12 @@ def send_to_wandb(run: Path, folder: Path, points: Sequence[Point], given: int) 
     )  # fmt: skip
     board.define_metric("*", step_metric="step")
     for count, point in enumerate(points):
-        if point.scalars and (board.offline or count >= given):
-            board.log({"step": point.step, "tokens_total": point.tokens, **point.scalars}, step=count)
+        if (point.scalars or point.texts) and (board.offline or count >= given):
+            figures: dict[str, Any] = {"step": point.step, "tokens_total": point.tokens, **point.scalars}
+            if point.texts:
+                columns: list[str | int] = list(point.texts[0])
+                figures["samples"] = wandb.Table(columns, [list(text.values()) for text in point.texts])
+            board.log(figures, step=count)
     board.finish()
 
 

@@ -61,13 +61,14 @@ class EvalCommand:
     kind: kind of the records that it appends. main: its signature is the command line (tyro), it returns the appended
     record or None. If it evaluates a model, it takes the folder as positional argument, AboutFlags and `device`.
     needs: options that a checkpoint's evaluation requires, though main has defaults for them. excludes: options that it
-    cannot have.
+    cannot have. per_step: options whose value must contain {step}, such as a folder of one checkpoint's answers.
     """
 
     kind: str
     main: Callable[..., dict[str, Any] | None]
     needs: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
+    per_step: tuple[str, ...] = ()
 
     def run(self) -> None:
         """The module's command line: prints the record as one JSON line, and a ValueError as one line."""

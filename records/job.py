@@ -175,7 +175,8 @@ class Evals:
     """Evaluation commands with their options, such as "bits_per_byte --data data/demo --windows 8"; {step} in an option
     becomes the step. The watcher adds the model folder, --out, --step, --tokens-total, --phase and --device"""
     device: str = "auto"
-    """Device of the evaluations: auto, cpu or cuda"""
+    """Device of the evaluations: cpu, cuda, or auto (a GPU where one is visible, in evaluations that go through
+    Transformers; the decode engine's own auto is the CPU)"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type that the weights are rounded to before evaluation"""
     in_loop: bool = False

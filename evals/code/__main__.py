@@ -186,7 +186,9 @@ def main(
     )
 
 
-COMMAND = EvalCommand("code", main, needs=("--dataset", "--results"), excludes=("--setup", "--base-url"))
+COMMAND = EvalCommand(
+    "code", main, needs=("--dataset", "--results"), excludes=("--setup", "--base-url"), per_step=("--results",)
+)
 
 
 if __name__ == "__main__":

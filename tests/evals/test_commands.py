@@ -20,6 +20,7 @@ COMMANDS = [
     "core --bundle b --protocol dclm --max-per-task=5 --device cpu",
     "code --dataset d.jsonl --results r/{step} --n 3 --temperature 0.8",
     "lm_eval --tasks ruler --lengths 2048,4096 --no-add-bos",
+    "samples --prompts p.jsonl --max-new-tokens 64",
 ]
 
 
@@ -28,7 +29,7 @@ def job_of(run: Path, **section: Any) -> JobSections:
 
 
 def test_every_evaluation_is_a_command() -> None:
-    evaluations = {"bits_per_byte", "code", "contamination", "core", "decode_speed", "lm_eval"}
+    evaluations = {"bits_per_byte", "code", "contamination", "core", "decode_speed", "lm_eval", "samples"}
     assert set(command_modules()) == evaluations
     assert {command.split()[0] for command in COMMANDS} == evaluations - {"contamination"}
     for name, module in command_modules().items():
@@ -77,6 +78,11 @@ def test_arguments_of_a_checkpoint() -> None:
         ({"commands": ["code.score"]}, "begins with no evaluation"),
         ({"commands": ["contamination --data d"]}, "'contamination --data d': it does not evaluate a model"),
         ({"commands": ["code --dataset d"]}, "'code --dataset d': --results is missing"),
+        (
+            {"commands": ["code --dataset d --results r"]},
+            "--results .* must contain {step}, such as --results r/{step}",
+        ),
+        ({"commands": ["code --dataset d --results=r"]}, "--results .* must contain {step}"),
         ({"commands": ["bits_per_byte"]}, "--data is missing"),
         ({"commands": ["core --bundel b"]}, "--bundel is not an option .*nearest: --bundle"),
         ({"commands": ["core --bundle b --plan"]}, "--plan is not an option"),

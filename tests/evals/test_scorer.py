@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from evals.scorer import EngineScorer, Scorer, TransformersScorer, common_prefix, open_encoder, open_scorer
+from evals.scorer import (
+    EngineScorer,
+    Scorer,
+    TransformersScorer,
+    common_prefix,
+    open_encoder,
+    open_scorer,
+    uses_engine,
+    visible_device,
+)
 from tests.evals.core.core_assets import VOCAB, write_laneformer, write_llama
 
 # prompts whose prefixes meet in every way: same prompt again, longer, shorter, another, one token
@@ -110,6 +119,24 @@ def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
             == [1, *ours.encode(text)]
         )
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_id, theirs.eos_id) == (1, 2)
+
+
+def test_auto_is_the_gpu_where_one_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher beside the run on a GPU of its own uses it; asking for one that is not there is refused in words."""
+    write_laneformer(tmp_path)
+    for driver, gpu, device in [(False, False, "cpu"), (True, False, "cpu"), (True, True, "cuda")]:
+        monkeypatch.setattr("laneformer.engine.device.has_driver", lambda driver=driver: driver)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert visible_device("auto") == device
+        assert uses_engine(tmp_path, "auto") == (device == "cpu"), (
+            "Transformers on a GPU, until the engine has run on one"
+        )
+        assert visible_device("cpu") == "cpu"
+        if gpu:
+            assert visible_device("cuda:1") == "cuda:1"
+        else:
+            with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
+                open_scorer(tmp_path, "cuda")
 
 
 def test_common_prefix() -> None:

@@ -98,6 +98,18 @@ def test_the_same_values_everywhere_once(tmp_path: Path) -> None:
     assert in_tensorboard(run) == [(name, step, float(np.float32(value))) for name, step, value in expected]
 
 
+def test_samples_of_text_are_a_table_in_wandb(tmp_path: Path) -> None:
+    run = tmp_path / "tracked"
+    run.mkdir()
+    (run / "config.toml").write_text(CONFIG)
+    texts = [{"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")]
+    write(run, [{"kind": "samples", "step": 40, "tokens_total": 9, "samples": texts}])
+    forward(run)
+    (table,) = (run / "tb/evals/wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
+    assert json.loads(table.read_text())["columns"] == ["name", "prompt", "greedy", "sampled"]
+    assert json.loads(table.read_text())["data"] == [list(text.values()) for text in texts]
+
+
 def test_names_tell_what_cannot_be_compared() -> None:
     record = made_up_run.core_record(random.Random(0), 0.5, missing=("squad",))
     named = scalars(record)
