@@ -132,13 +132,17 @@ class LaneAttention(nn.Module):
         causal = mask is None and query.shape[2] > 1
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of every lane, (B, S, L, its heads times d)."""
+        return self.wq(x), self.wk(x), self.wv(x)
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
-        query = apply_rope(self._heads(self.wq(x)), rope).transpose(1, 2)
-        key = apply_rope(self._heads(self.wk(x)), rope).transpose(1, 2)
-        value = self._heads(self.wv(x)).transpose(1, 2)
+        query, key, value = map(self._heads, self.project(x))
+        query, key = apply_rope(query, rope).transpose(1, 2), apply_rope(key, rope).transpose(1, 2)
+        value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         out = self.attend(query, key, value, mask)
@@ -155,12 +159,17 @@ class LaneFeedForward(nn.Module):
         self.w2 = LaneLinear(lanes, d_ff, d_model, fan="in")
         self.w3 = LaneLinear(lanes, d_model, d_ff, fan="out")
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Gate and up projection of every lane, (B, S, L, F / L)."""
+        return self.w1(x), self.w3(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = self.project(x)
+        return self.w2(F.silu(gate) * up)
 
 
 def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) -> Tensor:
-    """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D).
+    """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D), or (B, S, 1, D) while all are equal.
 
     `delayed` holds the same module's partials of `broadcast_delay` layers ago; of those a lane adds all but its own,
     which it added at once. None where they are known to every lane already.
@@ -168,7 +177,7 @@ def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) ->
     if how == Join.PRESENT:
         return h + partial.sum(2, keepdim=True)
     if how == Join.NO_REDUCE:
-        return h + math.sqrt(h.shape[2]) * partial
+        return h + math.sqrt(partial.shape[2]) * partial
     h = h + partial
     return h if delayed is None else h + (delayed.sum(2, keepdim=True) - delayed)
 
@@ -239,9 +248,16 @@ def run_layers(
     rope: tuple[Tensor, Tensor],
     masks: Sequence[Tensor | None],
     cache: Cache | None = None,
+    share_equal_streams: bool = False,
 ) -> Tensor:
-    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds one entry per layer."""
-    h = embedding[:, :, None].expand(-1, -1, config.num_lanes, -1)
+    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds one entry per layer.
+
+    share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if none does, one
+    is what comes back. The same mathematics, rounded otherwise: products of equal streams become larger ones.
+    """
+    h = embedding[:, :, None]
+    if not share_equal_streams:
+        h = h.expand(-1, -1, config.num_lanes, -1)
     nothing: tuple[Tensor | None, Tensor | None] = (None, None)
     # partials of at most `broadcast_delay` layers are in flight: each is L streams wide and freed once it has arrived
     in_flight = deque([nothing] * max(config.broadcast_delay, 1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from laneformer.config import LaneformerConfig, flops_per_token
+from laneformer.config import MODULES, Join, LaneformerConfig, flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
 
 Facts = dict[str, float]
@@ -134,18 +134,20 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
 def kept_per_token(job: Job, layer: int) -> int:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
-    Its input streams (layer 0's are views of the embedding). Selective adds the streams between attention and MLP and
-    the narrow products; without checkpointing both normed inputs are kept as well (at most: the compiler may recompute
-    them). Full keeps inputs alone, and so the delayed attention output.
+    Its input streams, which are one as long as the lanes' are equal. Selective adds the streams between attention and
+    MLP and the narrow products; without checkpointing both normed inputs are kept as well (at most: the compiler may
+    recompute them). Full keeps inputs alone, and so the delayed attention output.
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
-    streams = wide if layer else d
+    equal = all(config.join(i, module) == Join.PRESENT for i in range(layer) for module in MODULES)
+    before = d if equal else wide
     if job.checkpointing == "full":
-        return streams + (wide if config.adds_delayed(layer, "attention") else 0)
+        return before + (wide if config.adds_delayed(layer, "attention") else 0)
+    between = d if equal and config.join(layer, "attention") == Join.PRESENT else wide
     kv = config.head_dim * config.num_key_value_heads
     narrow = 2 * d + 2 * kv + 2 * config.intermediate_size
-    return streams + wide + narrow + (2 * wide if job.checkpointing == "none" else 0)
+    return (before + between) * (2 if job.checkpointing == "none" else 1) + narrow
 
 
 def memory(job: Job) -> dict[str, float]:

@@ -17,12 +17,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from ..config import BOS, LaneformerConfig
 from ..model import LaneAttention, causal_mask
+from .products import one_product
 
 KINDS = ("auto", "sdpa", "flex")
 
 
 class TitanAttention(LaneAttention):
     """The model's attention; a BlockMask takes it through FlexAttention, anything else through SDPA."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return one_product(x, self.wq, self.wk, self.wv)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         if isinstance(mask, BlockMask):

@@ -1,57 +1,40 @@
-"""A layer for training: the same mathematics, arranged so that the backward pass moves fewer bytes.
-
-`keep` marks what selective checkpointing holds from the forward for the backward pass. A product or an attention kernel
-could be named by its operation, an addition could not: the streams between attention and MLP look like any other sum.
-"""
+"""A layer for training: the same mathematics, arranged so that a step moves fewer bytes."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ..config import Join, LaneformerConfig
-from ..model import LaneformerLayer, LaneRMSNorm, join_lanes
+from ..model import LaneAttention, LaneFeedForward, LaneformerLayer, LaneRMSNorm, join_lanes
 from .attention import TitanAttention
+from .products import LaneSum, keep, one_product
 
 
-@torch.library.custom_op("laneformer::keep", mutates_args=())
-def keep(x: Tensor) -> Tensor:
-    """x, marked: under selective checkpointing it is held for the backward pass. A copy in eager mode only."""
-    return x.clone()
-
-
-@keep.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-keep.register_autograd(lambda context, gradient: gradient)
-
-
-def lower_keep_to_nothing() -> None:
-    """Teach Inductor that the mark is no kernel; without this it would copy the tensor."""
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    operation = torch.ops.laneformer.keep.default
-    if operation not in lowerings:
-        register_lowering(operation, type_promotion_kind=None)(_as_it_is)
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
+class TitanFeedForward(LaneFeedForward):
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return one_product(x, self.w1, self.w3)
 
 
 class TitanLayer(LaneformerLayer):
-    """The model's layer; its backward pass starts from the streams between attention and MLP.
+    """The model's layer.
 
-    Without them it would compute wo again, and the join, which reads two more wide tensors.
+    Its backward pass starts from the streams between attention and MLP: without them it would compute wo again, and the
+    join, which reads two more wide tensors. Where every lane adds the sum of all partials at once and nobody needs
+    them one by one, they are never made: the layer is a dense Transformer's as long as the streams are equal.
     """
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__(config, layer)
-        self.attention = TitanAttention(config, layer)
+        self.attention: LaneAttention = TitanAttention(config, layer)
+        self.feed_forward: LaneFeedForward = TitanFeedForward(config)
+        lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size
+        if self._adds_sum_only(0):
+            self.attention.wo = LaneSum(lanes, d_model, d_model, fan="in")
+        if self._adds_sum_only(1):
+            self.feed_forward.w2 = LaneSum(lanes, d_ff, d_model, fan="in")
+
+    def _adds_sum_only(self, module: int) -> bool:
+        return self.joins[module] == Join.PRESENT and not self.broadcasts[module]
 
     def join_and_norm(
         self, h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None, norm: LaneRMSNorm

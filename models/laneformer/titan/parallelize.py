@@ -6,7 +6,7 @@ degree divides; with 8 shards (HSDP, one node) that is the lane axis itself, one
 
 The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is D or F
 wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective checkpointing keeps the first
-kind and recomputes the second: wo is small, and the result of w2 is only added, so that no gradient needs it.
+kind, the streams between attention and MLP, and what attention returns, and computes the rest again: no product is.
 """
 
 from __future__ import annotations
@@ -26,27 +26,18 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.logging import logger
 
 from ..model import Laneformer
-from .layer import lower_keep_to_nothing
+from .products import lower_keep_to_nothing
 
 RECOMPILE_LIMIT = 64
-PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
 KEPT_OPS = {
+    torch.ops.laneformer.keep.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops.laneformer.keep.default,
 }
-
-
-def keeps(operation: Any, *operands: Any) -> bool:
-    """Whether selective checkpointing keeps the result: attention, and products no wider than their inputs."""
-    if operation in PRODUCTS:
-        inner, outer = operands[1].shape[-2:]
-        return outer <= inner
-    return operation in KEPT_OPS
 
 
 def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
@@ -85,10 +76,10 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
 
 
 def apply_selective_checkpointing(model: Laneformer) -> None:
-    """Wrap every layer so that its backward pass keeps what `keeps` names and recomputes the rest."""
+    """Wrap every layer so that its backward pass keeps the results of KEPT_OPS and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if keeps(operation, *operands) else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(

@@ -78,8 +78,9 @@ class TitanLaneformer(Laneformer):
         documents = document_ids(input_ids) if self.model_args.mask_documents else None
         masks = training_masks(self.config, input_ids, self.model_args.attention, documents)
         # a block mask passes through the layers to TitanAttention
-        h = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks)  # type: ignore[arg-type]
-        return self.lm_head(h, self.norm, labels)
+        embedding = self.tok_embeddings(input_ids)
+        h = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)  # type: ignore[arg-type]
+        return self.lm_head(h.expand(-1, -1, self.config.num_lanes, -1), self.norm, labels)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Initialize the parameters in place; there are no buffers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from laneformer import LaneformerConfig
 from laneformer.titan import layer as layer_module
-from laneformer.titan.layer import lower_keep_to_nothing
-from laneformer.titan.parallelize import PRODUCTS, apply_selective_checkpointing, keeps
+from laneformer.titan.parallelize import apply_selective_checkpointing
+from laneformer.titan.products import lower_keep_to_nothing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tools.plan import sums as plan_sums
 
@@ -35,7 +36,7 @@ import json, sys, torch
 from train.job_config import patch_torch_for_cpu
 patch_torch_for_cpu()
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.titan.layer import lower_keep_to_nothing
+from laneformer.titan.products import lower_keep_to_nothing
 from laneformer.titan.parallelize import shard_dimension
 with torch.device("meta"):
     model = Laneformer(LaneformerConfig.from_flavor("2b"))
@@ -46,8 +47,8 @@ print(json.dumps(cuts))
 """
 
 
-def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
-    model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=kind, mask_documents=mask_documents))
+def build(config: LaneformerConfig = CONFIG) -> TitanLaneformer:
+    model = TitanLaneformer(LaneformerArgs(config=config))
     model.init_weights()
     return model
 
@@ -55,22 +56,6 @@ def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
     return torch.randint(3, 512, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
-
-
-def test_checkpointing_keeps_what_is_narrow() -> None:
-    """Of a layer's matrices the 2B model keeps five products, and computes the two that fan in again."""
-    layer_shapes = LaneformerConfig()
-    d, f, lanes = layer_shapes.hidden_size, layer_shapes.intermediate_size, layer_shapes.num_lanes
-    kv = layer_shapes.head_dim * layer_shapes.num_key_value_heads
-    inner_outer = {"wq": (d, d // lanes), "wk": (d, kv // lanes), "w1": (d, f // lanes), "wo": (d // lanes, d),
-                   "w2": (f // lanes, d)}  # fmt: skip
-    kept = {
-        name: keeps(torch.ops.aten.bmm.default, torch.empty(lanes, 1, a, device="meta"),
-                    torch.empty(lanes, a, b, device="meta"))
-        for name, (a, b) in inner_outer.items()
-    }  # fmt: skip
-    assert kept == {"wq": True, "wk": True, "w1": True, "wo": False, "w2": False}
-    assert not keeps(torch.ops.aten.mul.Tensor, torch.empty(1))
 
 
 def step(model: TitanLaneformer, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -105,9 +90,15 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
 
 
 @pytest.mark.slow
-def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor) -> None:
-    """Layers, last norm and loss compiled by inductor under selective checkpointing, as the 2B configs do."""
-    eager, compiled = build(), build()
+@pytest.mark.parametrize("early", [False, True])
+def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, early: bool) -> None:
+    """Layers, last norm and loss compiled by inductor under selective checkpointing, as the 2B configs do.
+
+    early: the first layer's streams are equal in all lanes.
+    """
+    torch._dynamo.reset()
+    config = dataclasses.replace(CONFIG, use_early_comm=early)
+    eager, compiled = build(config), build(config)
     apply_selective_checkpointing(compiled)
     for module in (*compiled.layers, compiled.norm):
         module.compile(fullgraph=True)
@@ -120,7 +111,7 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor) ->
     for name, gradient in wanted_gradients.items():
         assert (gradients[name] - gradient).abs().max() < rounding * gradient.abs().max(), name
 
-    job = plan_sums.Job(config=CONFIG, seq_len=SEQ_LEN, steps=1, global_batch=2, local_batch=2, shard=1, replicate=1,
+    job = plan_sums.Job(config=config, seq_len=SEQ_LEN, steps=1, global_batch=2, local_batch=2, shard=1, replicate=1,
                         checkpointing="selective", reshard=True, checkpoint_interval=1, keep_latest=1,
                         keep_every=0)  # fmt: skip
     planned = sum(plan_sums.kept_per_token(job, i) for i in range(CONFIG.num_hidden_layers))
@@ -133,10 +124,12 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor) ->
 
 def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]:
     """Matrix products in the backward graph of every layer, last layer first, as the partitioner leaves them."""
+    products = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
+    torch._dynamo.reset()
     found: list[int] = []
 
     def count(graph: torch.fx.GraphModule, _: object) -> Callable:
-        found.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+        found.append(sum(node.target in products for node in graph.graph.nodes))
         return make_boxed_func(graph)
 
     apply_selective_checkpointing(model)
@@ -147,13 +140,12 @@ def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]
     return found
 
 
-def test_the_backward_pass_computes_no_product_again(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two products for the gradients of each of a layer's seven; wo again only where its streams are not kept."""
-    torch._dynamo.reset()
-    assert backward_products(build(), tokens) == [14, 14]
+def test_no_product_is_computed_twice(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer's four products each needs two for its gradients; without the streams kept, wo is computed again."""
+    config = dataclasses.replace(CONFIG, use_early_comm=True)  # a layer of equal streams, and one of lanes
+    assert backward_products(build(config), tokens) == [8, 8]
     monkeypatch.setattr(layer_module, "keep", lambda x: x)
-    torch._dynamo.reset()
-    assert backward_products(build(), tokens) == [15, 15]
+    assert backward_products(build(config), tokens) == [9, 9]
 
 
 @pytest.fixture(scope="module")
