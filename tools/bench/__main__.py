@@ -11,6 +11,7 @@ BENCHMARKS = {
     "loader": "training data loaders on the same windows",
     "text": "filtering and tokenizing text on one core",
     "train": "training speed, alternating with TorchTitan's Llama",
+    "train-traffic": "bytes and FLOPs of a training step on an H100, from the compiler's schedule; needs no GPU",
     "cuda": "correctness and speed of the CUDA engine",
 }
 
@@ -18,14 +19,14 @@ BENCHMARKS = {
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
-        known = "\n".join(f"  {each:8}{about}" for each, about in BENCHMARKS.items())
+        known = "\n".join(f"  {each:14}{about}" for each, about in BENCHMARKS.items())
         print(f"usage: python -m tools.bench NAME [--help] ...\n\n{known}", file=sys.stderr)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     del sys.argv[1]
     if name == "load":
         importlib.import_module("tools.bench.decode").load()
     else:
-        importlib.import_module(f"tools.bench.{name}").main()
+        importlib.import_module(f"tools.bench.{name.replace('-', '_')}").main()
 
 
 if __name__ == "__main__":

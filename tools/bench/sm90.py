@@ -1,0 +1,299 @@
+"""What torch.compile would run on an H100, seen without one: Inductor's kernels for sm_90, and the bytes of each.
+
+A model's own forward and backward pass runs on fake tensors, which have shapes and no data, through Dynamo, AOTAutograd
+and its partitioner as in training. These tensors are on the CPU, since autograd of a build without CUDA has no CUDA
+device. Each graph moves to a fake CUDA device before it enters Inductor, which fuses and writes Triton code for an
+H100's properties. Nothing is compiled further, and nothing is executed.
+
+The bytes of a kernel are the scheduler's: of every buffer that it reads or writes, what it touches, once. A kernel that
+reads a buffer twice is taken to find it in the cache; values that stay in registers are not buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+CUDA = torch.device("cuda", 0)
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30, warp_size=32,
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+    shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=227 * 2**10,
+    shared_memory_per_multiprocessor=228 * 2**10, L2_cache_size=50 * 2**20, gcnArchName="",
+)  # fmt: skip
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: bytes read and written in device memory, and the FLOPs of matrix products."""
+
+    name: str
+    kind: str  # "elementwise" (Triton, with reductions), "product" (cuBLAS) or "attention"
+    bytes: int
+    flops: int = 0
+
+
+@dataclass
+class Graph:
+    """One graph that Inductor lowered."""
+
+    backward: bool
+    kernels: list[Kernel] = field(default_factory=list)
+    peak_bytes: int = 0  # held at once of what it allocates, outputs included
+    code: str = ""
+
+    def bytes(self, kind: str) -> int:
+        return sum(kernel.bytes for kernel in self.kernels if kernel.kind == kind)
+
+    @property
+    def flops(self) -> int:
+        return sum(kernel.flops for kernel in self.kernels)
+
+
+class Recorder:
+    """A backend of torch.compile that lowers every graph and records each of its calls under the label of that time."""
+
+    def __init__(self) -> None:
+        self.label = ""
+        self.calls: list[tuple[str, Graph]] = []
+
+    def label_calls(self, module: Any, label: str) -> None:
+        """Record what the compiled `module` runs under `label`, its backward pass too."""
+        compiled = module._compiled_call_impl
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.label = label
+            try:
+                return compiled(*arguments, **options)
+            finally:
+                self.label = ""
+
+        module._compiled_call_impl = call
+
+    def backend(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        """Give this to torch.compile; the compiled function returns tensors of the right shapes, without data."""
+        from torch._inductor.compile_fx import compile_fx
+
+        lower_both: Any = functools.partial(self._lower, [])
+        compiled: Any = compile_fx(module, inputs, inner_compile=lower_both)
+        return compiled
+
+    def _lower(
+        self, labels: list[str], module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> Callable[[list[Any]], list[Any]]:
+        graph = lower(module, inputs, **options)
+        outputs = next(iter(module.graph.find_nodes(op="output"))).args[0]
+        values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in outputs]
+
+        def run(arguments: list[Any]) -> list[Any]:
+            arguments.clear()
+            if not graph.backward:
+                labels.append(self.label)
+            # the backward passes of a graph that several layers share come in the opposite order
+            self.calls.append((labels.pop() if graph.backward else self.label, graph))
+            return [_empty_like(v, v.device) if isinstance(v, Tensor) else v for v in values]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def lower(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Graph:
+    """Inductor's schedule and code of an AOTAutograd graph, on a fake H100; `options` as for compile_fx_inner."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    graph = Graph(backward=options.get("is_backward", False))
+
+    def stop_here(self: GraphLowering) -> SimpleNamespace:
+        graph.code = self.codegen()[0].value
+        graph.kernels = list(filter(None, map(_kernel, self.scheduler.nodes)))
+        graph.peak_bytes = _peak_bytes(self, graph.code)
+        return SimpleNamespace(call=None, __file__="")
+
+    module = copy.deepcopy(module)  # Inductor's passes change it, and AOTAutograd still needs its own
+    with _fake_h100(), mock.patch.object(GraphLowering, "compile_to_module", stop_here):
+        compile_fx_inner(module, _move_to_cuda(module, inputs), **options)
+    return graph
+
+
+def _move_to_cuda(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Change the devices of a graph, in place, and return inputs to match."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    mode = detect_fake_mode(inputs)
+    assert isinstance(mode, FakeTensorMode), "AOTAutograd traces fake tensors"
+    for node in module.graph.nodes:
+        node.args, node.kwargs = torch.fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda value: CUDA if isinstance(value, torch.device) else value
+        )
+    with mode:
+        moved = [_empty_like(value, CUDA) if isinstance(value, Tensor) else value for value in inputs]
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*moved)
+    module.recompile()
+    return moved
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+# --- what the scheduler knows of a kernel -------------------------------------------------------------------------
+
+
+def _kernel(node: Any) -> Kernel | None:
+    """What one node of Inductor's schedule launches; None for views and for what was optimized away."""
+    from torch._inductor import scheduler
+
+    if isinstance(node, scheduler.NopKernelSchedulerNode):
+        return None
+    if node.is_extern():
+        return _extern(node, node.node)
+    if node.is_template():
+        return Kernel(node.get_name(), "attention", sum(_touched(node).values()))
+    return Kernel(node.get_name(), "elementwise", sum(_touched(node).values()))
+
+
+def _touched(node: Any) -> dict[str, int]:
+    """Bytes that a Triton kernel touches of each buffer in device memory; what its own kernel consumes is not one."""
+    from torch._inductor.virtualized import V
+
+    gone = V.graph.removed_buffers | V.graph.inplaced_to_remove
+    written = {dep.name for dep in node.read_writes.writes}
+    bytes_of: dict[str, int] = {}
+    for dep in {*node.read_writes.writes, *(dep for dep in node.read_writes.reads if dep.name not in written)}:
+        if dep.name not in gone and V.graph.try_get_buffer(dep.name) is not None:
+            bytes_of[dep.name] = bytes_of.get(dep.name, 0) + dep.numbytes_hint()
+    return {name: min(size, _bytes(V.graph.try_get_buffer(name))) for name, size in bytes_of.items()}
+
+
+def _extern(node: Any, call: Any) -> Kernel | None:
+    """A call into a library, or a Triton kernel of the model's own: its operands and results, each once."""
+    from torch._inductor import ir
+
+    name = str(call.python_kernel_name or call.op_overload or type(call).__name__)
+    if isinstance(call, ir.MultiOutput):  # a result of the call before; its bytes belong to that call's kind
+        owner: Any = call.inputs[0]
+        return Kernel(node.get_name(), _kind(str(owner.python_kernel_name or owner.op_overload)), _bytes(call))
+    operands = [operand for operand in call.inputs if isinstance(operand, ir.IRNode)]
+    results = [] if isinstance(call.layout, ir.NoneLayout | ir.MultiOutputLayout) else [call]
+    size, flops = sum(map(_bytes, [*operands, *results])), 0
+    if _kind(name) == "product":
+        flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2])
+    return Kernel(f"{node.get_name()} {name}", _kind(name), size, flops)
+
+
+def _kind(name: str) -> str:
+    if name.removeprefix("extern_kernels.") in PRODUCTS:
+        return "product"
+    return "attention" if "attention" in name else "elementwise"
+
+
+def _numel(buffer: Any) -> int:
+    """Elements in memory: a broadcast axis, of stride 0, has one."""
+    stride = buffer.maybe_get_stride() or [1] * len(buffer.get_size())
+    sizes = [size for size, step in zip(buffer.get_size(), stride, strict=True) if step != 0]
+    return math.prod(map(_int, sizes))
+
+
+def _int(size: Any) -> int:
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(size))
+
+
+def _bytes(buffer: Any) -> int:
+    return _numel(buffer) * buffer.get_dtype().itemsize if buffer.has_tensor_output() else 0
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+ALLOCATE = re.compile(r"\s+(buf\d+) = (?:empty_strided|torch\.ops|buf\d+\[)")
+REUSE = re.compile(r"\s+(buf\d+) = .*; del (buf\d+)  # reuse")
+FREE = re.compile(r"\s+del (buf\d+)$")
+
+
+def _peak_bytes(graph: Any, code: str) -> int:
+    """The most that a graph holds at once of what it allocates itself, read off the lines of its code in order."""
+    held: dict[str, int] = {}
+    peak = 0
+    for line in code.splitlines():
+        if found := REUSE.match(line):
+            held[found[1]] = held.pop(found[2], 0)
+        elif found := FREE.match(line):
+            held.pop(found[1], None)
+        elif found := ALLOCATE.match(line):
+            buffer = graph.try_get_buffer(found[1])
+            held[found[1]] = _bytes(buffer) if buffer is not None else 0
+        peak = max(peak, sum(held.values()))
+    return peak
+
+
+# --- the fake device ----------------------------------------------------------------------------------------------
+
+
+class _Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 10 * H100.major + H100.minor, H100.warp_size)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return CUDA
+
+
+@contextlib.contextmanager
+def _fake_h100() -> Iterator[None]:
+    """PyTorch, Inductor and Triton see one H100, whatever the machine has."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    flex = importlib.import_module("torch._higher_order_ops.flex_attention")  # a package attribute hides the module
+    from torch._inductor import config, scheduler
+    from triton.runtime.driver import driver
+
+    def properties(device: Any = None) -> Any:
+        return H100
+
+    permute = flex._permute_strides
+
+    def permute_strides(out: Tensor, strides: tuple[int, ...]) -> Tensor:
+        # its copy_ would enter the device
+        return _empty_like(permute(_empty_like(out, torch.device("cpu")), strides), out.device)
+
+    state = torch.zeros(16, dtype=torch.uint8)
+    fakes: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "get_device_properties": properties, "get_device_capability": lambda device=None: (H100.major, H100.minor),
+        "synchronize": lambda device=None: None, "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0, "get_rng_state": lambda device=None: state,
+        "set_rng_state": lambda new, device=None: None,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        for owner in (CudaInterface, CudaInterface.Worker):
+            stack.enter_context(mock.patch.object(owner, "get_device_properties", staticmethod(properties)))
+        stack.enter_context(mock.patch.object(scheduler, "has_triton", return_value=True))
+        stack.enter_context(mock.patch.object(flex, "_permute_strides", permute_strides))
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver()))
+        stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
+        yield
