@@ -98,7 +98,7 @@ def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path)
 
 
 def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
-    """Thirty-two steps of a tiny model on conversations about who it is: what it did not see becomes likelier as well."""
+    """Thirty-two steps of a tiny model on conversations about who it is: unseen ones become likelier as well."""
     more = ("--training.local_batch_size", "4", "--optimizer.lr", "1e-2")
     steps = ("--validation.freq", "16", "--metrics.log_freq", "16", "--checkpoint.interval", "32")
     rows = succeed(tmp_path / "run", lock, *flags(parent, 32), *more, *steps, config="debug_sft", ranks=1)
