@@ -148,10 +148,9 @@ class Mixture:
         source_index, files, windows = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._read(self._files, files, windows), source_index
 
-    def flags(self, first: int, count: int) -> np.ndarray | None:
-        """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S + 1); None if not packed."""
-        if self._flags is None:
-            return None
+    def flags(self, first: int, count: int) -> np.ndarray:
+        """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S + 1); if `packed` only."""
+        assert self._flags is not None, f"{self.phase} is not packed: its tokens have no flags"
         _, files, windows = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._read(self._flags, files, windows)
 

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
 
-from data_mixtures.mixture import Mixture
+from data_mixtures.mixture import BEGINS, TRAINED, Mixture
 
 from .skips import SkipList, read_skip_list, windows_of
 
@@ -32,7 +33,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MixtureLoader(BaseDataLoader):
     """Yields ({"input": int64 (b, S), "source": int64 (b,)}, labels int64 (b, S)) from the current state on.
 
-    b is the local batch size; "source" counts in `mixture.source_names`.
+    b is the local batch size; "source" counts in `mixture.source_names`. Packed conversations have "documents" as well.
     """
 
     def __init__(
@@ -54,9 +55,12 @@ class MixtureLoader(BaseDataLoader):
             parts, sources = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
             tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
             source = torch.from_numpy(np.concatenate(sources))
+            marks = [self.mixture.flags(number, last - number) for number, last in runs] if self.mixture.packed else []
+            flags = torch.from_numpy(np.concatenate(marks)) if marks else None
             if torch.cuda.is_available():  # in a context that the process has already, whatever device it is on
                 tokens, source = tokens.pin_memory(), source.pin_memory()
-            return {"input": tokens[:, :-1], "source": source}, tokens[:, 1:]
+            inputs, labels = inputs_and_labels(tokens, flags)
+            return {**inputs, "source": source}, labels
         except Exception as problem:  # for the training thread, which ends the job with it
             return problem
 
@@ -136,6 +140,15 @@ class MixtureLoader(BaseDataLoader):
         self.begin_at(state["offsets"], state["left_out"])
 
 
+def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None) -> Batch:
+    """Windows (b, S + 1) and their flags, if they are packed -> inputs (b, S) and labels, IGNORE_INDEX if untrained."""
+    if flags is None:
+        return {"input": tokens[:, :-1]}, tokens[:, 1:]
+    labels = torch.where((flags[:, 1:] & TRAINED).bool(), tokens[:, 1:], IGNORE_INDEX)
+    documents = (flags[:, :-1] & BEGINS).bool().cumsum(1)
+    return {"input": tokens[:, :-1], "documents": documents}, labels
+
+
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
     """read(0), read(1), ... in this order, each done by a thread before it is asked for.
 
@@ -178,5 +191,10 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
         raise ValueError(
             f"{lock} holds windows of {loader.mixture.seq_len} tokens, but training.seq_len is "
             f"{job_config.training.seq_len}; set training.seq_len = {loader.mixture.seq_len} or prepare the data again"
+        )
+    if loader.mixture.packed and not job_config.model.mask_documents:
+        raise ValueError(
+            f"{lock} holds windows of several conversations, which must not see each other; set "
+            "model.mask_documents = true"
         )
     return loader

@@ -181,8 +181,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         parts, by_source = [], []
         for inputs, labels in batches:
             labels = labels.to(self.device)
+            documents = inputs["documents"].to(self.device) if "documents" in inputs else None
             with self.train_context():
-                losses = model(inputs["input"].to(self.device), labels)  # (B, S)
+                losses = model(inputs["input"].to(self.device), labels, documents)  # (B, S)
                 part = losses.sum() / all_tokens
                 part.backward()
             parts.append(part.detach())
@@ -192,7 +193,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             del losses
         max_norm = self.job_config.training.max_norm
         grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens, grad_norm)
+        loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm)
         self._judge(loss, norm)
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()

@@ -20,16 +20,20 @@ from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
-from data_mixtures.mixture import read_lock, valid_windows
+from data_mixtures.mixture import CONVERSATIONS, TRAINED, read_lock, valid_windows
 
+from .data import inputs_and_labels
 from .metrics import RunMetrics, sequence_losses
 
 
-def held_out(lock_path: Path, windows_per_source: int) -> dict[str, np.ndarray]:
-    """Held-out windows uint16 (n, S + 1) of each source of a mixture. Raises ValueError where a source has none."""
+def held_out(lock_path: Path, windows_per_source: int, flags: bool = False) -> dict[str, np.ndarray]:
+    """Held-out windows uint16 (n, S + 1) of each source of a mixture, or the flags of their tokens.
+
+    Raises ValueError where a source has none.
+    """
     windows = {}
     for source in read_lock(lock_path)["sources"]:
-        windows[source["name"]] = valid_windows(lock_path.parent, source["name"], windows_per_source)
+        windows[source["name"]] = valid_windows(lock_path.parent, source["name"], windows_per_source, flags)
         if not len(windows[source["name"]]):
             raise ValueError(
                 f"source {source['name']!r} of {lock_path} has no held-out windows to validate on; raise "
@@ -67,16 +71,26 @@ class HeldOutValidator(BaseValidator):
         super().__init__(job_config)
         section = job_config.validation
         lock = Path(job_config.mixture.lock)
-        weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
+        locked = read_lock(lock)
+        weights = {source["name"]: source["weight"] for source in locked["sources"]}
         windows = held_out(lock, section.windows_per_source)
+        packed = locked["packing"] == CONVERSATIONS
+        flags = held_out(lock, section.windows_per_source, flags=True) if packed else {}
         self.names, self.metrics = list(windows), metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
         self.weights = [weights[name] for name in self.names]
-        self.tokens_per_source = [w[:, 1:].size for w in windows.values()]
+        counted = {name: (flags[name] & TRAINED)[:, 1:] if packed else w[:, 1:] >= 0 for name, w in windows.items()}
+        self.tokens_per_source = [int(np.count_nonzero(each)) for each in counted.values()]
         source = np.repeat(np.arange(len(windows)), [len(w) for w in windows.values()])
         everything = np.concatenate(list(windows.values()))
         tokens, sources = deal_out(everything, source, dp_world_size, section.local_batch_size, len(windows))
         self.tokens, self.sources = torch.from_numpy(tokens[:, dp_rank]), torch.from_numpy(sources[:, dp_rank])
+        self.flags: Any = [None] * len(tokens)
+        if packed:
+            dealt, _ = deal_out(
+                np.concatenate(list(flags.values())), source, dp_world_size, section.local_batch_size, 0
+            )
+            self.flags = torch.from_numpy(dealt[:, dp_rank])
         self.context = validation_context
 
     def should_validate(self, step: int) -> bool:
@@ -89,10 +103,12 @@ class HeldOutValidator(BaseValidator):
         (model,) = model_parts
         model.eval()
         sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=utils.device_type)
-        for tokens, source in zip(self.tokens, self.sources, strict=True):  # signals wait: it is a few batches
+        for tokens, flags, source in zip(self.tokens, self.flags, self.sources, strict=True):  # a few: signals wait
             batch = tokens.to(utils.device_type, torch.int64)
+            marks = None if flags is None else flags.to(utils.device_type, torch.int64)
+            inputs, labels = inputs_and_labels(batch, marks)
             with self.context():
-                losses = sequence_losses(model(batch[:, :-1], labels=batch[:, 1:]))
+                losses = sequence_losses(model(inputs["input"], labels, inputs.get("documents")))
             sums.index_add_(0, source.to(utils.device_type), losses)
         model.train()
         if self.mesh is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import tyro
 
 from data_mixtures.recipe import check_known
 from records.files import write_atomically
+from records.job import read_sections
 
 EXAMPLE = Path(__file__).with_suffix(".toml")
 OPENINGS = ("", "", "", "Hi! ", "Hello. ", "Hey, ", "Good morning! ", "One question: ", "Tell me, ", "Excuse me. ")
@@ -87,7 +87,7 @@ def main() -> None:
     try:
         if arguments.conversations < 1:
             raise ValueError(f"--conversations {arguments.conversations} must be at least 1")
-        table = tomllib.loads(arguments.facts.read_text(encoding="utf-8"))
+        table = read_sections(arguments.facts)
         made = conversations(table, arguments.conversations, arguments.seed)
         write_atomically(arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in made))
     except (ValueError, OSError) as problem:

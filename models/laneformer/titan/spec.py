@@ -72,10 +72,17 @@ class TitanLaneformer(Laneformer):
         self.layers = nn.ModuleList(TitanLayer(config, i) for i in range(config.num_hidden_layers))
         self.lm_head = TitanHead(config)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Token ids (B, S) -> logits (B, S, V); with labels (B, S) the loss of every token, (B, S)."""
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Token ids (B, S) -> logits (B, S, V); with labels (B, S) the loss of every token, (B, S).
+
+        documents: integers (B, S), the document of each token; default with `mask_documents`: BOS begins one. Positions
+        go on across documents: attention within one depends on their differences only (RoPE).
+        """
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
-        documents = document_ids(input_ids) if self.model_args.mask_documents else None
+        if documents is None and self.model_args.mask_documents:
+            documents = document_ids(input_ids)
         masks = training_masks(self.config, input_ids, self.model_args.attention, documents)
         # a block mask passes through the layers to TitanAttention
         embedding = self.tok_embeddings(input_ids)

@@ -75,7 +75,6 @@ def test_every_conversation_is_trained_or_held_out_and_only_answers_count(argume
     mixture = Mixture.open(run(arguments))
     count = manifest(arguments)["windows"]
     flags = mixture.flags(0, count)
-    assert flags is not None
     whole, trained = texts(mixture.sequences(0, count)[0], flags, arguments.tokenizer)
     held, held_trained = (valid_windows(arguments.out, "chat", flags=each) for each in (False, True))
     whole_held, trained_held = texts(held, held_trained, arguments.tokenizer)

@@ -1,0 +1,133 @@
+"""The third stage as a job: from a checkpoint, on two ranks, resumed, killed, validated; and its data refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_mixtures.mixture import CONVERSATIONS, TRAINED, Mixture, valid_windows
+from tests.train import production, supervised
+from tests.train.runs import copy_stopped_at, fail, metrics, succeed, weights
+from tests.train.sft import chats
+
+STEPS, GLOBAL_BATCH = 4, 4
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def flags(parent: Path, steps: int = STEPS) -> tuple[str, ...]:
+    return (
+        *chats.FLAGS, "--checkpoint.initial_load_path", str(parent), "--training.steps", str(steps),
+        "--lr_scheduler.total_steps", str(steps), "--validation.freq", "2", "--validation.windows_per_source", "5",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(lock: Path, parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """configs/debug_sft.toml on two ranks."""
+    run = tmp_path_factory.mktemp("sft") / "whole"
+    succeed(run, lock, *flags(parent), config="debug_sft")
+    return run
+
+
+def plain_loss(weights_of: Path, step: int, tokens: np.ndarray, marks: np.ndarray) -> tuple[torch.Tensor, int, float]:
+    """(losses (B, S), labels that count, norm of the mean loss's gradient) in float64, in one process."""
+    inputs, labels = chats.batch(tokens, marks)
+    model = chats.titan_model()
+    model.load_state_dict({k: v for k, v in weights(weights_of, step).items() if k in model.state_dict()})
+    losses = model(inputs["input"], labels, inputs["documents"])
+    count = int((marks[:, 1:] & TRAINED).astype(bool).sum())
+    (losses.sum() / count).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    return losses.detach(), count, norm
+
+
+def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole: Path, lock: Path, parent: Path) -> None:
+    """Loss and gradient of the first step, from the parent's weights; the ranks have different numbers of labels."""
+    mixture = Mixture.open(lock)
+    tokens, marks = mixture.sequences(0, GLOBAL_BATCH)[0], mixture.flags(0, GLOBAL_BATCH)
+    losses, count, norm = plain_loss(parent.parents[1], STEPS, tokens, marks)
+    row = metrics(whole)[0]
+    rounding = 1e-6 * norm  # float32 through four layers, sums in another order
+    assert abs(row["loss"] - losses.sum().item() / count) < 16 * EPSILON * row["loss"]
+    assert abs(row["grad_norm"] - norm) < 100 * rounding
+    of_ranks = [(marks[rank * 2 : rank * 2 + 2, 1:] & TRAINED).sum() for rank in range(2)]
+    assert of_ranks[0] != of_ranks[1]
+    of_each = [losses[rank * 2 : rank * 2 + 2].sum().item() / of_ranks[rank] for rank in range(2)]
+    assert abs(sum(of_each) / 2 - row["loss"]) > 100 * EPSILON * row["loss"], "a mean of means would be seen"
+    assert row["lr"] == pytest.approx(1e-3)
+    assert row["phase"] == "sft"
+    assert row["tokens_total"] > row["tokens"], "those of the phases before count"
+
+
+def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
+    found = valid_windows(lock.parent, "identity", 5), valid_windows(lock.parent, "identity", 5, flags=True)
+    losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in found))
+    row = metrics(whole)[-1]
+    assert abs(row["valid_loss"] - losses.sum().item() / count) < 64 * EPSILON * row["valid_loss"]
+    assert [r["step"] for r in metrics(whole) if "valid_loss" in r] == [2, 4]
+
+
+def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_path: Path) -> None:
+    resumed = tmp_path / "resumed"
+    copy_stopped_at(2, whole, resumed)
+    rows = succeed(resumed, lock, *flags(parent), config="debug_sft")
+    assert [r["loss"] for r in rows[-2:]] == [r["loss"] for r in metrics(whole)[-2:]]
+    ours, theirs = weights(resumed), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path) -> None:
+    """Under the supervisor, from the checkpoint of the phase before: bit for bit the undisturbed run."""
+    more = (
+        *flags(parent, 6), "--checkpoint.initial_load_model_only", "--model.mask_documents", "--phase.name", "sft",
+        "--checkpoint.interval", "2", "--architecture.num_hidden_layers", "4", "--architecture.swa_layers", "0", "1",
+        "2", "--validation.no-enable",
+    )  # fmt: skip
+    reference = supervised.undisturbed(tmp_path / "reference", lock, 6, 2, *more)
+    faults = [{"kind": "kill", "step": 4, "rank": 1}]
+    run, status, said = supervised.supervise(tmp_path / "killed", lock, 6, 2, faults, *more)
+    assert status == 0, said[-3000:]
+    assert len((run / "attempts.jsonl").read_text().splitlines()) == 2
+    supervised.assert_same(run, reference, 6)
+
+
+def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
+    """Thirty-two steps of a tiny model on conversations about who it is: unseen ones become likelier as well."""
+    more = ("--training.local_batch_size", "4", "--optimizer.lr", "1e-2")
+    steps = ("--validation.freq", "16", "--metrics.log_freq", "16", "--checkpoint.interval", "32")
+    rows = succeed(tmp_path / "run", lock, *flags(parent, 32), *more, *steps, config="debug_sft", ranks=1)
+    losses = [row["valid_loss"] for row in rows if "valid_loss" in row]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, tmp_path: Path) -> None:
+    said = fail(tmp_path / "run", lock, *flags(parent), "--model.no-mask_documents", config="debug_sft", ranks=1)
+    assert "set model.mask_documents = true" in said
+    assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
+
+
+@pytest.mark.slow
+def test_shipped_job(prepared_data: Path, tmp_path: Path) -> None:
+    """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
+    lock = chats.prepare(tmp_path, prepared_data / "tokenizer.model", 300)
+    length = {"training.seq_len": chats.SEQ_LEN, "architecture.max_position_embeddings": chats.SEQ_LEN}
+    start = production.train(
+        production.torchrun(2), "phase1", tmp_path / "phase1", prepared_data / "phase1.lock.json",
+        {**length, "training.seq_len": 32, "training.steps": 1, "validation.freq": 1},
+    )  # fmt: skip
+    more = {**length, "checkpoint.initial_load_path": start / "checkpoint/step-1"}
+    run = production.train(production.torchrun(2), "sft", tmp_path / "sft", lock, more)
+    rows = production.rows(run)
+    assert [row["step"] for row in rows] == list(range(1, production.STEPS + 1))
+    assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert [row["step"] for row in rows if row.get("valid_loss")] == [production.EVERY, production.STEPS]
+    production.assert_prepared_as_the_job_file_says(run)
+    production.assert_nothing_else_deviates("sft", run)
+    shutil.rmtree(run)

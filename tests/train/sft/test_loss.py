@@ -1,0 +1,114 @@
+"""What is trained: exactly the answers, each conversation as if it stood alone, each token of the batch alike."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from data_mixtures.mixture import BEGINS, TRAINED, Mixture
+from laneformer.titan import spec
+from laneformer.titan.loss import IGNORE_INDEX
+from tests.train.sft import chats
+
+WINDOWS = 6
+
+
+@pytest.fixture(scope="module")
+def windows(lock: Path) -> tuple[np.ndarray, np.ndarray]:
+    mixture = Mixture.open(lock)
+    return mixture.sequences(0, WINDOWS)[0], mixture.flags(0, WINDOWS)
+
+
+def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int, int]]:
+    """(window, first token, one past the last) of every conversation and of the padding behind them."""
+    return [
+        (number, first, end)
+        for number, flags in enumerate(windows[1][:, : chats.SEQ_LEN])
+        for first, end in itertools.pairwise([*np.flatnonzero(flags & BEGINS).tolist(), chats.SEQ_LEN])
+    ]
+
+
+def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
+    """Losses (B, S) of each conversation in a sequence of its own, by the plain model in float64; 0 if untrained."""
+    model, losses = chats.plain_model(), torch.zeros(WINDOWS, chats.SEQ_LEN, dtype=torch.float64)
+    tokens, flags = (torch.from_numpy(each) for each in windows)
+    for number, first, end in conversations_of(windows):
+        labels = tokens[number, first + 1 : end]
+        with torch.no_grad():
+            logits = model(tokens[number, None, first : end - 1])[0] if end - first > 1 else torch.zeros(0, 512)
+        loss = cross_entropy(logits, labels, reduction="none")
+        losses[number, first : end - 1] = loss * (flags[number, first + 1 : end] & TRAINED)
+    return losses
+
+
+def wide_rope_table(config, positions):  # type: ignore[no-untyped-def]
+    """`rope_table` in float64: angles of large positions lose digits in float32."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angle = positions[None, :, None].double() / config.rope_theta**exponent
+    return angle.cos()[:, :, None], angle.sin()[:, :, None]
+
+
+def test_packed_losses_are_those_of_each_conversation_alone(windows: tuple[np.ndarray, np.ndarray]) -> None:
+    """In float64 to its rounding, though positions go on across conversations: attention sees their differences."""
+    inputs, labels = chats.batch(*windows)
+    assert len(conversations_of(windows)) > 2 * WINDOWS, "several conversations in a window"
+    model = chats.titan_model()
+    with torch.no_grad(), patch.object(spec, "rope_table", wide_rope_table):
+        with patch("laneformer.model.rope_table", wide_rope_table):
+            expected = alone(windows)
+        packed = model(inputs["input"], labels, inputs["documents"])
+        leaking = model(inputs["input"], labels, torch.zeros_like(inputs["documents"]))
+    assert packed.dtype == torch.float64
+    assert (packed - expected).abs().max() < 1e-12
+    assert (leaking - expected).abs().max() > 1e-4, "attention across conversations would be seen"
+    # with the table of float32 that is used: angles up to S are rounded to half a unit of their last digit
+    with torch.no_grad():
+        difference = (model(inputs["input"], labels, inputs["documents"]) - alone(windows)).abs().max()
+    assert difference < chats.SEQ_LEN * torch.finfo(torch.float32).eps
+
+
+def test_untrained_tokens_give_no_gradient_and_no_loss(windows: tuple[np.ndarray, np.ndarray]) -> None:
+    inputs, labels = chats.batch(*windows)
+    model = chats.titan_model()
+    streams: list[torch.Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _, given: (given[0].retain_grad(), streams.append(given[0]))[1])
+    losses = model(inputs["input"], labels, inputs["documents"])
+    losses.sum().backward()
+    (stream,) = streams
+    assert stream.grad is not None
+    untrained = labels == IGNORE_INDEX
+    assert 0 < untrained.sum() < untrained.numel()
+    assert not losses[untrained].any()
+    assert not stream.grad[untrained].any(), "exactly zero"
+    assert stream.grad[~untrained].abs().amax((-1, -2)).min() > 0
+
+
+def test_only_answers_and_their_ends_are_labels(windows: tuple[np.ndarray, np.ndarray]) -> None:
+    tokens, flags = windows
+    _, labels = chats.batch(tokens, flags)
+    assert torch.equal(labels != IGNORE_INDEX, torch.from_numpy((flags[:, 1:] & TRAINED) > 0))
+    ends = (tokens[:, 1:] == 2) & (labels.numpy() == 2)
+    replies = sum(bool((windows[1][n, a:b] & TRAINED).any()) for n, a, b in conversations_of(windows))
+    assert ends.sum() >= replies, "the end of every answer is learned"
+    # other ids where nothing is trained, other than the inputs: the labels do not know
+    changed = np.where(flags & TRAINED, tokens, 7)
+    assert torch.equal(chats.batch(changed, flags)[1], labels)
+
+
+def test_padding_sees_itself_alone_and_changes_nothing(windows: tuple[np.ndarray, np.ndarray]) -> None:
+    tokens, flags = windows
+    padding = [(n, a, b) for n, a, b in conversations_of(windows) if not (flags[n, a:b] & TRAINED).any()]
+    assert padding
+    other = tokens.copy()
+    for number, first, end in padding:
+        other[number, first:end] = 9
+    model = chats.titan_model()
+    with torch.no_grad():
+        one, two = (model(i["input"], y, i["documents"]) for i, y in (chats.batch(t, flags) for t in (tokens, other)))
+    assert torch.equal(one, two)
