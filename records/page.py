@@ -67,7 +67,8 @@ def missing(text: str, reason: Any = "") -> str:
 def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     """entries: (name, figure as HTML, note)."""
     tile = "<div><h3>{}</h3><strong>{}</strong><small>{}</small></div>"
-    return f'<div class="tiles">{"".join(tile.format(escape(name), *rest) for name, *rest in entries)}</div>'
+    each = [tile.format(escape(name), *rest) for name, *rest in entries]
+    return f'<div class="tiles{" four" * (len(each) % 4 == 0)}">{"".join(each)}</div>'
 
 
 def chip(tint: str, text: str) -> str:

@@ -31,11 +31,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one job: GPU-hours used so far and left, and when it ends, seconds since the epoch; None where not known."""
+    """Of one job: GPU-hours used, of these repeated by restarts, and left; None where that is not known."""
 
     gpu_hours: float
+    repeated: float
     gpu_hours_left: float | None
-    finish_time: float | None
+    finish_time: float | None  # seconds since the epoch
 
 
 def spans_of(records: Iterable[Mapping[str, Any]]) -> list[Span]:
@@ -116,5 +117,14 @@ def usage_of(run: Run) -> dict[str, Usage]:
             seconds_left(rates, max(0.0, steps - last) * batch * length, gpus) if steps and batch and length else None
         )
         clock = None if clock is None or left_s is None else clock + left_s
-        found[phase] = Usage(gpu_hours(spans), None if left_s is None else left_s * (gpus or 0) / 3600, clock)
+        again = sum((row["seconds"] or 0.0) * (devices_of(row) or 0) for row in rows if not row["kept"]) / 3600
+        found[phase] = Usage(gpu_hours(spans), again, None if left_s is None else left_s * (gpus or 0) / 3600, clock)
     return found
+
+
+def whole(usage: Mapping[str, Usage]) -> Usage:
+    """All phases together."""
+    used, again = (sum(getattr(u, key) for u in usage.values()) for key in ("gpu_hours", "repeated"))
+    left = [u.gpu_hours_left for u in usage.values()]
+    end = [u.finish_time for u in usage.values()][-1:] or [None]
+    return Usage(used, again, None if None in left else sum(filter(None, left)), end[0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from records.run import read_run
-from records.usage import Span, cost, duration, gpu_hours, money, seconds_left, spans_of, usage_of
+from records.usage import Span, Usage, cost, duration, gpu_hours, money, seconds_left, spans_of, usage_of, whole
 
 HOUR = 3600.0
 
@@ -97,6 +97,11 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
         (tmp_path / f"phase1/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     usage = usage_of(read_run(tmp_path))
     assert usage["phase1"].gpu_hours == pytest.approx(8 * 3.0 + 4 * 4.0), "the repeated steps are paid twice"
+    assert usage["phase1"].repeated == pytest.approx(8 * 10 / 60), "ten rows of a minute"
     assert usage["phase1"].gpu_hours_left == pytest.approx(60 * 3600 / 1.0 / 3600)  # tokens / tokens per s and device
     assert usage["phase1"].finish_time == pytest.approx((10.0 + 60 / 4) * HOUR)
-    assert usage["phase2"] == (type(usage["phase2"]))(0.0, pytest.approx(50.0), pytest.approx((25.0 + 50 / 4) * HOUR))
+    assert usage["phase2"] == Usage(0.0, 0.0, pytest.approx(50.0), pytest.approx((25.0 + 50 / 4) * HOUR))
+    everything = whole(usage)
+    assert everything.gpu_hours_left == pytest.approx(110.0)
+    assert everything.finish_time == usage["phase2"].finish_time
+    assert whole({}) == Usage(0, 0, 0, None)

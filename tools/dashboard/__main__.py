@@ -31,6 +31,7 @@ from records.run import Run, read_run, stamp
 from tools.dashboard.cards import header, measurements, provenance_card, tiles_of, training_cards
 from tools.dashboard.core import core_of_all
 from tools.dashboard.figures import comparison_figure, smooth_losses
+from tools.dashboard.health import incidents_card, layers_card, usage_card
 from tools.dashboard.scores import evaluations_card, score_cards
 
 HOST = "127.0.0.1"
@@ -53,7 +54,9 @@ def comparison(runs: Sequence[Run]) -> str:
 
 
 def run_section(run: Run, now: float) -> str:
-    head, cards = header(run, now), (training_cards, score_cards, measurements, evaluations_card, provenance_card)
+    head = header(run, now)
+    cards = (usage_card, training_cards, layers_card, incidents_card, score_cards, measurements, evaluations_card,
+             provenance_card)  # fmt: skip
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in run.warnings)
     told = f'<ul class="warnings">{warnings}</ul>' if warnings else ""
     return f"<article>{head}{told}{tiles_of(run)}{''.join(write(run) for write in cards)}</article>"

@@ -10,6 +10,7 @@ from records.page import bar, card, chart, chip, code, colour, line_chip, measur
 from records.run import Run, number
 from tools.dashboard import figures, panels
 from tools.dashboard.core import points_of, where_evaluated
+from tools.dashboard.health import usage_tiles
 
 CHIPS = 24  # more attempts than this are counted, not listed
 
@@ -78,6 +79,7 @@ def tiles_of(run: Run) -> str:
         ("bits per byte", measured(bits.get("bits_per_byte"), ".4f"), "held-out text, all sources"),
         ("training speed", short(row.get("tokens_per_s")), "tokens per second"),
         ("MFU", measured(row.get("mfu"), ".1f", " %"), "of the hardware's peak FLOP/s"),
+        *usage_tiles(run),
         ("decode", measured(speed, ",.0f" if (speed or 0) >= 100 else ".3g"), "tokens per second at batch 1"),
         ("bandwidth used", measured(decode.get("percent_of_probe"), ".0f", " %"), "of the measured read speed"),
     ))  # fmt: skip
@@ -206,7 +208,7 @@ def provenance_card(run: Run) -> str:
     facts = {title: [e[key] for e in run.evals if e.get(key)] for key, title in keys.items()}
     facts["mixture"] = [a["mixture_fingerprint"] for a in run.attempts if a.get("mixture_fingerprint")]
     for phase, lineage in run.lineages.items():
-        facts |= {f"{k} of {phase}": [v] for k, v in lineage.items() if isinstance(v, str | int | float)}
+        facts |= {f"{k} of {phase}": [v] for k, v in lineage.items() if isinstance(v, str | int | float | dict)}
     rows = [[escape(name), " ".join(map(code, dict.fromkeys(values))) or code(None)] for name, values in facts.items()]
     body = table(("identity", "sha256 or version"), rows)
     keys_of_start = ("phase", "attempt", "step", "world_size", "started_from", "torch", "code_version")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -22,6 +23,7 @@ from tools.dashboard.published import CORE_REFERENCES
 VERSIONS = {"v1": "solid", "v2": "dash"}  # of the baselines, and how its line is drawn
 BETTER = "#2f6fe0"  # than the baseline; BAD is worse
 NOISY = 0.03  # a standard error of the accuracy above which a task alone says little
+Place = tuple[float, float]  # share of the width, value
 Point = dict[str, Any]  # a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
 
 
@@ -124,18 +126,43 @@ def core_figure(curves: Sequence[Curve]) -> go.Figure:
 def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
     """Lines at the CORE of known models: those below the curves, and the next one above; values: the curves' own.
 
-    A name stands where no curve is: far below their ends on the right, else on the left; that of a v2, the lower of
-    two, below its line.
+    A name stands on the right if it is far below their ends, else on the left; above its line, but that of a v2, the
+    lower of two, below it. A curve or another name in the way moves it to one of the other places.
     """
     ends, last = span(values) or [0.0, 0.3], values[-1] if values else 0.0
     above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.4 * ends[1]][:1]
     ends = [min(ends[0], 0.0), max([ends[1], *(1.08 * value for value in above)])]
+    height, names, curves = 0.065 * (ends[1] - ends[0]), list[Place](), curve_points(figure)
     for name, version, value in (each for each in CORE_REFERENCES if ends[0] <= each.value <= ends[1]):
+        usual = "top" if version == "v1" else "bottom", "right" if value < 0.85 * last else "left"
+        crossed: dict[tuple[str, str], int] = {}
+        for place in (usual, *product(("top", "bottom"), ("left", "right"))):
+            low, left = value - height * (place[0] == "bottom"), 0.54 * (place[1] == "right")
+            inside = [[left <= x <= left + 0.46 and low <= y <= low + height for x, y in of] for of in (curves, names)]
+            crossed.setdefault(place, sum(inside[0]) + len(curves) * sum(inside[1]))
+        chosen = min(crossed, key=crossed.__getitem__)
+        names.append(
+            (0.5 + 0.48 * (1 if chosen[1] == "right" else -1), value + height * (0.5 if chosen[0] == "top" else -0.5))
+        )
         line = {"color": NEUTRAL, "width": 1, "dash": VERSIONS[version]}
-        place = f"{'top' if version == 'v1' else 'bottom'} {'right' if value < 0.85 * last else 'left'}"
         label = {"text": f"{name} {value:.4f} ({version})", "font": {"size": 11}}
-        figure.add_hline(value, line=line, opacity=0.6, layer="below", annotation=label, annotation_position=place)
+        look: dict[str, Any] = {"line": line, "opacity": 0.6, "layer": "below"}
+        figure.add_hline(value, annotation=label, annotation_position=" ".join(chosen), **look)
     figure.update_yaxes(range=ends)
+
+
+def curve_points(figure: go.Figure) -> list[Place]:
+    """Where the curves of a figure run, between their points too."""
+    lines = [sorted((x, y) for x, y in zip(t.x or (), t.y or (), strict=False) if None not in (x, y))
+             for t in figure.data]  # fmt: skip
+    ends = [x for line in lines for x, _ in line]
+    if not ends or min(ends) == max(ends):
+        return []
+    grid = [min(ends) + i / 100 * (max(ends) - min(ends)) for i in range(101)]
+    return [
+        ((x - grid[0]) / (grid[-1] - grid[0]), a[1] + (b[1] - a[1]) * (x - a[0]) / (b[0] - a[0]))
+        for line in lines for a, b in pairwise(line) if b[0] > a[0] for x in grid if a[0] <= x <= b[0]
+    ]  # fmt: skip
 
 
 def heat_figure(points: Sequence[Point]) -> go.Figure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -52,6 +52,8 @@ TRAINING = (
 MACHINE = (
     Panel("z-score of the loss", "robust deviations", ("loss_z",), 81, ".2f", axis=SIGNED),
     Panel("z-score of the gradient norm", "", ("grad_norm_z",), 81, ".2f", axis=SIGNED),
+    Panel("z-loss", "mean of (log Z)²", ("z_loss",), 81, ".3g"),
+    Panel("Largest logit", "", ("max_logit",), 81, ".3g"),
     Panel("Tokens per second and device", "", ("tokens_per_s_per_device",), 81, ",.0f"),
     Panel("MFU", "% of the peak", ("mfu",), 81, ".1f"),
     Panel("Waiting for data", "% of the time", ("data_percent",), 81, ".2f"),
@@ -125,7 +127,7 @@ def _draw_panels(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
     texts = [_hover_text(row, panels) for row in drawn]
     told = curve([(row, row.get(key, 0.0)) for row in drawn], "rgba(0,0,0,0)", yaxis=f"y{axis}", text=texts)
     figure.add_trace(told.update(hovertemplate="%{text}<extra></extra>"))
-    _lay_out(figure, panels, [p for p in panels if any(row[key] is not None for row in drawn for key in p.keys)])
+    lay_out(figure, panels, [p for p in panels if any(row[key] is not None for row in drawn for key in p.keys)])
 
 
 def _hover_text(row: dict[str, Any], panels: Sequence[Panel]) -> str:
@@ -138,14 +140,14 @@ def _hover_text(row: dict[str, Any], panels: Sequence[Panel]) -> str:
     return "<br>".join(lines)
 
 
-def _domains(panels: Sequence[Panel]) -> list[tuple[float, float]]:
+def domains(panels: Sequence[Panel]) -> list[tuple[float, float]]:
     """(bottom, top) of each panel as shares of the height, from their heights in pixels."""
     below = list(accumulate(panel.px + TITLE_PX for panel in panels))
     return [(1 - low / below[-1], 1 - (low - panel.px) / below[-1]) for low, panel in zip(below, panels, strict=True)]
 
 
-def _lay_out(figure: go.Figure, panels: Sequence[Panel], with_figures: Sequence[Panel]) -> None:
-    for index, (panel, domain) in enumerate(zip(panels, _domains(panels), strict=True), start=1):
+def lay_out(figure: go.Figure, panels: Sequence[Panel], with_figures: Sequence[Panel]) -> None:
+    for index, (panel, domain) in enumerate(zip(panels, domains(panels), strict=True), start=1):
         axis = {"domain": domain, "anchor": "x", "nticks": 3, "zeroline": False, "fixedrange": True,
                 "rangemode": "tozero", "exponentformat": "SI", **panel.axis}  # fmt: skip
         figure.update_layout({f"yaxis{index}": axis})
@@ -159,21 +161,24 @@ def _lay_out(figure: go.Figure, panels: Sequence[Panel], with_figures: Sequence[
 
 def _draw_events(figure: go.Figure, run: Run) -> None:
     """Faults, roll-backs and starts as marks above the loss; what happened stands in their hover boxes."""
-    by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for event in run.events:
-        if event["x_step"] is not None:
-            key = event["phase"], event.get("attempt"), event["x_step"], event.get("kind")
-            by_place.setdefault(key, []).append(event)
-    groups = list(by_place.values())
+    groups = event_groups(event for event in run.events if event["x_step"] is not None)
     if not groups:
         return
     tints = [BAD if TROUBLE.search(str(group[0].get("kind")).lower()) else NEUTRAL for group in groups]
-    axis, top = len(TRAINING) + 1, _domains(TRAINING)[0][1]
+    axis, top = len(TRAINING) + 1, domains(TRAINING)[0][1]
     told = {"text": list(map(event_text, groups)), "hovertemplate": "%{text}<extra></extra>"}
     look = {"mode": "markers", "cliponaxis": False, "marker": {"symbol": "triangle-down", "size": 10, "color": tints}}
     figure.add_trace(curve([(group[0], 0.0) for group in groups], NEUTRAL, yaxis=f"y{axis}").update(told | look))
     strip = {"domain": (top + 0.6 * (1 - top), 1 - 0.1 * (1 - top)), "visible": False, "fixedrange": True}
     figure.update_layout({f"yaxis{axis}": {**strip, "range": [-1, 1]}})
+
+
+def event_groups(events: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Events of all ranks that are one: of the same kind at the same place of the same attempt."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for event in events:
+        groups.setdefault((event["phase"], event.get("attempt"), event["x_step"], event.get("kind")), []).append(event)
+    return list(groups.values())
 
 
 def event_text(group: Rows) -> str:
@@ -196,7 +201,7 @@ def restarts(run: Run) -> Rows:
 def _mark_x(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
     """The axis of x of all panels, with shaded phases, restart lines and their labels."""
     titles = [annotation.to_plotly_json() for annotation in figure.layout.annotations]
-    top, rows = _domains(panels)[0][1], restarts(run)
+    top, rows = domains(panels)[0][1], restarts(run)
 
     def marks(axis: str) -> dict[str, Any]:
         x, title = AXES[axis]

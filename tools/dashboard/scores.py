@@ -17,6 +17,7 @@ from records.run import Run, number
 from tools.dashboard.core import Point, core_card, newest, points_of, where_evaluated
 from tools.dashboard.published import CODE, LM_EVAL, MODEL, RULER_LENGTHS
 
+SAMPLES = 8  # checkpoints of a prompt that are shown
 LISTED = 40  # more evaluations than this are counted, not listed
 # in the list of evaluations: which figures come first, and what is said of how it was made
 PREFERRED = ("core_v1", "core_v2", "pass@1_plus", "bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
@@ -152,9 +153,27 @@ def contamination_card(run: Run) -> str:
     return card("Contamination", table(head, rows) if rows else unsearched, caption)
 
 
+def samples_card(run: Run) -> str:
+    """What the checkpoints wrote after the same prompts, prompt by prompt, the newest checkpoint first."""
+    prompts: dict[str, tuple[str, list[list[str]]]] = {}
+    for record in reversed(points_of(run, "samples")):
+        for text in record.get("samples") or []:
+            rows = prompts.setdefault(str(text.get("name")), (str(text.get("prompt")), []))[1]
+            written = (escape(str(text.get(way, ""))) for way in ("greedy", "sampled"))
+            rows.append([escape(where_evaluated(record)), *written])
+    body = ""
+    for name, (prompt, rows) in prompts.items():
+        every = max(1, (len(rows) - 1) / (SAMPLES - 1))
+        shown = [rows[round(i * every)] for i in range(min(SAMPLES, len(rows)))]  # the newest and the oldest among them
+        texts = table(("checkpoint", "greedy", "one seeded sample"), shown, "texts")
+        head = f"<b>{escape(name)}</b> <small>{escape(prompt)}</small>"
+        body += f"<details{'' if body else ' open'}><summary>{head}</summary>{texts}</details>"
+    return card("Samples", body, "What each evaluated checkpoint writes after the same prompts.") if body else ""
+
+
 CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page; a card without records is ""
     "CORE": core_card, "code": code_card, "ARC": lm_eval_card, "long context": ruler_card,
-    "contamination": contamination_card,
+    "contamination": contamination_card, "samples": samples_card,
 }  # fmt: skip
 
 

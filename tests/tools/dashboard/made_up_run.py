@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENS_A_STEP = 6_291_456
+START, SECONDS_A_ROW = 1.79e9, 4.0
 SOURCES = {"web": "general", "stdlib": "code", "math": "math", "wiki": "multilingual", "qa": "qa"}
 MODEL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
          "num_key_value_heads": 4, "num_lanes": 4, "broadcast_delay": 2, "sliding_window": 64, "swa_layers": [0, 1],
@@ -51,8 +52,15 @@ def metric(rng: random.Random, phase: str, attempt: int, step: int, steps: int, 
         "grad_norm_z": rng.gauss(0, 1) + 9 * spike, "loss_by_source": by_source, "seconds": 19.4,
         "tokens_by_source": {n: (before + tokens) * w / 10 for n, w in weights.items()},
         "checkpoint_s": 2.1 if step % (steps // 10) < 2 else 0.0, "memory_gib": 58.0 + rng.gauss(0, 0.1),
-        "mfu": 38 * rng.gauss(1, 0.008), "data_s": 0.01, "time": 1.79e9 + 2 * (before / TOKENS_A_STEP + step),
+        "mfu": 38 * rng.gauss(1, 0.008), "data_s": 0.01, "z_loss": 90 + 8 * math.exp(-9 * progress) + rng.gauss(0, 1),
+        "max_logit": 14 + 9 * progress + rng.random(), "layer_grad_norm": layers(rng, 0.06, -0.11, spike),
+        "layer_stream_rms": layers(rng, 1.2, 0.19, False),
     }  # fmt: skip
+
+
+def layers(rng: random.Random, first: float, growth: float, spike: bool) -> list[float]:
+    """A figure of six layers; in a spike the third one is thirty times what it should be."""
+    return [first * math.exp(growth * i + rng.gauss(0, 0.06)) * (30 if spike and i == 2 else 1) for i in range(6)]
 
 
 # phase 1 in three attempts, each of which falls back behind the last one's end, then phase 2 in two
@@ -63,10 +71,11 @@ PLAN = (("phase1", 1, 0, 0.35), ("phase1", 2, 0.30, 0.7), ("phase1", 3, 0.66, 1.
 def rows_of(steps: int, every: int) -> list[dict[str, Any]]:
     rng = random.Random(7)
     rows = []
-    for phase, attempt, first, last in PLAN:
+    for place, (phase, attempt, first, last) in enumerate(PLAN):
         length, before = (steps, 0) if phase == "phase1" else (steps // 2, steps * TOKENS_A_STEP)
         for step in range(int(first * length) + every, int(last * length) + 1, every):
-            rows.append(metric(rng, phase, attempt, step, length, before))
+            time = START + 120 * place + SECONDS_A_ROW * len(rows)
+            rows.append(metric(rng, phase, attempt, step, length, before) | {"time": time})
     return rows
 
 
@@ -88,10 +97,24 @@ def evaluations(steps: int, checkpoints: int, missing: tuple[str, ...]) -> list[
         total = sum(s["bits_per_byte"] for s in sources.values()) / len(sources)
         records.append({"kind": "bits_per_byte", **origin, "bits_per_byte": total, "sources": sources})
         records.append({**origin, **core_record(rng, count / checkpoints, missing)})
+        records.append({**origin, "kind": "samples", "max_new_tokens": 64, "temperature": 0.8, "seed": 0,
+                        "backend": "engine bf16", "samples": texts(step)})  # fmt: skip
     speed = {"tokens_per_s": 131.7, "bytes_per_token": 98.3e6, "probe_bytes_per_s": 17.4e9, "percent_of_probe": 74.4,
              "prefill_tokens_per_s": 2150.0, "ttft_s": 0.061, "cpu": "Some CPU (2 cores)", "dtype": "bf16",
              "isa": "avx512bf16", "threads": 2, "tokens_per_s_p10": 127.9, "tokens_per_s_p90": 134.2}  # fmt: skip
     return [*records, *scores(origin), {**origin, "kind": "decode_speed", **speed}]
+
+
+def texts(step: int) -> list[dict[str, str]]:
+    """Two prompts whose continuations grow with the step."""
+    prose, code = "The old lighthouse keeper", "def is_prime(n: int) -> bool:\n"
+    words = (" had <b>not</b> spoken to anyone for weeks, and the sea had been as quiet as he was. " * 3).split()
+    most = max(3, step // 40 % 40)
+    return [
+        {"name": "prose", "prompt": prose, "greedy": " ".join(words[:most]), "sampled": " ".join(words[: most // 2])},
+        {"name": "code", "prompt": code, "greedy": "    if n < 2:\n        return False\n    return all(n % d for d in "
+         "range(2, n))", "sampled": f"    # step {step}\n    return n & 1"},
+    ]  # fmt: skip
 
 
 # label: (category, type, shots, baseline v1, baseline v2, items)
@@ -189,12 +212,13 @@ def scores(origin: dict[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def events(phase: str, length: int) -> list[dict[str, Any]]:
+def events(phase: str, length: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ends = {row["attempt"]: row["time"] for row in rows if row["phase"] == phase}
     told = [("signal", 1, 0.35, "SIGUSR1 ten minutes before the time limit"), ("roll_back", 2, 0.7, "loss z 11.2"),
             ("checkpoint_saved", 3, 0.9, None)]  # fmt: skip
     return [
-        {"time": 1.79e9, "attempt": attempt, "step": int(share * length), "kind": kind, "rank": rank, "host": "node-07",
-         "reason": reason}
+        {"time": ends[attempt] + 1, "attempt": attempt, "step": int(share * length), "kind": kind, "rank": rank,
+         "host": "node-07", "reason": reason}
         for kind, attempt, share, reason in told for rank in range(2)
         if phase == "phase1"
     ]  # fmt: skip
@@ -204,8 +228,8 @@ def write_run(
     folder: Path, steps: int = 2000, every: int = 2, checkpoints: int = 6, missing: tuple[str, ...] = ()
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    evals = evaluations(steps, checkpoints, missing)
-    for name, records in (("metrics", rows_of(steps, every)), ("evals", evals)):
+    evals, rows = evaluations(steps, checkpoints, missing), rows_of(steps, every)
+    for name, records in (("metrics", rows), ("evals", evals)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     for phase, length in (("phase1", steps), ("phase2", steps // 2)):
         (folder / phase).mkdir(exist_ok=True)
@@ -213,14 +237,15 @@ def write_run(
             f'[phase]\nname = "{phase}"\n[model]\nflavor = "tiny"\n[training]\nsteps = {length}\nseq_len = 4096\n'
             f'global_batch_size = 1536\n[optimizer]\nname = "AdamW"\nlr = {4e-4 if phase == "phase1" else 2e-4}\n'
             f"[lr_scheduler]\ndecay_ratio = 0.2\nwarmup_steps = {length // 50}\n"
-            f'[mixture]\nlock = "data/{phase}.lock.json"\n'
+            f'[mixture]\nlock = "data/{phase}.lock.json"\n[metrics]\ngpu_hour_price = 2.5\ncurrency = "EUR"\n'
         )
         (folder / phase / "model.json").write_text(json.dumps(MODEL))
+        began = {r["attempt"]: r["time"] - 60 for r in reversed(rows) if r["phase"] == phase}
         starts = [{"attempt": n, "step": int(first * length), "world_size": 192, "torch": "2.13.0",
-                   "code_version": "0123456789ab", "mixture_fingerprint": "ef" * 32, "time": 1.79e9,
+                   "code_version": "0123456789ab", "mixture_fingerprint": "ef" * 32, "time": began[n],
                    "started_from": None}
                   for of, n, first, _ in PLAN if of == phase]  # fmt: skip
-        lines = "".join(json.dumps(event) + "\n" for event in events(phase, length))
+        lines = "".join(json.dumps(event) + "\n" for event in events(phase, length, rows))
         (folder / phase / "events.jsonl").write_text(lines)
         (folder / phase / "attempts.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts))
     return folder

@@ -88,14 +88,14 @@ def figures_of(text: str) -> list[dict[str, Any]]:
 
 
 KEYS = ("loss", "lr", "grad_norm", "tokens_per_s", "loss_z", "grad_norm_z", "tokens_per_s_per_device", "mfu",
-        "checkpoint_s", "memory_gib", "valid_loss")  # fmt: skip
+        "checkpoint_s", "memory_gib", "valid_loss", "z_loss", "max_logit")  # fmt: skip
 
 
 def test_every_figure_of_the_input_is_on_the_page(tmp_path: Path) -> None:
     folder = made_up_run.write_run(tmp_path / "small", steps=60, every=1)
     write_page([folder], folder / "dashboard.html", now=NOW)
     text = (folder / "dashboard.html").read_text()
-    drawn_values = {v for trace in figures_of(text) for v in trace["y"] if v is not None}
+    drawn_values = {v for trace in figures_of(text) for v in trace.get("y", ()) if v is not None}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     run = read_run(folder)
     counted = {(r["phase"], r["attempt"], r["step"]) for r in run.kept_rows}

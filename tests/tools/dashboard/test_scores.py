@@ -15,7 +15,7 @@ from laneformer.config import LaneformerConfig, flops_per_token
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import write_page
-from tools.dashboard.core import core_curves, core_figure, draw_references, heat_figure, points_of
+from tools.dashboard.core import core_curves, core_figure, curve_points, draw_references, heat_figure, points_of
 from tools.dashboard.published import CORE_REFERENCES
 from tools.dashboard.scores import ruler_card, score_cards
 
@@ -70,6 +70,20 @@ def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) 
     assert {text for text, _ in drawn} == {f"{r.name} {r.value:.4f} ({r.version})" for r in CORE_REFERENCES}
     v1, v2 = drawn["DCLM-7B 0.5714 (v1)", "bottom"], drawn["DCLM-7B 0.5596 (v2)", "top"]
     assert (v1.y0, v1.line.dash, v2.y0, v2.line.dash) == (0.57136, "solid", 0.55961, "dash")
+
+
+def test_no_reference_is_written_across_a_curve(whole: Path, tmp_path: Path) -> None:
+    """Also on the page of two runs, where a name of 46 % of the width (a phone) crossed the other run's curve."""
+    other = made_up_run.write_run(tmp_path / "other", steps=42, every=1, checkpoints=5)
+    for runs in ([read_run(whole)], [read_run(whole), read_run(other)]):
+        figure = core_figure(core_curves(runs))
+        points, (bottom, top) = curve_points(figure), figure.layout.yaxis.range
+        height = 0.05 * (top - bottom)
+        assert len(points) > 150 * len(runs)
+        for note in figure.layout.annotations:
+            low, left = note.y - height * (note.yanchor == "top"), 0.55 * (note.xanchor == "right")
+            crossed = [(x, y) for x, y in points if left <= x <= left + 0.45 and low <= y <= low + height]
+            assert not crossed, note.text
 
 
 def test_missing_tasks_are_one_line_and_there_is_no_core(gappy: Path, tmp_path: Path) -> None:

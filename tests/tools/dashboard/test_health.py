@@ -1,0 +1,111 @@
+"""Time and cost, incidents, layers and samples on the page: every figure of the files, escaped, and gaps as gaps."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from records.run import read_run
+from records.usage import usage_of, whole
+from tests.tools.dashboard import made_up_run
+from tools.dashboard.cards import tiles_of
+from tools.dashboard.health import incidents_card, layers_card, layers_figure, usage_card
+from tools.dashboard.scores import samples_card
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_up_run.write_run(tmp_path_factory.mktemp("runs") / "run", steps=60, every=1)
+
+
+def append(path: Path, *lines: dict[str, Any]) -> None:
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_gpu_hours_and_cost_by_phase_and_in_all(folder: Path) -> None:
+    run = read_run(folder)
+    usage, text = usage_of(run), usage_card(run)
+    # five attempts: the minute from the line in attempts.jsonl to the first row, then four seconds a row
+    seconds = {p: sum(60 + 4 * (sum(len(s.rows) for s in run.segments if (s.phase, s.attempt) == (p, a)) - 1)
+                      for q, a, _, _ in made_up_run.PLAN if q == p) for p in run.phases}  # fmt: skip
+    for phase in run.phases:
+        assert usage[phase].gpu_hours == pytest.approx(192 * seconds[phase] / 3600, rel=0.01)
+        assert f"<td>{phase}</td><td>{usage[phase].gpu_hours:,.1f}</td><td>{usage[phase].repeated:,.1f}</td>" in text
+        assert f"{2.5 * usage[phase].gpu_hours:,.0f} EUR" in text
+    assert f"{2.5 * whole(usage).gpu_hours:,.0f} EUR" in text
+    assert "training.steps reached" in tiles_of(run)
+
+
+def test_a_run_under_way_says_when_it_ends_and_what_it_will_cost(folder: Path, tmp_path: Path) -> None:
+    run = read_run(folder)
+    run.configs["phase2"]["training"]["steps"] = 3030  # of which 30 are done
+    of, rate = whole(usage_of(run)), [r["tokens_per_s_per_device"] for r in run.kept_rows if r["phase"] == "phase2"]
+    hours = 3000 * made_up_run.TOKENS_A_STEP / sorted(rate)[len(rate) // 2] / 3600
+    assert of.gpu_hours_left == pytest.approx(hours, rel=0.01)
+    tiles = tiles_of(run)
+    assert re.search(r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", tiles)
+    assert f"{2.5 * (of.gpu_hours + of.gpu_hours_left):,.0f} EUR" in tiles
+
+
+def test_incidents_are_listed_once_and_escaped(folder: Path, tmp_path: Path) -> None:
+    run = read_run(folder)
+    for event in run.events:
+        event["text"] = "<b>no</b>"
+    text = incidents_card(run)
+    assert text.count("2 times") == 3, "both ranks said it"
+    assert '<span class="missing" title="">roll back</span>' in text
+    assert "<b>no" not in text
+    run.events = [{**run.events[0], "x_step": i, "kind": "supervisor_alert", "text": f"call {i}"} for i in range(40)]
+    text = incidents_card(run)
+    assert "28 earlier ones</summary>" in text
+    assert text.index("call 39") < text.index("call 38") < text.index("<details>") < text.index("call 0")
+    run.events = []
+    assert "no event on record" in incidents_card(run)
+
+
+def test_layers_are_heat_maps_that_keep_a_spike(folder: Path) -> None:
+    run = read_run(folder)
+    assert 'id="layers-run"' in layers_card(run)
+    rows = run.kept_rows
+    norms, streams = layers_figure(rows).data
+    for trace, key in ((norms, "layer_grad_norm"), (streams, "layer_stream_rms")):
+        assert list(trace.x) == [row["x_step"] for row in rows]
+        for layer in range(6):
+            assert list(trace.z[layer]) == pytest.approx([math.log10(row[key][layer]) for row in rows], abs=1e-3)
+    many = [{**rows[0], "x_step": i, "layer_grad_norm": [0.1] * 5 + [7.0 * (i == 777)]} for i in range(5000)]
+    run.segments = [type(run.segments[0])("phase1", 1, True, many)]
+    text = layers_card(run)
+    assert len(text) < 400_000
+    assert "7.0" in text, "the spike is in none of the first rows"
+    many[3]["layer_grad_norm"] = [None, math.nan]
+    many[4]["layer_grad_norm"] = None
+    assert layers_figure(many[:9]).data[0].z[0][3] is layers_figure(many[:9]).data[0].z[0][4] is None
+    for row in many:
+        del row["layer_grad_norm"], row["layer_stream_rms"]
+    assert layers_card(run) == ""
+
+
+def test_samples_by_prompt_newest_first_escaped(folder: Path, tmp_path: Path) -> None:
+    text = samples_card(read_run(folder))
+    assert re.findall(r"<summary><b>(\w+)</b>", text) == ["prose", "code"]
+    assert text.count("<details open>") == 1
+    code = text[text.index("<b>code</b>") :]
+    steps = [int(step) for step in re.findall(r"    # step (\d+)\n", code)]
+    assert steps == [90, 75, 60, 45, 30, 15]
+    assert "<b>not" not in text
+    assert "&lt;b&gt;not" in text
+    other = made_up_run.write_run(tmp_path / "long", steps=60, every=1)
+    (other / "evals.jsonl").write_text("")
+    for step in range(1, 101):
+        append(other / "evals.jsonl", {"kind": "samples", "phase": "phase1", "step": step,
+               "samples": [{"name": "a", "prompt": "p", "greedy": f"text of {step}", "sampled": "s"}]})  # fmt: skip
+    shown = [int(step) for step in re.findall(r"text of (\d+)<", samples_card(read_run(other)))]
+    assert (len(shown), shown[0], shown[-1]) == (8, 100, 1)
+    append(other / "evals.jsonl", {"kind": "samples"}, {"kind": "samples", "step": 3, "samples": [{}]})
+    assert "text of 100" in samples_card(read_run(other))

@@ -1,0 +1,151 @@
+"""What a person beside the run asks first: when it ends, what it costs, what went wrong, and which layer drifts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import plotly.graph_objects as go
+
+from records.page import PLOT, card, chart, measured, missing, none, short, table, utc
+from records.run import Run, number
+from records.usage import duration, money, usage_of, whole
+from tools.dashboard.figures import sample
+from tools.dashboard.panels import TROUBLE, Panel, domains, event_groups, lay_out
+
+LISTED = 12  # more incidents than this are folded
+COLUMNS = 120  # buckets of a heat map; of more rows than four times as many, each keeps its first and its highest
+LAYERS = {  # key of a row
+    "layer_grad_norm": Panel("Gradient norm", "by layer", (), 150),
+    "layer_stream_rms": Panel("RMS of the stream", "behind each layer", (), 150),
+}
+SCALE = [[0, "rgba(79,143,247,0.06)"], [0.5, "#4f8ff7"], [1, "#e5647c"]]
+
+
+def metrics_section(run: Run) -> dict[str, Any]:
+    """[metrics] of the newest phase: what a GPU-hour costs."""
+    return next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})
+
+
+def usage_tiles(run: Run) -> tuple[tuple[str, str, str], ...]:
+    """The tiles of time left and GPU-hours."""
+    of, rows, pricing = whole(usage_of(run)), run.kept_rows, metrics_section(run)
+    if not rows or rows[-1]["time"] is None:
+        return ("time left", none(), "nothing logged"), ("GPU-hours", none(), "nothing logged")
+    left_s = None if of.finish_time is None else of.finish_time - rows[-1]["time"]
+    left = none() if left_s is None else duration(left_s) if left_s else "none"
+    total = None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
+    end = f"until {utc(of.finish_time)} UTC" if left_s else "training.steps reached" if left_s == 0 else "steps unknown"
+    note = ", ".join(filter(None, (f"of {short(total)}" if total else "", money(total, pricing))))
+    return ("time left", left, end), ("GPU-hours", short(of.gpu_hours), note or "so far")
+
+
+def usage_card(run: Run) -> str:
+    """GPU-hours, cost and end of every phase, and of the whole run."""
+    usage, pricing, rows = usage_of(run), metrics_section(run), []
+    if not run.kept_rows:
+        return ""
+    named = {escape(phase): of for phase, of in usage.items()} | (
+        {"<b>all</b>": whole(usage)} if len(usage) > 1 else {}
+    )
+    for name, of in named.items():
+        total = None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
+        hours = [measured(value, ",.1f") for value in (of.gpu_hours, of.repeated, of.gpu_hours_left)]
+        costs = [money(value, pricing) or none("no price") for value in (of.gpu_hours, total)]
+        rows.append([name, *hours, *costs, utc(of.finish_time)])
+    head = ("phase", "GPU-hours used", "of them repeated", "left", "cost so far", "cost in all", "ends (UTC)")
+    caption = (
+        "From an attempt's first record to its last: start-up and repeated steps count, queues do not. What is left "
+    )
+    caption += "goes by the median speed of the last rows. The price is <code>metrics.gpu_hour_price</code>."
+    return card("Time and cost", table(head, rows, "numbers"), caption)
+
+
+def incidents_card(run: Run) -> str:
+    """The events of the run, the newest first; trouble is red."""
+    rows = []
+    for group in reversed(event_groups(run.events)):
+        first = group[0]
+        kind = str(first.get("kind", "event")).removeprefix("supervisor_").replace("_", " ")
+        trouble = TROUBLE.search(str(first.get("kind")).lower())
+        where = [str(first["phase"])] + [f"step {first['step']:,}"] * isinstance(first.get("step"), int)
+        hosts = sorted({str(event["host"]) for event in group if event.get("host")})
+        many = f" <small>{len(group)} times</small>" if len(group) > 1 else ""
+        rows.append([
+            utc(first.get("time")), (missing(kind) if trouble else escape(kind)) + many, escape(" ".join(where)),
+            escape(", ".join(hosts[:2]) + (f" and {len(hosts) - 2} more" if len(hosts) > 2 else "")), said_by(first),
+        ])  # fmt: skip
+    if not rows:
+        return card("Incidents", none("no event on record"))
+    head = ("time (UTC)", "event", "where", "host", "what")
+    body = table(head, rows[:LISTED], "events")
+    if len(rows) > LISTED:
+        more = table(head, rows[LISTED : LISTED + 200], "events")
+        body += f"<details><summary>{len(rows) - LISTED:,} earlier ones</summary>{more}</details>"
+    return card("Incidents", body)
+
+
+def said_by(event: dict[str, Any]) -> str:
+    """What an event says: its text or reason, else its other facts."""
+    text = event.get("text") or event.get("reason")
+    known = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens", "rank", "host"}
+    facts = {k: v for k, v in event.items() if k not in known and v is not None}
+    return escape(str(text or ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items())))
+
+
+def layers_card(run: Run) -> str:
+    """Gradient norm and stream RMS of every layer over the steps."""
+    rows = [row for row in run.kept_rows if any(isinstance(row.get(key), list) for key in LAYERS)]
+    if not rows:
+        return ""
+    caption = (
+        "Logarithmic colours, the first layer at the bottom. A layer that leaves its neighbours is a fault of that "
+    )
+    caption += "layer; all of them together, of the data or the learning rate."
+    for row in rows:
+        row["layer_peak"] = max(
+            (v for v in map(number, row.get("layer_grad_norm") or []) if v is not None), default=None
+        )
+    figure = layers_figure([rows[i] for i in sample(rows, COLUMNS, [("layer_peak", max)])])
+    return card("Layers", chart(figure, f"layers-{run.name}"), caption)
+
+
+def layers_figure(rows: Sequence[dict[str, Any]]) -> go.Figure:
+    """Heat maps (layer by step) above each other."""
+    figure, panels = go.Figure(layout=PLOT), tuple(LAYERS.values())
+    lay_out(figure, panels, panels)
+    for place, (key, (bottom, top)) in enumerate(zip(LAYERS, domains(panels), strict=True), start=1):
+        values = [
+            [(x := number(v)) and float(f"{x:.4g}") for v in row[key]] if isinstance(row.get(key), list) else []
+            for row in rows
+        ]
+        grid = [[each[i] if i < len(each) else None for each in values] for i in range(max(map(len, values)))]
+        figure.add_heatmap(
+            x=[row["x_step"] for row in rows], yaxis=f"y{place}", colorscale=SCALE, text=grid, hoverongaps=False,
+            z=[[round(math.log10(v), 3) if v else None for v in line] for line in grid],
+            hovertemplate="layer %{y}, step %{x:,}<br>%{text:.3g}<extra></extra>",
+            colorbar={"thickness": 8, "outlinewidth": 0, "len": top - bottom, "y": (top + bottom) / 2,
+                      "tickfont": {"size": 11}, **log_ticks([v for line in grid for v in line if v])},
+        )  # fmt: skip
+    figure.update_layout(hovermode="closest", margin_t=0)
+    figure.update_yaxes(showgrid=False, nticks=5, rangemode="normal")
+    figure.update_xaxes(title={"text": "step, all phases", "font": {"size": 12}}, showgrid=False, zeroline=False)
+    return figure
+
+
+def known_in(row: dict[str, Any], key: str) -> list[float]:
+    """The figures of the layers with four digits, none where any is not finite."""
+    found = [number(value) for value in row.get(key) or []] if isinstance(row.get(key), list) else []
+    return [] if None in found else [float(f"{value:.4g}") for value in found if value is not None]
+
+
+def log_ticks(values: Sequence[float]) -> dict[str, Any]:
+    """Four ticks of a colour bar whose places are logarithms, with the figures themselves as texts."""
+    if not values:
+        return {}
+    low, high = math.log10(min(values)), math.log10(max(values))
+    places = [low + i / 3 * (high - low) for i in range(4)]
+    return {"tickvals": places, "ticktext": [f"{10**place:.2g}" for place in places]}
