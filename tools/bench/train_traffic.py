@@ -260,9 +260,12 @@ def attention_of_a_gpu() -> Iterator[None]:
         assert is_causal
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
 
+    def any_device(*tensors: Tensor) -> None:
+        """A function, which Dynamo traces, unlike a mock."""
+
     with (
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", flash),
-        mock.patch.object(flex_attention, "_validate_device", return_value=None),
+        mock.patch.object(flex_attention, "_validate_device", any_device),
     ):
         yield
 
