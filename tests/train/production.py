@@ -37,7 +37,6 @@ PLACES = ("job.dump_folder", "mixture.lock", "checkpoint.initial_load_path")
 DEVIATIONS = {  # everything else that a machine with two CPU ranks forces
     "parallelism.data_parallel_replicate_degree": 1,  # 24 x 8 GPUs
     "parallelism.data_parallel_shard_degree": 2,
-    "checkpoint.async_mode": "async",  # pinned memory needs a GPU; the background thread is the same
     "compile.backend": "eager",  # traces, guards and recompiles as inductor does, without generating code
     "experimental.custom_import": "tests.train.production_facts",  # train.spec, and what it saw of the model
 }
@@ -100,6 +99,6 @@ def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     assert seen["streams"] == ["torch.bfloat16"], "what reaches the head"
     assert seen["policies"] == [["torch.bfloat16", "torch.float32"]], "computed in, reduced in"
     assert seen["weights"] == ["torch.float32"]
-    assert seen["async_mode"] == "ASYNC"
+    assert seen["async_mode"] == "ASYNC_WITH_PINNED_MEM"
     assert seen["order"] == ["staging is over", "optimizer"] * (len(seen["order"]) // 2) != []
     assert seen["timeouts_s"] == [300.0], "comm.train_timeout_seconds, once, also where no step is the first"

@@ -14,13 +14,18 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components import checkpoint
 from torchtitan.distributed import utils as dist_utils
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from laneformer.titan import loss
 from train.trainer import LaneformerTrainer
 
+if not torch.cuda.is_available():
+    # the staging of async_with_pinned_mem, and its process that writes, without pinned memory and streams
+    checkpoint.StagingOptions = lambda *wanted: StagingOptions(False, True, True, False)  # type: ignore[assignment,misc]
 if "LANEFORMER_FAULTS" in os.environ:
     import tests.train.faults  # noqa: F401
 
