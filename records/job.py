@@ -136,6 +136,11 @@ class Resilience:
     """Longest pause between two attempts, in seconds"""
     max_fruitless_starts: int = 3
     """Consecutive attempts without a newer checkpoint after which the supervisor gives up"""
+    max_same_reason: int = 3
+    """Consecutive attempts ended by the same reason, numbers and paths aside, after which the supervisor gives up,
+    newer checkpoints or not; 0: no limit"""
+    same_reason_hours: float = 24.0
+    """An attempt that lasted longer does not count as ended by the same reason as the one before"""
 
     def __post_init__(self) -> None:
         self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]  # TOML has lists

@@ -1,28 +1,44 @@
 """The restart loop: start the workers, see how they end, start them again from the newest checkpoint.
 
-The supervisor holds no state of the job, so it may be killed and started again at any moment.
+The supervisor holds no state of the job, so it may be killed and started again: at once if its workers died with it,
+and when they have ended if they live on (train.supervise.lock).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import textwrap
 import time
-from typing import Any, TextIO
+from collections import Counter
+from typing import Any
 
 from rich.console import Console
 
 from records.checkpoints import newest_saved_step
-from records.events import BAD_STEP, CRASHED, DONE, STOPPED, next_attempt, record_event
-from records.files import hold_lock
+from records.events import (
+    BAD_STEP,
+    CRASHED,
+    DONE,
+    REFUSED,
+    STOPPED,
+    STOPPED_UNSAVED,
+    next_attempt,
+    record_event,
+)
+from records.files import read_lines
 from records.job import JobSections
 
 from ..skips import add_windows, read_skip_list, windows_of
-from .attempt import Attempt, Ended
+from .attempt import Attempt, Ended, full_disks
 from .preflight import healthy_nodes
 from .signals import StopSignals
 
-MEANING = {DONE: "done", STOPPED: "stopped", BAD_STEP: "bad step"}
+MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
+           REFUSED: "refused"}  # fmt: skip
+SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
+VARYING = re.compile(r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
 console = Console(highlight=False)
 
@@ -34,21 +50,22 @@ class Supervisor:
         self.job, self.options, self.train_arguments = job, options, train_arguments
         self.stop = StopSignals(on_force=lambda: None)  # the attempt polls `forced`
         self.stop.deadline_s = job.resilience.stop_deadline_s
-        self.attempt = self.fruitless = 0
-        self.suspects: set[str] = set()  # nodes that a hang pointed at: chosen last
+        self.attempt = self.fruitless = self.same_reason = 0
+        self.reason = ""  # of the last end, without what varies
 
     def run(self) -> int:
         """Restart until the job is done or asked to stop, or restarting does not help; returns the exit status."""
         self.stop.install()
         while True:
-            before = newest_saved_step(self.job.checkpoints)
+            before, began_s = newest_saved_step(self.job.checkpoints), time.monotonic()
             ended = self.run_attempt(before)
+            self.count_reason(ended, time.monotonic() - began_s)
             progress = newest_saved_step(self.job.checkpoints) > before
             self.fruitless = 0 if progress or ended.code == STOPPED else self.fruitless + 1
             if ended.code == DONE:
                 return DONE
             if self.stop.asked:
-                return STOPPED
+                return STOPPED if ended.code == STOPPED else STOPPED_UNSAVED
             if ended.code == BAD_STEP and not self.roll_back(ended):
                 return BAD_STEP
             if self.hopeless(ended):
@@ -65,16 +82,33 @@ class Supervisor:
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
         where = f"on {','.join(nodes)}" if nodes else "on this machine"
         self.say("start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes)
-        attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
-        ended = attempt.watch()
-        self.suspects |= set(ended.suspects)
+        try:
+            attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
+            ended = attempt.watch()
+        except (OSError, subprocess.TimeoutExpired) as problem:  # a full disk, or a scheduler that does not answer
+            ended = Ended(CRASHED, 0, f"the workers cannot be started: {problem}{full_disks([self.job.run])}")
         what, step = MEANING.get(ended.code, "crash"), max(ended.step, checkpoint_step)
-        self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code)
+        facts = {"suspects": ended.suspects, "failed_node": ended.failed_node}
+        self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code, **facts)
         return ended
+
+    def count_reason(self, ended: Ended, lasted_s: float) -> None:
+        """Count the ends in a row that differ in nothing but numbers and paths, unless the attempt was a long one."""
+        reason, before = VARYING.sub("#", f"{ended.code} {ended.reason}"), self.reason
+        again = reason == before and lasted_s < 3600 * self.job.resilience.same_reason_hours
+        self.reason, self.same_reason = reason, self.same_reason + 1 if again else 1
+
+    def suspects(self) -> set[str]:
+        """Nodes that a hang pointed at, or on which the first rank failed twice, in the whole life of the run."""
+        ends = [e for e in read_lines(self.job.run / "events.jsonl") if e.get("kind") == "supervisor_end"]
+        crashes = Counter(end.get("failed_node") for end in ends)
+        hangs = {node for end in ends for node in end.get("suspects", ())}
+        return hangs | {node for node, count in crashes.items() if node and count >= SUSPECT_CRASHES}
 
     def choose_nodes(self) -> list[str] | Ended:
         """As many healthy nodes as the job needs, suspects last; spares replace bad ones."""
-        candidates = sorted(self.options.nodes.split(","), key=lambda node: node in self.suspects)
+        suspects = self.suspects()
+        candidates = sorted(self.options.nodes.split(","), key=lambda node: node in suspects)
         good, bad = healthy_nodes(candidates, self.train_arguments)
         for node, reason in bad.items():
             self.say("bad_node", f"{node}: {reason}", node=node)
@@ -96,9 +130,9 @@ class Supervisor:
         return policy != "stop"
 
     def hopeless(self, ended: Ended) -> bool:
-        """Whether restarting cannot help: refused settings, or several attempts without a newer checkpoint."""
-        if ended.code == CRASHED and ended.reason.startswith("ValueError") and ended.step == 0:
-            self.say("give_up", "the job refuses its settings; restarting would not change that")
+        """Whether restarting cannot help: refused settings, one reason again and again, or no newer checkpoint."""
+        if ended.code == REFUSED:
+            self.say("give_up", f"the job cannot start: {ended.reason}. Restarting would not change that")
             return True
         if self.fruitless >= self.job.resilience.max_fruitless_starts:
             self.say(
@@ -106,6 +140,13 @@ class Supervisor:
                 f"{self.fruitless} attempts in a row without a newer checkpoint, last: {ended.reason}. See "
                 "events.jsonl and logs/; if the newest checkpoint itself is bad, move it out of "
                 f"{self.job.checkpoints}",
+            )
+            return True
+        if 0 < self.job.resilience.max_same_reason <= self.same_reason and ended.code != STOPPED:
+            self.say(
+                "give_up",
+                f"{self.same_reason} attempts in a row ended for the same reason, last at step {ended.step}: "
+                f"{ended.reason}. Newer checkpoints or not, restarting does not help (resilience.max_same_reason)",
             )
             return True
         return False
@@ -123,9 +164,3 @@ class Supervisor:
         console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
         console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
-
-
-def only_supervisor(job: JobSections) -> TextIO:
-    """The lock of a run, held by this process: two jobs would delete each other's checkpoints. ValueError if taken."""
-    stop = f"stop it (`touch {job.run}/stop`) or choose another job.dump_folder"
-    return hold_lock(job.run / ".supervisor.lock", f"another supervisor runs {job.run}; {stop}")
