@@ -192,6 +192,20 @@ class Evals:
 
 
 @dataclass
+class Alerts:
+    """Who is told when the supervisor gives up or restarts, a node is bad, a step is refused, or a save fails."""
+
+    webhook_env: str = ""
+    """Name of the environment variable that holds the URL of a webhook (Slack, Mattermost), which is a secret"""
+    command: str = ""
+    """Shell command that gets the text on stdin, such as "mail -s laneformer me@example.org" """
+    min_interval_s: float = 600.0
+    """Seconds in which only one alert of a kind is sent"""
+    timeout_s: float = 10.0
+    """Seconds after which an alert is given up"""
+
+
+@dataclass
 class JobSections:
     """The sections above, as one job."""
 
@@ -206,6 +220,7 @@ class JobSections:
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     evals: Evals = field(default_factory=Evals)
+    alerts: Alerts = field(default_factory=Alerts)
 
     @property
     def run(self) -> Path:

@@ -59,6 +59,7 @@ class Ended:
     reason: str
     suspects: tuple[str, ...] = ()  # nodes that a hang points at
     failed_node: str | None = None  # where the first rank failed
+    what: str = "crash"
 
 
 class Attempt:
@@ -116,7 +117,8 @@ class Attempt:
             rank = int(found[2])
             node = self.nodes[rank // self.nproc_per_node] if self.nodes else found[1]
             said += f" (first to fail: rank {rank} on {node}, {exit_words(int(found[3]))})"
-        said += full_disks((self.job.run, self.logs, Path(tempfile.gettempdir()), Path("/dev/shm")))
+        places = (self.job.run, self.logs, Path(tempfile.gettempdir()), Path("/dev/shm"))
+        said = "; ".join([said, *full_disks(places)])
         self.hang.look()
         steps = [beat["step"] or 0 for beat in self.hang.beats.values()]
         step = outcome["step"] if outcome else max(steps, default=0)
@@ -137,7 +139,7 @@ class Attempt:
         reason = f"no rank finished a step for {waited_s:.0f} s"
         record_event(self.job.run, "hang", step=step, reason=reason, laggards=facts, ranks=words, stacks=str(evidence))
         hosts = {self.nodes[rank // self.nproc_per_node] for rank in blamed} if self.nodes else ()
-        return Ended(CRASHED, step, f"{reason}; {words}", tuple(hosts))
+        return Ended(CRASHED, step, f"{reason}; {words}", tuple(hosts), what="hang")
 
     def _note_workers(self) -> None:
         with suppress(psutil.NoSuchProcess):
@@ -184,16 +186,16 @@ def exit_words(status: int) -> str:
     return f"signal {number}, {signal.Signals(number).name}" + (f": {hint}" if hint else "")
 
 
-def full_disks(paths: Iterable[Path]) -> str:
-    """ "; PATH has no room ..." for each of these places without room, as this machine sees them."""
+def full_disks(paths: Iterable[Path]) -> list[str]:
+    """What to say of each disk of these places that has no room, as this machine sees it."""
     full: dict[int, str] = {}  # by device
     for path in paths:
         with suppress(OSError):
             usage, device = shutil.disk_usage(path), path.stat().st_dev
             if usage.free < min(FULL_BYTES, usage.total / 10):
-                words = f"; the disk of {path} is full: {usage.free >> 10} KiB of {usage.total >> 20} MiB free"
+                words = f"the disk of {path} is full: {usage.free >> 10} KiB of {usage.total >> 20} MiB free"
                 full.setdefault(device, words)
-    return "".join(full.values())
+    return list(full.values())
 
 
 def free_port() -> int:

@@ -31,12 +31,14 @@ from records.files import read_lines
 from records.job import JobSections
 
 from ..skips import add_windows, read_skip_list, windows_of
+from .alerts import Alerts
 from .attempt import Attempt, Ended, full_disks
 from .preflight import healthy_nodes
 from .signals import StopSignals
 
 MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
            REFUSED: "refused"}  # fmt: skip
+ALERTED = ("give_up", "bad_node", "skip")
 SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
 VARYING = re.compile(r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
@@ -51,11 +53,21 @@ class Supervisor:
         self.stop = StopSignals(on_force=lambda: None)  # the attempt polls `forced`
         self.stop.deadline_s = job.resilience.stop_deadline_s
         self.attempt = self.fruitless = self.same_reason = 0
+        self.alerts = Alerts(job)
         self.reason = ""  # of the last end, without what varies
 
     def run(self) -> int:
         """Restart until the job is done or asked to stop, or restarting does not help; returns the exit status."""
         self.stop.install()
+        if problem := self.alerts.missing():
+            self.say("alerts", f"{problem}: no webhook will be called")
+        try:
+            return self.restart()
+        finally:
+            self.alerts.close()
+
+    def restart(self) -> int:
+        """The loop of `run`."""
         while True:
             before, began_s = newest_saved_step(self.job.checkpoints), time.monotonic()
             ended = self.run_attempt(before)
@@ -75,7 +87,7 @@ class Supervisor:
     def run_attempt(self, checkpoint_step: int) -> Ended:
         """Start the workers and watch them to their end."""
         self.attempt = next_attempt(self.job.run)
-        attempt = Attempt(self.job, self.attempt, self.stop)
+        attempt = Attempt(self.job, self.attempt, self.stop, self.look)
         nodes = self.choose_nodes() if self.options.nodes else None
         if isinstance(nodes, Ended):
             return nodes
@@ -86,11 +98,18 @@ class Supervisor:
             attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
             ended = attempt.watch()
         except (OSError, subprocess.TimeoutExpired) as problem:  # a full disk, or a scheduler that does not answer
-            ended = Ended(CRASHED, 0, f"the workers cannot be started: {problem}{full_disks([self.job.run])}")
-        what, step = MEANING.get(ended.code, "crash"), max(ended.step, checkpoint_step)
-        facts = {"suspects": ended.suspects, "failed_node": ended.failed_node}
+            ended = Ended(CRASHED, 0, f"the workers cannot be started: {problem}")
+        self.look()
+        what, step = MEANING.get(ended.code, ended.what), max(ended.step, checkpoint_step)
+        facts = {"what": what, "suspects": ended.suspects, "failed_node": ended.failed_node}
         self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code, **facts)
         return ended
+
+    def look(self) -> None:
+        """Alert on what the workers report, and on a full disk, of which they cannot."""
+        self.alerts.follow()
+        for words in full_disks([self.job.run]):
+            self.alerts.send("disk_full", words)
 
     def count_reason(self, ended: Ended, lasted_s: float) -> None:
         """Count the ends in a row that differ in nothing but numbers and paths, unless the attempt was a long one."""
@@ -164,3 +183,5 @@ class Supervisor:
         console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
         console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
+        if kind in ALERTED or facts.get("code") == CRASHED:
+            self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)

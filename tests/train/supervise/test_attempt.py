@@ -137,4 +137,4 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(monkeypatch: pytest
 
 
 def test_a_disk_with_room_is_not_full(tmp_path: Path) -> None:
-    assert full_disks([tmp_path, tmp_path / "missing"]) == ""
+    assert full_disks([tmp_path, tmp_path / "missing"]) == []
