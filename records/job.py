@@ -141,6 +141,11 @@ class Resilience:
     newer checkpoints or not; 0: no limit"""
     same_reason_hours: float = 24.0
     """An attempt that lasted longer does not count as ended by the same reason as the one before"""
+    min_network_share: float = 0.5
+    """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no other; 0: the
+    network is not measured before an attempt"""
+    max_network_latency: float = 5.0
+    """Multiple of the median latency to other nodes above which a node is used only if there is no other"""
 
     def __post_init__(self) -> None:
         self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]  # TOML has lists

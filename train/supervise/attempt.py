@@ -156,12 +156,7 @@ class Attempt:
         time to end its tasks on all nodes.
         """
         self._note_workers()
-        if self.workers.poll() is None and self.nodes is not None:
-            self.workers.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.workers.wait(SLURM_GRACE_S)
-        self.workers.kill()
-        self.workers.wait()
+        end_workers(self.workers, SLURM_GRACE_S if self.nodes else 0.0)
         for process in self.known:
             with suppress(psutil.NoSuchProcess):  # psutil knows a process by its start, so a reused number is safe
                 process.kill()
@@ -232,6 +227,16 @@ def start_workers(
         return subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+
+def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> None:
+    """SIGTERM and time to end the tasks on all nodes, then SIGKILL."""
+    if process.poll() is None and grace_s:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    process.kill()
+    process.wait()
 
 
 def srun(nodes: list[str]) -> list[str]:

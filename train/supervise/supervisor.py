@@ -12,6 +12,7 @@ import subprocess
 import textwrap
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +34,7 @@ from records.job import JobSections
 from ..skips import add_windows, read_skip_list, windows_of
 from .alerts import Alerts
 from .attempt import Attempt, Ended, full_disks
-from .preflight import healthy_nodes
+from .preflight import healthy_nodes, slow_nodes
 from .signals import StopSignals
 
 MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
@@ -88,7 +89,7 @@ class Supervisor:
         """Start the workers and watch them to their end."""
         self.attempt = next_attempt(self.job.run)
         attempt = Attempt(self.job, self.attempt, self.stop, self.look)
-        nodes = self.choose_nodes() if self.options.nodes else None
+        nodes = self.choose_nodes(attempt.logs) if self.options.nodes else None
         if isinstance(nodes, Ended):
             return nodes
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
@@ -124,7 +125,7 @@ class Supervisor:
         hangs = {node for end in ends for node in end.get("suspects", ())}
         return hangs | {node for node, count in crashes.items() if node and count >= SUSPECT_CRASHES}
 
-    def choose_nodes(self) -> list[str] | Ended:
+    def choose_nodes(self, logs: Path) -> list[str] | Ended:
         """As many healthy nodes as the job needs, suspects last; spares replace bad ones."""
         suspects = self.suspects()
         candidates = sorted(self.options.nodes.split(","), key=lambda node: node in suspects)
@@ -134,7 +135,18 @@ class Supervisor:
         needed = len(candidates) - self.options.spares
         if len(good) < needed:
             return Ended(CRASHED, 0, f"{len(good)} healthy nodes, {needed} are needed")
-        return good[:needed]
+        slow = self.slow_nodes(good, logs) if self.job.resilience.min_network_share else {}
+        for node, reason in slow.items():
+            self.say("bad_node", f"{node}: {reason}; it is used if there is no other", node=node)
+        return sorted(good, key=lambda node: node in slow)[:needed]
+
+    def slow_nodes(self, nodes: list[str], logs: Path) -> dict[str, str]:
+        """{node: why} for nodes with a slow network; none, if it cannot be measured."""
+        try:
+            return slow_nodes(nodes, self.options.nproc_per_node, self.job.resilience, logs / "network")
+        except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
+            self.say("network", f"not measured: {problem}")
+            return {}
 
     def roll_back(self, ended: Ended) -> bool:
         """After a bad step: whether to restart, and with rollback_and_skip which data to leave out."""

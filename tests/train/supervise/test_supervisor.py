@@ -27,7 +27,7 @@ Life = tuple[int, int, str, int | None]  # code, step, reason, step of the check
 def job(tmp_path: Path) -> JobSections:
     job = JobSections()
     job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
-    job.resilience.backoff_s = 0.0
+    job.resilience.backoff_s = job.resilience.min_network_share = 0.0
     job.checkpoints.mkdir(parents=True)
     return job
 
@@ -164,6 +164,26 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
     assert kinds["supervisor_bad_node"]["node"] == "b"
     assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
+
+
+def test_a_node_with_a_slow_network_is_chosen_last(
+    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.resilience.min_network_share = 0.5
+    monkeypatch.setattr("train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {}))
+    monkeypatch.setattr("train.supervise.supervisor.slow_nodes", lambda *_: {"a": "0.1 GB/s"})
+    assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), "a slow node is better than none"
+
+    def unmeasured(*_: Any) -> None:
+        raise ValueError("no result within 300 s")
+
+    monkeypatch.setattr("train.supervise.supervisor.slow_nodes", unmeasured)
+    assert supervise((DONE, 22, "end", 22), nodes="a,b", spares=0) == (DONE, 1)
+    events = read_lines(job.run / "events.jsonl")
+    assert [e["nodes"] for e in events if e["kind"] == "supervisor_start"] == [["b", "c"], ["b", "a"], ["a", "b"]]
+    assert [e["node"] for e in events if e["kind"] == "supervisor_bad_node"] == ["a", "a"]
+    assert [e["text"] for e in events if e["kind"] == "supervisor_network"] == ["not measured: no result within 300 s"]
 
 
 def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
