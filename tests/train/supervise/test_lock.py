@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from records.events import CRASHED, REFUSED, SUPERVISED
+from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record
 from records.files import hold_lock
 from tests.train.runs import fail, run_job
 from tests.train.supervised import arguments, environment, supervise
@@ -90,13 +90,50 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_one_line_and_one_outcome(prepared_data: Path, tmp_path: Path) -> None:
-    """Two ranks find the same: TorchTitan's assertion about the mesh, with its place."""
-    said = fail(tmp_path / "run", prepared_data / "phase1.lock.json", "--parallelism.data_parallel_shard_degree", "3")
+    """Two ranks find the same."""
+    mesh = ("--parallelism.data_parallel_shard_degree", "3", "--training.global_batch_size", "12")
+    said = fail(tmp_path / "run", prepared_data / "phase1.lock.json", *mesh)
     (line,) = [line for line in said.splitlines() if line.startswith("The job ")]
-    assert line.startswith("The job is refused: AssertionError: ")
-    assert "parallel_dims.py" in line
+    assert line.startswith("The job is refused: 2 workers do not form a mesh")
     assert "Traceback" not in said
     assert json.loads((tmp_path / "run/outcome.json").read_text())["code"] == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("problem", "starting", "ends", "code"),
+    [
+        (AssertionError(""), True, SystemExit, REFUSED),  # a library's, without a word: its place is named
+        (KeyError("2B"), True, SystemExit, REFUSED),
+        (FileNotFoundError(2, "No such file", "x.bin"), True, SystemExit, CRASHED),  # a slow mount
+        (RuntimeError("NCCL"), True, RuntimeError, CRASHED),
+        (ValueError("in a step"), False, ValueError, CRASHED),
+    ],
+)
+def test_what_is_refused(
+    problem: Exception, starting: bool, ends: type, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ends) as ended, crash_on_record(tmp_path, 1, lambda: 0, lambda: starting):
+        raise problem
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["code"] == code
+    if ends is SystemExit:
+        assert ended.value.code == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{type(problem).__name__}: " in line
+        assert f"{__file__}:" in line
+
+
+def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("records.events.OTHER_RANKS_S", 0.0)
+    with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
+        raise ValueError("my shard\nis damaged")
+    assert capsys.readouterr().err == "The job is refused: rank 3: my shard is damaged\n"
+    with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
+        raise ValueError("my shard is damaged")
+    assert capsys.readouterr().err == "", "it is on record"
 
 
 def test_a_refused_key_of_the_job_file_reaches_the_supervisor(tmp_path: Path) -> None:
