@@ -119,6 +119,10 @@ def manifest_sha256(folder: Path) -> str:
     return file_sha256(folder / MANIFEST)
 
 
+class MissingFile(ValueError, FileNotFoundError):
+    """A file that has to be there is not, or not yet: the mount of one node may be slow."""
+
+
 def read_json(path: Path, fix: str) -> dict[str, Any]:
     """A JSON object. ValueError names the file and the fix when it is missing or broken."""
     if not path.is_file():
@@ -150,7 +154,7 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
         try:
             size = os.stat(path).st_size  # one question a file: there may be thousands, on a file system far away
         except FileNotFoundError:
-            raise ValueError(f"{path} is missing, {expected} bytes in its manifest. Prepare the data again") from None
+            raise MissingFile(f"{path} is missing, {expected} bytes in its manifest. Prepare the data again") from None
         if size != expected:
             raise ValueError(
                 f"{path} has {size} bytes, its manifest says {expected}: truncated or foreign. Prepare the data again"

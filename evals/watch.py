@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -125,10 +126,13 @@ class Watcher:
                 return  # deleted meanwhile: the next look reports it
             for number, command in enumerate(work.commands):
                 out = scratch / f"step-{work.step}-{number}.jsonl"
-                out.unlink(missing_ok=True)  # left by a watcher that was killed before it appended the records
                 module, kind, options = read_command(command)
                 about = About(out, work.step, *self.progress(work.step))
-                status = self.call(work.step, [module, *kind.arguments(hf, options, about, self.job.evals.device)])
+                words = [module, *kind.arguments(hf, options, about, self.job.evals.device)]
+                # the command holds the lock, too: what a killed watcher has started is waited for
+                with hold_lock(out.with_suffix(".lock"), "", wait_s=math.inf) as lock:
+                    out.unlink(missing_ok=True)  # left by a watcher that was killed before it appended the records
+                    status = self.call(work.step, words, lock)
                 records = read_lines(out)
                 if status or not records:
                     self.fail(work, (command,), f"exit status {status}, {len(records)} records")
@@ -147,7 +151,7 @@ class Watcher:
         before = row.get("tokens_total", row["tokens"]) - row["tokens"]  # of earlier phases
         return before + row["tokens"] // row["step"] * step, row["phase"]
 
-    def call(self, step: int, words: list[str]) -> int:
+    def call(self, step: int, words: list[str], *locks: TextIO) -> int:
         """Run `python -m WORDS`, output to the step's log; returns its exit status. It is killed with the watcher."""
         log = self.run / f"logs/evals/step-{step}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -155,8 +159,9 @@ class Watcher:
             file.write(f"$ python -m {shlex.join(words)}\n")
             file.flush()
             process = subprocess.Popen(
-                [sys.executable, "-m", *words], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                [sys.executable, "-m", *words], stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                pass_fds=[lock.fileno() for lock in locks],
+            )  # fmt: skip
             try:
                 return process.wait()
             finally:

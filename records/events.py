@@ -8,21 +8,29 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from records.files import append_line, host_name, write_atomically
+from records.files import Held, append_line, host_name, write_atomically
 
 # how a worker or the supervisor ends: exit status, and `code` in outcome.json; any other status is a crash
 DONE = 0  # training.steps reached
 CRASHED = 1
+STOPPED_UNSAVED = 84  # stopped on request, but without a new checkpoint; starting again repeats steps
 STOPPED = 85  # stopped on request with a checkpoint saved; start again to continue
 BAD_STEP = 86  # the guard refused a step; its batch is recorded in events.jsonl
+REFUSED = 87  # the settings cannot work; starting again does not help
 
+SUPERVISED = "LANEFORMER_SUPERVISED"  # environment variable of a supervised worker: its run folder
+# before the first step these mean wrong settings; other exceptions, every OSError among them, may be gone next time
+REFUSALS = (ValueError, AssertionError, KeyError, ZeroDivisionError, NotImplementedError)
 REASON_CHARS = 2000
+OTHER_RANKS_S = 1.0  # until rank 0 has said what every rank found
 
 
 def record_event(run: Path, kind: str, **facts: Any) -> None:
@@ -46,7 +54,11 @@ def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) ->
     before = read_outcome(run)
     if before is None or before["attempt"] != attempt:
         outcome = {"attempt": attempt, "code": code, "step": step, "reason": reason[:REASON_CHARS]}
-        write_atomically(run / "outcome.json", json.dumps(outcome) + "\n")
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            write_atomically(run / "outcome.json", json.dumps(outcome) + "\n")
+        except OSError as problem:  # such as a full disk, which the supervisor names
+            logging.getLogger().warning(f"outcome.json cannot be written ({problem}): {outcome}")
 
 
 def read_outcome(run: Path) -> dict[str, Any] | None:
@@ -58,15 +70,42 @@ def read_outcome(run: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def crash_on_record(run: Path, attempt: int, step: Any) -> Iterator[None]:
-    """Record the exception that ends this worker. step: called when it happens."""
+def crash_on_record(run: Path, attempt: int, step: Callable[[], int], starting: Callable[[], bool]) -> Iterator[None]:
+    """Record the exception that ends this worker. step, starting: called when it happens.
+
+    While `starting`, wrong settings and missing files are one line of rank 0 and a SystemExit, not a traceback.
+    """
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as problem:  # DCP's CheckpointException is no Exception
         reason = f"{type(problem).__name__}: {problem}"
-        run.mkdir(parents=True, exist_ok=True)
+        if starting() and isinstance(problem, (*REFUSALS, OSError)):
+            others = isinstance(problem, Held) and SUPERVISED not in os.environ  # nothing here is this job's to write
+            refuse(None if others else run, attempt, problem)
         write_outcome(run, attempt, CRASHED, step(), reason)
         record_event(run, "crash", attempt=attempt, step=step(), reason=reason[:REASON_CHARS])
         raise
+
+
+def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
+    """End this worker, which cannot start: the outcome, if there is a run folder, one line on stderr, SystemExit.
+
+    Every rank may find the same problem: rank 0 speaks, another one only if the outcome says something else.
+    """
+    reason = str(problem)
+    if not isinstance(problem, ValueError):  # not written for people: the place says more
+        place = traceback.extract_tb(problem.__traceback__)[-1]
+        reason = f"{type(problem).__name__}: {problem} ({place.filename}:{place.lineno}: {place.line})"
+    reason = " ".join(reason.split())[:REASON_CHARS]
+    code, rank = CRASHED if isinstance(problem, OSError) else REFUSED, os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(OTHER_RANKS_S)
+    known = read_outcome(run) if run is not None else None
+    if run is not None:
+        write_outcome(run, attempt, code, 0, reason)
+    if rank == "0" or known is None or known["reason"] != reason:
+        what = "The job is refused" if code == REFUSED else "The job cannot start"
+        print(f"{what}: {f'rank {rank}: ' if rank != '0' else ''}{reason}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

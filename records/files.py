@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -87,15 +89,33 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
-def hold_lock(path: Path, problem: str) -> TextIO:
-    """Lock a file until the returned handle is closed or the process ends. ValueError(problem) if another holds it."""
+class Held(ValueError, BlockingIOError):
+    """Another process holds a lock."""
+
+
+def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
+    """Lock a file until the returned handle is closed or the process ends; the file names its holder.
+
+    Raises Held, with `problem` and the holder, if another process still holds it after wait_s seconds.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(path, "w")  # noqa: SIM115 - stays open
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as held:
-        lock.close()
-        raise ValueError(problem) from held
+    lock, deadline = open(path, "a+"), time.monotonic() + wait_s  # noqa: SIM115 - stays open
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                lock.seek(0)
+                holder = lock.read() or "an unknown process"
+                lock.close()
+                raise Held(f"{problem} (held by {holder})") from None
+            time.sleep(0.2)
+        except OSError as none:
+            raise ValueError(f"{path} cannot be locked ({none}); mount its file system with locks (flock)") from none
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name, too
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {host_name()}".encode())
     return lock
 
 

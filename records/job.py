@@ -136,6 +136,16 @@ class Resilience:
     """Longest pause between two attempts, in seconds"""
     max_fruitless_starts: int = 3
     """Consecutive attempts without a newer checkpoint after which the supervisor gives up"""
+    max_same_reason: int = 3
+    """Consecutive attempts ended by the same reason, numbers and paths aside, after which the supervisor gives up,
+    newer checkpoints or not; 0: no limit"""
+    same_reason_hours: float = 24.0
+    """An attempt that lasted longer does not count as ended by the same reason as the one before"""
+    min_network_share: float = 0.5
+    """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no other; 0: the
+    network is not measured before an attempt"""
+    max_network_latency: float = 5.0
+    """Multiple of the median latency to other nodes above which a node is used only if there is no other"""
 
     def __post_init__(self) -> None:
         self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]  # TOML has lists
@@ -187,6 +197,20 @@ class Evals:
 
 
 @dataclass
+class Alerts:
+    """Who is told when the supervisor gives up or restarts, a node is bad, a step is refused, or a save fails."""
+
+    webhook_env: str = ""
+    """Name of the environment variable that holds the URL of a webhook (Slack, Mattermost), which is a secret"""
+    command: str = ""
+    """Shell command that gets the text on stdin, such as "mail -s laneformer me@example.org" """
+    min_interval_s: float = 600.0
+    """Seconds in which only one alert of a kind is sent"""
+    timeout_s: float = 10.0
+    """Seconds after which an alert is given up"""
+
+
+@dataclass
 class JobSections:
     """The sections above, as one job."""
 
@@ -201,6 +225,7 @@ class JobSections:
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     evals: Evals = field(default_factory=Evals)
+    alerts: Alerts = field(default_factory=Alerts)
 
     @property
     def run(self) -> Path:

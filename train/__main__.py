@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+
+from records.events import REFUSED, SUPERVISED, next_attempt, refuse
 
 from .supervise.signals import WORKER
 
@@ -22,8 +25,15 @@ def main() -> None:
 
     try:
         load_job(sys.argv[1:])
-    except ValueError as problem:
-        raise SystemExit(f"The job is refused: {problem}" if os.environ["RANK"] == "0" else 1) from None
+    except (Exception, SystemExit) as problem:
+        if isinstance(problem, SystemExit):  # of a flag's parser, or --help
+            problem = ValueError("see the message above") if problem.code else sys.exit()
+        if SUPERVISED in os.environ:
+            run = Path(os.environ[SUPERVISED])
+            refuse(run, next_attempt(run), problem)
+        elif os.environ["RANK"] == "0":
+            refuse(None, 0, problem)
+        raise SystemExit(REFUSED) from None
     titan_main(LaneformerTrainer)
 
 

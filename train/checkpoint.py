@@ -29,6 +29,7 @@ from records.events import record_event
 
 from .checkpoint_writer import HashingWriter
 from .optimizer import apply_optimizer_settings
+from .supervise.heartbeat import enter
 
 
 class CheckpointTimes:
@@ -179,6 +180,7 @@ class PhaseCheckpointManager(CheckpointManager):
         """
         if not self._should_save(curr_step, last_step):
             return
+        enter(f"saving step {curr_step}")
         self.finish()
         self.pending_step = curr_step
         problem = None

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,16 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from records.events import BAD_STEP, DONE, STOPPED, crash_on_record, next_attempt, record_event, write_outcome
+from records.events import (
+    BAD_STEP,
+    DONE,
+    STOPPED,
+    STOPPED_UNSAVED,
+    crash_on_record,
+    next_attempt,
+    record_event,
+    write_outcome,
+)
 from records.files import append_line, code_version, write_atomically
 
 from .checkpoint import PhaseCheckpointManager
@@ -36,6 +44,7 @@ from .job_config import resolved_toml
 from .metrics import loss_sums_by_source
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
+from .supervise.lock import hold_rank
 
 
 class LaneformerTrainer(torchtitan.train.Trainer):
@@ -43,33 +52,19 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     step: int = 0
     first_step_of_process = True
+    starting = True  # until a checkpoint is loaded and the data can be read
     checkpointer: PhaseCheckpointManager
 
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
         self.attempt = next_attempt(self.run)
-        with self._on_record():
+        with crash_on_record(self.run, self.attempt, lambda: self.step, lambda: self.starting):
             self._build(job_config)
-
-    @contextmanager
-    def _on_record(self) -> Iterator[None]:
-        """Record the exception that ends this worker; before its first step a ValueError is a refusal, one line.
-
-        The step on record is 0 until a step is done, so that the supervisor knows a start that cannot succeed.
-        """
-        try:
-            with crash_on_record(self.run, self.attempt, lambda: 0 if self.first_step_of_process else self.step):
-                yield
-        except ValueError as problem:
-            if not self.first_step_of_process:
-                raise
-            if os.environ["RANK"] == "0":
-                logger.error(f"The job is refused: {problem}")
-            raise SystemExit(1) from None
 
     def _build(self, job_config: Any) -> None:
         check_job(job_config, int(os.environ["WORLD_SIZE"]))
         section, rank = job_config.resilience, int(os.environ.get("RANK", "0"))
+        self.lock = hold_rank(self.run, rank)
         self.heartbeat = Heartbeat(self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s)
         signals.WORKER.deadline_s = section.stop_deadline_s
         self.stopping = False
@@ -110,6 +105,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         if torch.distributed.get_rank() == 0:
             self._describe_run()
             self._describe_attempt()
+        self.starting = False
         return super().batch_generator(data_iterable)
 
     def _describe_attempt(self) -> None:
@@ -143,7 +139,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def train(self) -> None:
         """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `records.events` has a code."""
-        with self._on_record():
+        with crash_on_record(self.run, self.attempt, lambda: self.step, lambda: self.starting):
             try:
                 super().train()
             except BadStep as problem:
@@ -156,6 +152,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def _end(self, code: int, reason: str) -> None:
         self.heartbeat.close()
         self.checkpointer.finish()  # a save under way is of an earlier, clean step
+        if code == STOPPED and (self.checkpointer.failed_saves or not self.checkpointer.enable):
+            code, reason = STOPPED_UNSAVED, f"{reason}, but step {self.step} could not be saved; see events.jsonl"
         self._leave_outcome(code, reason)
         self.close()
         torch.distributed.destroy_process_group()
@@ -179,6 +177,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         batches, tokens, all_tokens = self._read_step(data_iterator)
         logged = self.metrics_processor.should_log(self.step)
         parts, by_source = [], []
+        self.heartbeat.enter(f"forward and backward of step {self.step}")
         for inputs, labels in batches:
             labels = labels.to(self.device)
             documents = inputs["documents"].to(self.device) if "documents" in inputs else None
@@ -191,6 +190,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 source = inputs["source"].to(self.device)
                 by_source.append(loss_sums_by_source(losses, labels, source, len(self.dataloader.mixture.source_names)))
             del losses
+        self.heartbeat.enter(f"the gradient norm of step {self.step}")
         max_norm = self.job_config.training.max_norm
         grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
         loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm)
@@ -207,8 +207,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def _read_step(self, data_iterator: Iterator[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
         """This rank's micro-batches of one step, their tokens that count in the loss, and those of all ranks."""
+        self.heartbeat.enter(f"reading the data of step {self.step}")
         batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
+        self.heartbeat.enter(f"counting the tokens of step {self.step}")
         mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
         return batches, tokens, dist_utils.dist_sum(tokens, mesh)
 
@@ -221,6 +223,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         if torch.distributed.get_rank() == 0:
             stop = stop or (self.run / "stop").exists()
         mine = torch.stack([loss, loss * share, grad_norm, torch.full_like(loss, float(stop))]).float()
+        self.heartbeat.enter(f"the exchange of step {self.step}")
         gathered = mine.new_zeros(torch.distributed.get_world_size() * len(mine))
         torch.distributed.all_gather_into_tensor(gathered, mine)
         everyone = gathered.view(-1, len(mine))

@@ -24,6 +24,7 @@ from data_mixtures.mixture import CONVERSATIONS, TRAINED, read_lock, valid_windo
 
 from .data import inputs_and_labels
 from .metrics import RunMetrics, sequence_losses
+from .supervise.heartbeat import enter
 
 
 def held_out(lock_path: Path, windows_per_source: int, flags: bool = False) -> dict[str, np.ndarray]:
@@ -100,6 +101,7 @@ class HeldOutValidator(BaseValidator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Measure and log; every rank has to call it at the same step."""
         started = time.perf_counter()
+        enter(f"the validation after step {step}")
         (model,) = model_parts
         model.eval()
         sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=utils.device_type)

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from evals.watch import Watcher, only_watcher
 from records.events import STOPPED
+from records.files import hold_lock
 from records.job import Checkpoint, Evals, Job, JobSections, Training
 from tests.train.supervised import ROOT, arguments, environment
 
@@ -104,6 +105,23 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path: Path) -> None:
     assert process.wait(30) == STOPPED
 
 
+def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still writes its records to the same file, so the next watcher must not start the command beside it."""
+    run = tmp_path / "run"
+    save(run, 10)
+    orphan = "import sys, time, pathlib; out = pathlib.Path(sys.argv[1]); time.sleep(1.5); out.write_text('orphan')"
+    scratch = run / ".evals-watch"
+    out = scratch / "step-10-0.jsonl"
+    with hold_lock(out.with_suffix(".lock"), "held by us") as lock:
+        process = subprocess.Popen([sys.executable, "-c", orphan, str(out)], pass_fds=[lock.fileno()])
+    began = time.monotonic()
+    job = job_of(run, commands=["decode_speed"])
+    assert Played(job).watch(once=True, every_s=0) == 0
+    assert time.monotonic() - began > 1.0
+    assert process.wait() == 0
+    assert evaluated(run) == [("decode_speed", 10)], "not what the orphan wrote"
+
+
 # choices, without processes
 
 COMMANDS = ["decode_speed", "bits_per_byte --data x"]
@@ -125,7 +143,7 @@ class Played(Watcher):
 
     broken: tuple[str, ...] = ()
 
-    def call(self, of: int, words: list[str]) -> int:
+    def call(self, of: int, words: list[str], *locks: Any) -> int:
         if words[0] in self.broken:
             return 1
         if words[0] != "laneformer.hf.export":

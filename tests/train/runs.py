@@ -56,11 +56,11 @@ def launch(
     return run_job(run, arguments, ranks)
 
 
-def run_job(run: Path, arguments: list[str], ranks: int) -> subprocess.CompletedProcess[str]:
+def run_job(run: Path, arguments: list[str], ranks: int, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all."""
     server, log = fork_server(), run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
     job = {"arguments": arguments, "ranks": ranks, "port": free_port(), "log": str(log),
-           "environment": {"WANDB_MODE": "offline"}}  # fmt: skip
+           "environment": {"WANDB_MODE": "offline", **env}}  # fmt: skip
     assert server.stdin is not None
     assert server.stdout is not None
     print(json.dumps(job), file=server.stdin, flush=True)

@@ -31,7 +31,7 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
         "training.seq_len": SEQ_LEN, "training.global_batch_size": GLOBAL_BATCH, "training.local_batch_size": 2,
         "training.steps": steps, "lr_scheduler.warmup_steps": 2, "checkpoint.interval": interval,
         "checkpoint.keep_latest_k": 2, "resilience.keep_every_steps": 10, "resilience.backoff_s": 0.1,
-        "resilience.hang_timeout_s": 12, "resilience.unclean_policy": "rollback",
+        "resilience.hang_timeout_s": 12, "resilience.unclean_policy": "rollback", "resilience.max_same_reason": 0,
         **{f"architecture.{name}": value for name, value in SMALL.items()},
     }  # fmt: skip
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]

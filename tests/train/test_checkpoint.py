@@ -12,6 +12,7 @@ import torch
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
 from records.checkpoints import read_checksums
+from records.events import REFUSED
 from tests.train.runs import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -97,7 +98,7 @@ def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, t
     assert said.count("The job is refused") == 1
     assert (run / "model.json").read_text() == before
     outcome = json.loads((run / "outcome.json").read_text())
-    assert (outcome["step"], outcome["reason"][:10]) == (0, "ValueError"), "what the supervisor does not try again"
+    assert (outcome["step"], outcome["code"]) == (0, REFUSED), "what the supervisor does not try again"
     shallow = ("--architecture.num_hidden_layers", "3")
     assert "num_hidden_layers = 4 (this job: 3)" in fail(run, lock, *shallow)
     for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):

@@ -133,4 +133,4 @@ def test_the_supervisor_starts_nothing_that_the_workers_would_refuse(tmp_path: P
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "did you mean 'linear'?" in done.stderr.splitlines()[-1]
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/events.jsonl").exists(), "no attempt was made"

@@ -1,8 +1,8 @@
 """The batch script of a job, its submission, and the state of a Slurm job.
 
 The script runs on the first node. It checks the snapshot, starts the supervisor (train.supervise), forwards Slurm's
-signals to it, and requeues the job if the supervisor was stopped before the run was done (exit status 85). The same
-script runs without Slurm (`--local`).
+signals to it, and requeues the job if the supervisor was stopped before the run was done (exit status 85 or 84). The
+same script runs without Slurm (`--local`).
 
 With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any more, and Slurm
 keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat file that the first one touches.
@@ -16,9 +16,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from records.events import STOPPED
+from records.events import STOPPED, STOPPED_UNSAVED
 
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|WEBHOOK", re.IGNORECASE)
 # None: Slurm no longer knows the job. Any other state counts as alive
 ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
          "PREEMPTED", "REVOKED")  # fmt: skip
@@ -58,7 +58,7 @@ while :; do
 done
 [ $code != 138 ] || code={stopped}  # USR1 came before the supervisor had begun to listen
 echo "supervisor ended with $code"
-if [ $code = {stopped} ] && [ -n "${{SLURM_JOB_ID:-}}" ] && {requeue}; then
+if [[ $code =~ ^({stopped}|{unsaved})$ ]] && [ -n "${{SLURM_JOB_ID:-}}" ] && {requeue}; then
   scontrol requeue $SLURM_JOB_ID && sleep 600  # Slurm ends this script
 fi
 exit $code
@@ -126,6 +126,7 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
         run=shlex.quote(str(run)),
         watcher=shlex.quote(WATCHER),
         stopped=STOPPED,
+        unsaved=STOPPED_UNSAVED,
         requeue="true" if cluster.requeue else "false",
     )
 

@@ -4,8 +4,8 @@
                               [--section.key value ...]
 
 All other flags are passed to every attempt of `python -m train`. Exit status: 0 (training.steps reached), 85 (stopped
-on request with a checkpoint saved; start again to continue), 86 (the guard refused a step and the policy is to stop),
-or 1 (restarting does not help).
+on request with a checkpoint saved; start again to continue), 84 (stopped on request, but the newest checkpoint is an
+older one), 86 (the guard refused a step and the policy is to stop), or 1 (restarting does not help).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 
 from records.job import read_job
 
-from .supervisor import Supervisor, only_supervisor
+from .lock import hold_run, no_ranks
+from .supervisor import Supervisor
 
 
 def main() -> int:
@@ -28,8 +29,9 @@ def main() -> int:
     options, train_arguments = parser.parse_known_args()
     try:
         job = read_job(train_arguments)
+        alone = hold_run(job.run)
+        no_ranks(job.run)
         refuse_impossible(train_arguments)
-        alone = only_supervisor(job)
     except ValueError as problem:
         parser.error(str(problem))
     with alone:
@@ -40,8 +42,9 @@ def refuse_impossible(train_arguments: list[str]) -> None:
     """ValueError for a job that its workers would refuse, before any is started. In a process: it needs torch."""
     command = [sys.executable, "-m", "train.job_config", *train_arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(done.stderr.strip().splitlines()[-1] if done.returncode == 1 else done.stderr.strip())
+    said = done.stderr.strip()
+    if done.returncode == 2 or (done.returncode and "the job is refused: " in said):  # other ends may be gone next time
+        raise ValueError(said if done.returncode == 2 else said.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -14,30 +14,39 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from records.events import CRASHED, read_outcome, record_event
+from records.events import CRASHED, SUPERVISED, read_outcome, record_event
 from records.files import host_name
 from records.job import JobSections
 
-from .heartbeat import HangWatch, laggards, read_heartbeats
+from .heartbeat import HangWatch, interval_s
 from .signals import StopSignals
 
-POLL_S = 0.2
+POLL_S = 0.2  # for the end of the local process and stop requests; files are read much more rarely
 SCONTROL_TIMEOUT_S = 60
 # torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 # torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
 SLURM_GRACE_S = 90.0
+FULL_BYTES = 16 << 20  # less room than this is none
+HINTS = {
+    signal.SIGKILL: "out of memory, or killed from outside",
+    signal.SIGBUS: "no room in shared memory, or a file that was cut",
+    signal.SIGSEGV: "a fault in native code",
+    signal.SIGABRT: "a native library gave up; its words are in the log",
+}
 DEATH_S = 10.0  # a process blocked on a dead file system survives even SIGKILL, so waiting is limited
 
 
@@ -49,13 +58,15 @@ class Ended:
     step: int
     reason: str
     suspects: tuple[str, ...] = ()  # nodes that a hang points at
+    failed_node: str | None = None  # where the first rank failed
+    what: str = "crash"
 
 
 class Attempt:
-    """Start the workers with `start`, then `watch` until they are gone."""
+    """Start the workers with `start`, then `watch` until they are gone. on_look: called every few seconds meanwhile."""
 
-    def __init__(self, job: JobSections, number: int, stop: StopSignals):
-        self.job, self.number, self.stop = job, number, stop
+    def __init__(self, job: JobSections, number: int, stop: StopSignals, on_look: Callable[[], None] = lambda: None):
+        self.job, self.number, self.stop, self.on_look = job, number, stop, on_look
         self.heartbeats = job.run / "heartbeats"
         self.logs = job.run / "logs" / f"attempt-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
         self.known: set[psutil.Process] = set()  # workers on this machine, also when torchrun has lost them
@@ -65,28 +76,30 @@ class Attempt:
         shutil.rmtree(self.heartbeats, ignore_errors=True)
         for stale in ("outcome.json", "stop"):
             (self.job.run / stale).unlink(missing_ok=True)
-        name = f"{self.job.run.name}-{os.getpid()}-{time.monotonic_ns()}"
-        self.on_nodes = nodes is not None
-        port = free_port() if nodes is None else random.randrange(20_000, 30_000)
-        self.workers = start_workers(nodes, nproc_per_node, name, port, train_arguments, self.logs)
+        self.nodes, self.nproc_per_node = nodes, nproc_per_node
+        env = {SUPERVISED: str(self.job.run)}
+        self.workers = start_workers(nodes, nproc_per_node, ["train", *train_arguments], self.logs, env)
 
     def watch(self) -> Ended:
         """Wait for the end of this attempt."""
-        section = self.job.resilience
-        hang = HangWatch(self.heartbeats, section.hang_timeout_s, section.start_timeout_s)
-        ended, told = None, False
+        section, ranks = self.job.resilience, self.nproc_per_node * len(self.nodes or [""])
+        self.hang = HangWatch(self.heartbeats, ranks, section.hang_timeout_s, section.start_timeout_s)
+        ended, told, next_look_s = None, False, 0.0
         while self.workers.poll() is None:
             time.sleep(POLL_S)
-            self._note_workers()
             if self.stop.asked and not told:
                 (self.job.run / "stop").touch()
                 told = True
             if self.stop.forced:
                 ended = Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
-            elif (waited_s := hang.hung_for_s()) is not None:
-                if read_outcome(self.job.run) is not None or self._workers_are_gone():
-                    break  # a worker recorded why the job ends, or all have died, but not everything exits
-                ended = self._on_hang(waited_s)
+            elif time.monotonic() >= next_look_s:
+                next_look_s = time.monotonic() + interval_s(section.hang_timeout_s)
+                self._note_workers()
+                self.on_look()
+                if (waited_s := self.hang.look()) is not None:
+                    if read_outcome(self.job.run) is not None or self._workers_are_gone():
+                        break  # a worker recorded why the job ends, or all have died, but not everything exits
+                    ended = self._on_hang(waited_s)
             if ended:
                 break
         self._kill()
@@ -96,28 +109,37 @@ class Attempt:
         outcome = read_outcome(self.job.run)
         if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
-        said = outcome["reason"] if outcome else f"no worker recorded an outcome, exit status {self.workers.returncode}"
-        console = self.logs / "console.log"
+        status = exit_words(self.workers.returncode)
+        said = outcome["reason"] if outcome else f"no worker recorded an outcome, {status}"
+        console, node = self.logs / "console.log", None
         found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
         if found:
-            said += f" (first to fail: rank {found[2]} on {found[1]}, exit status {found[3]})"
-        steps = [beat["step"] or 0 for beat in read_heartbeats(self.heartbeats)]
-        return Ended(CRASHED, outcome["step"] if outcome else max(steps, default=0), said)
+            rank = int(found[2])
+            node = self.nodes[rank // self.nproc_per_node] if self.nodes else found[1]
+            said += f" (first to fail: rank {rank} on {node}, {exit_words(int(found[3]))})"
+        places = (self.job.run, self.logs, Path(tempfile.gettempdir()), Path("/dev/shm"))
+        said = "; ".join([said, *full_disks(places)])
+        self.hang.look()
+        steps = [beat["step"] or 0 for beat in self.hang.beats.values()]
+        step = outcome["step"] if outcome else max(steps, default=0)
+        return Ended(CRASHED, step, said, failed_node=node)
 
     def _on_hang(self, waited_s: float) -> Ended:
         """Keep the evidence: the step of every rank, and the stacks of all."""
         time.sleep(1)  # the workers' own watchdogs have just written, or are about to
-        beats = read_heartbeats(self.heartbeats)
-        blamed = laggards(beats)
+        self.hang.look()
+        blamed, words = self.hang.blame()
         evidence = self.logs / "hang"
         if self.heartbeats.is_dir():
             shutil.copytree(self.heartbeats, evidence)
-        facts: list[dict[str, Any]] = [{key: beat[key] for key in ("rank", "host", "pid", "step")} for beat in blamed]
-        step = max((beat["step"] or 0 for beat in beats), default=0)
+        beats = self.hang.beats
+        facts = [{key: beats.get(rank, {"rank": rank}).get(key) for key in ("rank", "host", "pid", "step", "mark")}
+                 for rank in blamed]  # fmt: skip
+        step = max((beat["step"] or 0 for beat in beats.values()), default=0)
         reason = f"no rank finished a step for {waited_s:.0f} s"
-        record_event(self.job.run, "hang", step=step, reason=reason, laggards=facts, stacks=str(evidence))
-        ranks = ", ".join(f"rank {fact['rank']} on {fact['host']}" for fact in facts[:4]) or "no rank reported"
-        return Ended(CRASHED, step, f"{reason}; {ranks}", tuple({fact["host"] for fact in facts}))
+        record_event(self.job.run, "hang", step=step, reason=reason, laggards=facts, ranks=words, stacks=str(evidence))
+        hosts = {self.nodes[rank // self.nproc_per_node] for rank in blamed} if self.nodes else ()
+        return Ended(CRASHED, step, f"{reason}; {words}", tuple(hosts), what="hang")
 
     def _note_workers(self) -> None:
         with suppress(psutil.NoSuchProcess):
@@ -125,7 +147,7 @@ class Attempt:
 
     def _workers_are_gone(self) -> bool:
         """Whether torchrun, on this machine, has outlived all its workers."""
-        return not self.on_nodes and bool(self.known) and all(map(_is_gone, self.known))
+        return self.nodes is None and bool(self.known) and all(map(_is_gone, self.known))
 
     def _kill(self) -> None:
         """Kill all processes of this attempt: a survivor would write into the run folder of the next.
@@ -133,12 +155,8 @@ class Attempt:
         Local processes get SIGKILL at once, the only signal that ends a stopped process. srun gets SIGTERM first and
         time to end its tasks on all nodes.
         """
-        if self.workers.poll() is None and self.on_nodes:
-            self.workers.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.workers.wait(SLURM_GRACE_S)
-        self.workers.kill()
-        self.workers.wait()
+        self._note_workers()
+        end_workers(self.workers, SLURM_GRACE_S if self.nodes else 0.0)
         for process in self.known:
             with suppress(psutil.NoSuchProcess):  # psutil knows a process by its start, so a reused number is safe
                 process.kill()
@@ -154,6 +172,27 @@ def _is_gone(process: psutil.Process) -> bool:
         return True
 
 
+def exit_words(status: int) -> str:
+    """An exit status for people: signals by name, with what usually sends them."""
+    number = -status if status < 0 else status - 128  # as a shell says it
+    if number not in set(signal.Signals):
+        return f"exit status {status}"
+    hint = HINTS.get(signal.Signals(number))
+    return f"signal {number}, {signal.Signals(number).name}" + (f": {hint}" if hint else "")
+
+
+def full_disks(paths: Iterable[Path]) -> list[str]:
+    """What to say of each disk of these places that has no room, as this machine sees it."""
+    full: dict[int, str] = {}  # by device
+    for path in paths:
+        with suppress(OSError):
+            usage, device = shutil.disk_usage(path), path.stat().st_dev
+            if usage.free < min(FULL_BYTES, usage.total / 10):
+                words = f"the disk of {path} is full: {usage.free >> 10} KiB of {usage.total >> 20} MiB free"
+                full.setdefault(device, words)
+    return list(full.values())
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -161,32 +200,43 @@ def free_port() -> int:
 
 
 def start_workers(
-    nodes: list[str] | None, nproc_per_node: int, rdzv_id: str, port: int, train_arguments: list[str], log_folder: Path
+    nodes: list[str] | None, nproc_per_node: int, program: list[str], log_folder: Path, more_env: dict[str, str]
 ) -> subprocess.Popen:
-    """Start `python -m train` with `train_arguments` on every rank of these nodes, in a process group of its own.
+    """Start `python -m PROGRAM` on every rank of these nodes, in a process group of its own.
 
     nodes: names within this Slurm job, or None for this machine. What the process prints goes to
     log_folder/console.log, the output of each rank to log_folder/<node>/. The exit status is 0 when every rank's was 0.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
+    port = free_port() if nodes is None else random.randrange(20_000, 30_000)
     address = "localhost" if nodes is None else node_address(nodes[0])
     torchrun = [
         f"--nnodes={len(nodes or [''])}", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0",
-        "--rdzv-backend=static", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={rdzv_id}", "--tee=3",
+        "--rdzv-backend=static", f"--rdzv-endpoint={address}:{port}", "--tee=3",
+        f"--rdzv-id={log_folder.parent.parent.name}-{os.getpid()}-{time.monotonic_ns()}",
     ]  # fmt: skip
-    program = ["-m", "train", *train_arguments]
     if nodes is None:
         here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, *program]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, "-m", *program]
     else:
         join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
-        command = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun, *program]
-    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        command = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun, "-m", *program]
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more_env}
     env.setdefault("OMP_NUM_THREADS", "1")
     with open(log_folder / "console.log", "ab") as log:
         return subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+
+def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> None:
+    """SIGTERM and time to end the tasks on all nodes, then SIGKILL."""
+    if process.poll() is None and grace_s:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    process.kill()
+    process.wait()
 
 
 def srun(nodes: list[str]) -> list[str]:

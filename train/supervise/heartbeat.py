@@ -1,7 +1,9 @@
 """Heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and the ranks to blame when progress stops.
 
-A thread writes the file every few seconds: its age shows whether the process is alive, its `step` whether it makes
-progress. When one rank hangs, all others wait for it: alive, without progress.
+A thread writes the file every few seconds: that it changes shows that the process is alive, its `step` whether it makes
+progress. When one rank hangs, all others wait for it: alive, without progress. So every rank marks what it is about to
+do (`enter`) before it may wait for others. All ranks pass the same marks in the same order: who has passed fewest is
+the one that the others wait for.
 Every rank dumps its own stacks into rank-N.stacks when it makes no progress for too long: faulthandler's watchdog needs
 neither a signal from outside, so it works on every node, nor the interpreter's lock.
 """
@@ -14,36 +16,46 @@ import json
 import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from records.files import host_name, write_atomically
 
-LONGEST_INTERVAL_S = 5.0
+SILENT_INTERVALS = 3  # missed heartbeats of a rank that is not alive
+
+
+def interval_s(hang_timeout_s: float) -> float:
+    """Seconds between two heartbeats of a rank, and between two looks of the supervisor."""
+    return min(5.0, hang_timeout_s / 6)
 
 
 class Heartbeat:
     """Written by a worker; `beat` at every step."""
 
+    current: Heartbeat | None = None  # of this process
+
     def __init__(self, folder: Path, rank: int, hang_timeout_s: float, start_timeout_s: float):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{rank}.json"
         self.stacks = open(folder / f"rank-{rank}.stacks", "w")  # noqa: SIM115 - faulthandler keeps its descriptor
-        self.hang_timeout_s = hang_timeout_s
-        self.interval_s = min(LONGEST_INTERVAL_S, hang_timeout_s / 6)
+        self.hang_timeout_s, self.interval_s = hang_timeout_s, interval_s(hang_timeout_s)
         self.state: dict[str, Any] = {"rank": rank, "host": host_name(), "pid": os.getpid(), "step": None}
-        self.state["interval_s"] = self.interval_s
-        self._since(start_timeout_s)
+        self.state["mark"] = (0, "the start")  # how many were passed, and what the rank is doing since the last
+        faulthandler.dump_traceback_later(start_timeout_s, file=self.stacks)
         threading.Thread(target=self._write_periodically, daemon=True, name="heartbeat").start()
+        Heartbeat.current = self
 
     def beat(self, step: int) -> None:
         """This rank has finished a step."""
         self.state["step"] = step
-        self._since(self.hang_timeout_s)
+        self.enter(f"the end of step {step}")
+        faulthandler.dump_traceback_later(self.hang_timeout_s, file=self.stacks)
 
-    def _since(self, timeout_s: float) -> None:
-        self.state["since"] = time.time()
-        faulthandler.dump_traceback_later(timeout_s, file=self.stacks)
+    def enter(self, what: str) -> None:
+        """This rank is about to do `what`; called at the same places by all ranks."""
+        self.state["mark"] = (self.state["mark"][0] + 1, what)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -55,41 +67,67 @@ class Heartbeat:
             time.sleep(self.interval_s)
 
 
-def read_heartbeats(folder: Path) -> list[dict[str, Any]]:
-    """The last heartbeat of every rank, sorted by rank."""
-    beats = []
+def enter(what: str) -> None:
+    """`Heartbeat.enter` for code that is not handed the heartbeat."""
+    if Heartbeat.current is not None:
+        Heartbeat.current.enter(what)
+
+
+def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
+    """The last heartbeat of every rank."""
+    beats = {}
     for path in folder.glob("rank-*.json"):
-        try:
-            beats.append(json.loads(path.read_text()))
-        except (OSError, ValueError):
-            continue
-    return sorted(beats, key=lambda beat: beat["rank"])
-
-
-def laggards(beats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ranks to blame for a hang: those that went silent, else those with the lowest step.
-
-    Silent: three heartbeats missed, counted from the newest heartbeat of all ranks.
-    """
-    newest = max((beat["time"] for beat in beats), default=0.0)
-    silent = [beat for beat in beats if newest - beat["time"] > 3 * beat["interval_s"]]
-    steps = [-1 if beat["step"] is None else beat["step"] for beat in beats]
-    return silent or [beat for beat, step in zip(beats, steps, strict=True) if step == min(steps)]
+        with contextlib.suppress(OSError, ValueError):
+            beat = json.loads(path.read_text())
+            beats[beat["rank"]] = beat
+    return dict(sorted(beats.items()))
 
 
 class HangWatch:
-    """The supervisor's side: has any rank made progress lately? Uses its own clock, not those of the nodes."""
+    """The supervisor's side: which ranks are alive and make progress. Uses its own clock, not those of the nodes."""
 
-    def __init__(self, folder: Path, hang_timeout_s: float, start_timeout_s: float):
-        self.folder, self.hang_timeout_s, self.start_timeout_s = folder, hang_timeout_s, start_timeout_s
-        self.seen: dict[int, Any] = {}
-        self.advanced_s = time.monotonic()
+    def __init__(
+        self, folder: Path, ranks: int, hang_timeout_s: float, start_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
+        self.folder, self.ranks, self.clock = folder, ranks, clock
+        self.hang_timeout_s, self.start_timeout_s = hang_timeout_s, start_timeout_s
+        self.beats: dict[int, dict[str, Any]] = {}
+        self.changed_s: dict[int, float] = {}  # when a rank's heartbeat was last seen to be another
+        self.advanced_s = clock()
 
-    def hung_for_s(self) -> float | None:
-        """Seconds since a rank last finished a step, once above the timeout; None before."""
-        steps = {beat["rank"]: beat["step"] for beat in read_heartbeats(self.folder)}
-        if steps != self.seen:
-            self.seen, self.advanced_s = steps, time.monotonic()
+    def look(self) -> float | None:
+        """Read all heartbeats. Seconds since a rank last finished a step, once above the timeout; None before."""
+        before, self.beats, now = self.beats, read_heartbeats(self.folder), self.clock()
+        self.changed_s |= {rank: now for rank, beat in self.beats.items() if beat != before.get(rank)}
+        steps = {rank: beat["step"] for rank, beat in self.beats.items()}
+        if steps != {rank: beat["step"] for rank, beat in before.items()}:
+            self.advanced_s = now
         started = any(step is not None for step in steps.values())
-        waited_s = time.monotonic() - self.advanced_s
+        waited_s = now - self.advanced_s
         return waited_s if waited_s > (self.hang_timeout_s if started else self.start_timeout_s) else None
+
+    def blame(self) -> tuple[list[int], str]:
+        """(ranks that the others wait for, what every rank does in words); nobody, if most ranks are behind."""
+        silent_s = SILENT_INTERVALS * interval_s(self.hang_timeout_s)
+        places: dict[int, tuple[int, str]] = {}
+        for rank in range(self.ranks):
+            beat = self.beats.get(rank)
+            if beat is None:
+                places[rank] = (-2, "never reported")
+            elif self.clock() - self.changed_s[rank] > silent_s:
+                places[rank] = (-1, f"silent, last in {beat['mark'][1]}")
+            else:
+                places[rank] = (beat["mark"][0], f"in {beat['mark'][1]}")
+        last = min(place for place, _ in places.values())
+        behind = [rank for rank, (place, _) in places.items() if place == last]
+        where = Counter(words for _, words in places.values()).most_common(4)
+        if len(behind) > self.ranks / 2:
+            total = f"all {self.ranks} ranks" if len(where) == 1 else "ranks"
+            return [], f"no suspect: {total} " + ", ".join(w if len(where) == 1 else f"{n} {w}" for w, n in where)
+        named = ", ".join(f"rank {rank} on {self._host(rank)} {places[rank][1]}" for rank in behind[:4])
+        others = ", ".join(f"{n} {words}" for words, n in where if words not in {places[r][1] for r in behind})
+        return behind, f"{named}; the other ranks: {others}"
+
+    def _host(self, rank: int) -> str:
+        return self.beats[rank]["host"] if rank in self.beats else "an unknown host"

@@ -4,8 +4,9 @@
                                         [--section.key value ...]
 
 prints one JSON line for the node it runs on; exit status 0 if the node is good. `healthy_nodes` checks all candidates
-at once, one srun each, so that a dead node can be identified. The network between nodes is not tested: when two nodes
-cannot communicate, neither can be blamed; the job's own first step runs into that, under its timeout.
+at once, one srun each, so that a dead node can be identified. Then `slow_nodes` measures the network between the good
+ones (train.supervise.network). If nodes cannot communicate at all, none of them can be blamed: the job's own first step
+runs into that, under its timeout.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 from records.files import host_name
+from records.job import Resilience
 
-from .attempt import srun
+from .attempt import end_workers, srun, start_workers
 
 FIRST_REPORT_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
+NETWORK_DEADLINE_S = 300.0  # torch's import included
 SLOW_NODE = 1.5  # a GPU node whose matmul takes this many times the median is left out: it would slow all others
 
 
@@ -62,6 +67,47 @@ def _ask(node: str, arguments: list[str]) -> dict[str, Any]:
         said = [line for line in said if "error" in line.lower()] or said
         return {"node": node, "ok": False, "reason": f"srun: exit status {done.returncode}, said {said[0]!r}"}
     return json.loads(lines[-1])
+
+
+def slow_nodes(nodes: list[str], nproc_per_node: int, section: Resilience, logs: Path) -> dict[str, str]:
+    """{node: why} for nodes that the others reach slowly. Raises ValueError if the network cannot be measured."""
+    result = logs / "network.json"
+    process = start_workers(nodes, nproc_per_node, ["train.supervise.network", str(result)], logs, {})
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(NETWORK_DEADLINE_S)
+    end_workers(process)
+    if not result.is_file():
+        raise ValueError(f"no result within {NETWORK_DEADLINE_S:.0f} s, exit status {process.returncode}, see {logs}")
+    measured = json.loads(result.read_text())
+    return judge_network(measured, nodes, nproc_per_node, section)
+
+
+def judge_network(
+    measured: list[dict[str, Any]], nodes: list[str], nproc_per_node: int, section: Resilience
+) -> dict[str, str]:
+    """{node: why} from what `train.supervise.network` measured: each rank's best against that of the median rank."""
+    pairs: dict[
+        tuple[int, int], tuple[float, float]
+    ] = {}  # (bytes per s, latency in s): the worse of what two ranks saw
+    for row in measured:
+        pair, (rate, latency_s) = (row["rank"], row["peer"]), (row["bytes_per_s"], row["latency_s"])
+        known_rate, known_s = pairs.get(pair, (rate, latency_s))
+        pairs[pair] = pairs[pair[::-1]] = min(rate, known_rate), max(latency_s, known_s)
+    if not pairs:
+        return {}
+    ranks = sorted({rank for rank, _ in pairs})
+    rates = {rank: max(rate for (of, _), (rate, _) in pairs.items() if of == rank) for rank in ranks}
+    latencies = {rank: min(late_s for (of, _), (_, late_s) in pairs.items() if of == rank) for rank in ranks}
+    usual_rate, usual_s = statistics.median(rates.values()), statistics.median(latencies.values())
+    slow: dict[str, str] = {}
+    for rank, rate in rates.items():
+        which = f"network of rank {rank % nproc_per_node} of the node"
+        node = nodes[rank // nproc_per_node]
+        if rate < section.min_network_share * usual_rate:
+            slow[node] = f"{which}: {rate / 1e9:.3g} GB/s where the median is {usual_rate / 1e9:.3g}"
+        elif latencies[rank] > section.max_network_latency * usual_s:
+            slow[node] = f"{which}: {1e6 * latencies[rank]:.0f} us latency where the median is {1e6 * usual_s:.0f}"
+    return slow
 
 
 def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float | None) -> dict[str, Any]:

@@ -1,28 +1,47 @@
 """The restart loop: start the workers, see how they end, start them again from the newest checkpoint.
 
-The supervisor holds no state of the job, so it may be killed and started again at any moment.
+The supervisor holds no state of the job, so it may be killed and started again: at once if its workers died with it,
+and when they have ended if they live on (train.supervise.lock).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import textwrap
 import time
-from typing import Any, TextIO
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from records.checkpoints import newest_saved_step
-from records.events import BAD_STEP, CRASHED, DONE, STOPPED, next_attempt, record_event
-from records.files import hold_lock
+from records.events import (
+    BAD_STEP,
+    CRASHED,
+    DONE,
+    REFUSED,
+    STOPPED,
+    STOPPED_UNSAVED,
+    next_attempt,
+    record_event,
+)
+from records.files import read_lines
 from records.job import JobSections
 
 from ..skips import add_windows, read_skip_list, windows_of
-from .attempt import Attempt, Ended
-from .preflight import healthy_nodes
+from .alerts import Alerts
+from .attempt import Attempt, Ended, full_disks
+from .preflight import healthy_nodes, slow_nodes
 from .signals import StopSignals
 
-MEANING = {DONE: "done", STOPPED: "stopped", BAD_STEP: "bad step"}
+MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
+           REFUSED: "refused"}  # fmt: skip
+ALERTED = ("give_up", "bad_node", "skip")
+SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
+VARYING = re.compile(r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
 console = Console(highlight=False)
 
@@ -34,21 +53,32 @@ class Supervisor:
         self.job, self.options, self.train_arguments = job, options, train_arguments
         self.stop = StopSignals(on_force=lambda: None)  # the attempt polls `forced`
         self.stop.deadline_s = job.resilience.stop_deadline_s
-        self.attempt = self.fruitless = 0
-        self.suspects: set[str] = set()  # nodes that a hang pointed at: chosen last
+        self.attempt = self.fruitless = self.same_reason = 0
+        self.alerts = Alerts(job)
+        self.reason = ""  # of the last end, without what varies
 
     def run(self) -> int:
         """Restart until the job is done or asked to stop, or restarting does not help; returns the exit status."""
         self.stop.install()
+        if problem := self.alerts.missing():
+            self.say("alerts", f"{problem}: no webhook will be called")
+        try:
+            return self.restart()
+        finally:
+            self.alerts.close()
+
+    def restart(self) -> int:
+        """The loop of `run`."""
         while True:
-            before = newest_saved_step(self.job.checkpoints)
+            before, began_s = newest_saved_step(self.job.checkpoints), time.monotonic()
             ended = self.run_attempt(before)
+            self.count_reason(ended, time.monotonic() - began_s)
             progress = newest_saved_step(self.job.checkpoints) > before
             self.fruitless = 0 if progress or ended.code == STOPPED else self.fruitless + 1
             if ended.code == DONE:
                 return DONE
             if self.stop.asked:
-                return STOPPED
+                return STOPPED if ended.code == STOPPED else STOPPED_UNSAVED
             if ended.code == BAD_STEP and not self.roll_back(ended):
                 return BAD_STEP
             if self.hopeless(ended):
@@ -58,30 +88,65 @@ class Supervisor:
     def run_attempt(self, checkpoint_step: int) -> Ended:
         """Start the workers and watch them to their end."""
         self.attempt = next_attempt(self.job.run)
-        attempt = Attempt(self.job, self.attempt, self.stop)
-        nodes = self.choose_nodes() if self.options.nodes else None
+        attempt = Attempt(self.job, self.attempt, self.stop, self.look)
+        nodes = self.choose_nodes(attempt.logs) if self.options.nodes else None
         if isinstance(nodes, Ended):
             return nodes
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
         where = f"on {','.join(nodes)}" if nodes else "on this machine"
         self.say("start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes)
-        attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
-        ended = attempt.watch()
-        self.suspects |= set(ended.suspects)
-        what, step = MEANING.get(ended.code, "crash"), max(ended.step, checkpoint_step)
-        self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code)
+        try:
+            attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
+            ended = attempt.watch()
+        except (OSError, subprocess.TimeoutExpired) as problem:  # a full disk, or a scheduler that does not answer
+            ended = Ended(CRASHED, 0, f"the workers cannot be started: {problem}")
+        self.look()
+        what, step = MEANING.get(ended.code, ended.what), max(ended.step, checkpoint_step)
+        facts = {"what": what, "suspects": ended.suspects, "failed_node": ended.failed_node}
+        self.say("end", f"{what} at step {step}: {ended.reason}", step=step, code=ended.code, **facts)
         return ended
 
-    def choose_nodes(self) -> list[str] | Ended:
+    def look(self) -> None:
+        """Alert on what the workers report, and on a full disk, of which they cannot."""
+        self.alerts.follow()
+        for words in full_disks([self.job.run]):
+            self.alerts.send("disk_full", words)
+
+    def count_reason(self, ended: Ended, lasted_s: float) -> None:
+        """Count the ends in a row that differ in nothing but numbers and paths, unless the attempt was a long one."""
+        reason, before = VARYING.sub("#", f"{ended.code} {ended.reason}"), self.reason
+        again = reason == before and lasted_s < 3600 * self.job.resilience.same_reason_hours
+        self.reason, self.same_reason = reason, self.same_reason + 1 if again else 1
+
+    def suspects(self) -> set[str]:
+        """Nodes that a hang pointed at, or on which the first rank failed twice, in the whole life of the run."""
+        ends = [e for e in read_lines(self.job.run / "events.jsonl") if e.get("kind") == "supervisor_end"]
+        crashes = Counter(end.get("failed_node") for end in ends)
+        hangs = {node for end in ends for node in end.get("suspects", ())}
+        return hangs | {node for node, count in crashes.items() if node and count >= SUSPECT_CRASHES}
+
+    def choose_nodes(self, logs: Path) -> list[str] | Ended:
         """As many healthy nodes as the job needs, suspects last; spares replace bad ones."""
-        candidates = sorted(self.options.nodes.split(","), key=lambda node: node in self.suspects)
+        suspects = self.suspects()
+        candidates = sorted(self.options.nodes.split(","), key=lambda node: node in suspects)
         good, bad = healthy_nodes(candidates, self.train_arguments)
         for node, reason in bad.items():
             self.say("bad_node", f"{node}: {reason}", node=node)
         needed = len(candidates) - self.options.spares
         if len(good) < needed:
             return Ended(CRASHED, 0, f"{len(good)} healthy nodes, {needed} are needed")
-        return good[:needed]
+        slow = self.slow_nodes(good, logs) if self.job.resilience.min_network_share else {}
+        for node, reason in slow.items():
+            self.say("bad_node", f"{node}: {reason}; it is used if there is no other", node=node)
+        return sorted(good, key=lambda node: node in slow)[:needed]
+
+    def slow_nodes(self, nodes: list[str], logs: Path) -> dict[str, str]:
+        """{node: why} for nodes with a slow network; none, if it cannot be measured."""
+        try:
+            return slow_nodes(nodes, self.options.nproc_per_node, self.job.resilience, logs / "network")
+        except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
+            self.say("network", f"not measured: {problem}")
+            return {}
 
     def roll_back(self, ended: Ended) -> bool:
         """After a bad step: whether to restart, and with rollback_and_skip which data to leave out."""
@@ -96,9 +161,9 @@ class Supervisor:
         return policy != "stop"
 
     def hopeless(self, ended: Ended) -> bool:
-        """Whether restarting cannot help: refused settings, or several attempts without a newer checkpoint."""
-        if ended.code == CRASHED and ended.reason.startswith("ValueError") and ended.step == 0:
-            self.say("give_up", "the job refuses its settings; restarting would not change that")
+        """Whether restarting cannot help: refused settings, one reason again and again, or no newer checkpoint."""
+        if ended.code == REFUSED:
+            self.say("give_up", f"the job cannot start: {ended.reason}. Restarting would not change that")
             return True
         if self.fruitless >= self.job.resilience.max_fruitless_starts:
             self.say(
@@ -106,6 +171,13 @@ class Supervisor:
                 f"{self.fruitless} attempts in a row without a newer checkpoint, last: {ended.reason}. See "
                 "events.jsonl and logs/; if the newest checkpoint itself is bad, move it out of "
                 f"{self.job.checkpoints}",
+            )
+            return True
+        if 0 < self.job.resilience.max_same_reason <= self.same_reason and ended.code != STOPPED:
+            self.say(
+                "give_up",
+                f"{self.same_reason} attempts in a row ended for the same reason, last at step {ended.step}: "
+                f"{ended.reason}. Newer checkpoints or not, restarting does not help (resilience.max_same_reason)",
             )
             return True
         return False
@@ -123,9 +195,5 @@ class Supervisor:
         console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
         console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
-
-
-def only_supervisor(job: JobSections) -> TextIO:
-    """The lock of a run, held by this process: two jobs would delete each other's checkpoints. ValueError if taken."""
-    stop = f"stop it (`touch {job.run}/stop`) or choose another job.dump_folder"
-    return hold_lock(job.run / ".supervisor.lock", f"another supervisor runs {job.run}; {stop}")
+        if kind in ALERTED or facts.get("code") == CRASHED:
+            self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)

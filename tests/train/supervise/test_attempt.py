@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 from records.events import BAD_STEP, write_outcome
 from records.files import read_lines
 from records.job import JobSections
-from train.supervise.attempt import Attempt, Ended
+from train.supervise import heartbeat
+from train.supervise.attempt import Attempt, Ended, exit_words, full_disks
 from train.supervise.signals import StopSignals
 
 
@@ -72,3 +74,67 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(monkeypatch: pytes
     attempt.start(None, 1, [])
     assert attempt.watch().reason.startswith("no worker recorded an outcome")
     assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
+
+
+def test_heartbeats_are_read_every_few_seconds_and_an_end_is_seen_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """192 files, each on a shared file system: at most one look in five seconds, whatever the poll for the end."""
+    job = JobSections()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.run.mkdir()
+    looks: list[float] = []
+
+    def read(folder: Path) -> dict:
+        looks.append(time.monotonic())
+        return {}
+
+    monkeypatch.setattr(heartbeat, "read_heartbeats", read)
+    monkeypatch.setattr(
+        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["sleep", "2"], start_new_session=True)
+    )
+    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
+    attempt.start(None, 192, [])
+    began = time.monotonic()
+    attempt.watch()
+    assert time.monotonic() - began < 3.0
+    assert len(looks) == 2, "one when it began and one for the record when it ended"
+    assert heartbeat.interval_s(400.0) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (1, "exit status 1"),
+        (-signal.SIGKILL, "signal 9, SIGKILL: out of memory, or killed from outside"),
+        (128 + signal.SIGSEGV, "signal 11, SIGSEGV: a fault in native code"),
+        (85, "exit status 85"),
+    ],
+)
+def test_exit_statuses_in_words(status: int, words: str) -> None:
+    assert exit_words(status) == words
+
+
+def test_a_crash_names_its_node_its_signal_and_the_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes, rank 5 was killed."""
+    job = JobSections()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.run.mkdir()
+    report = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n  rank      : 5 (local_rank: 1)\n"
+    monkeypatch.setattr("train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["false"]))
+    usage = type("Usage", (), {"free": 4096, "total": 60 << 20})
+    monkeypatch.setattr("train.supervise.attempt.shutil.disk_usage", lambda path: usage)
+    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
+    attempt.logs.mkdir(parents=True)
+    (attempt.logs / "console.log").write_text(report + "  exitcode  : -9 (pid: 77)\n")
+    attempt.start(["n1", "n2"], 4, [])
+    ended = attempt.watch()
+    assert ended.failed_node == "n2"
+    assert (
+        "no worker recorded an outcome, exit status 1 (first to fail: rank 5 on n2, signal 9, SIGKILL" in ended.reason
+    )
+    assert f"the disk of {job.run} is full: 4 KiB of 60 MiB free" in ended.reason
+
+
+def test_a_disk_with_room_is_not_full(tmp_path: Path) -> None:
+    assert full_disks([tmp_path, tmp_path / "missing"]) == []

@@ -7,15 +7,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from records.events import BAD_STEP, CRASHED, DONE, STOPPED
+from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UNSAVED
 from records.files import read_lines
 from records.job import JobSections, read_job
-from train.supervise.supervisor import Supervisor, only_supervisor
+from train.supervise.attempt import Attempt, Ended
+from train.supervise.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
 Life = tuple[int, int, str, int | None]  # code, step, reason, step of the checkpoint that it saves
@@ -25,7 +27,7 @@ Life = tuple[int, int, str, int | None]  # code, step, reason, step of the check
 def job(tmp_path: Path) -> JobSections:
     job = JobSections()
     job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
-    job.resilience.backoff_s = 0.0
+    job.resilience.backoff_s = job.resilience.min_network_share = 0.0
     job.checkpoints.mkdir(parents=True)
     return job
 
@@ -71,8 +73,65 @@ def test_stopped_workers_are_no_failure(supervise: Callable) -> None:
     assert supervise(stopped, stopped, stopped, stopped, (DONE, 20, "end", 20)) == (DONE, 5)
 
 
-def test_refused_settings_are_not_tried_again(supervise: Callable) -> None:
-    assert supervise((CRASHED, 0, "ValueError: mixture.lock is empty", None)) == (CRASHED, 1)
+def test_refused_settings_are_not_tried_again(supervise: Callable, job: JobSections) -> None:
+    assert supervise((REFUSED, 0, "mixture.lock is empty", None)) == (CRASHED, 1)
+    assert "mixture.lock is empty" in read_lines(job.run / "events.jsonl")[-1]["text"]
+
+
+def test_a_file_that_is_missing_at_the_start_is_tried_again(supervise: Callable) -> None:
+    assert supervise((CRASHED, 0, "a.bin is missing", None), (DONE, 20, "end", 20)) == (DONE, 2)
+
+
+def test_one_reason_three_times_ends_it_whatever_the_progress(supervise: Callable, job: JobSections) -> None:
+    """As a crash at every validation, each time behind a newer checkpoint, seen first by some other rank."""
+    lives = [
+        (CRASHED, 500 * n, f"RuntimeError: limit at step {500 * n}, /tmp/x{n} 0x7f{n}a", 500 * n) for n in range(9)
+    ]
+    assert supervise(*lives[1:]) == (CRASHED, 3)
+    text = read_lines(job.run / "events.jsonl")[-1]["text"]
+    assert text.startswith("3 attempts in a row ended for the same reason")
+    assert "limit at step 1500" in text
+
+
+def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callable, job: JobSections) -> None:
+    lives = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 9)]
+    assert supervise(*lives, (DONE, 20, "end", 20)) == (DONE, 9)
+    job.resilience.same_reason_hours = 0.0  # every attempt is a long one
+    lives = [(CRASHED, n, "RuntimeError: x", n) for n in range(21, 29)]
+    assert supervise(*lives, (DONE, 40, "end", 40)) == (DONE, 9)
+
+
+def test_a_stop_that_saved_nothing_is_no_85(supervise: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Supervisor, "run_attempt", stopped_while_it_ends(Ended(CRASHED, 7, "killed: a second signal")))
+    assert supervise() == (STOPPED_UNSAVED, 0)
+    monkeypatch.setattr(Supervisor, "run_attempt", stopped_while_it_ends(Ended(STOPPED_UNSAVED, 7, "not saved")))
+    assert supervise() == (STOPPED_UNSAVED, 0)
+    monkeypatch.setattr(Supervisor, "run_attempt", stopped_while_it_ends(Ended(STOPPED, 7, "SIGTERM")))
+    assert supervise() == (STOPPED, 0)
+
+
+def stopped_while_it_ends(ended: Ended) -> Callable:
+    def run_attempt(self: Supervisor, checkpoint_step: int) -> Ended:
+        self.stop.asked = "SIGTERM"
+        return ended
+
+    return run_attempt
+
+
+def test_workers_that_cannot_be_started_are_tried_again(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk under the log folder, or a scheduler that does not answer, must not end the supervisor."""
+    starts: list[int] = []
+
+    def start_workers(*_: Any) -> subprocess.Popen:
+        starts.append(1)
+        raise OSError(28, "No space left on device", "logs/console.log")
+
+    monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
+    monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
+    options = argparse.Namespace(nodes=None, spares=0, nproc_per_node=2)
+    assert Supervisor(job, options, []).run() == CRASHED
+    assert len(starts) == 3
+    assert "No space left on device" in read_lines(job.run / "events.jsonl")[-1]["text"]
 
 
 @pytest.mark.parametrize(("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2)])
@@ -107,10 +166,42 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
 
 
-def test_one_supervisor_a_run(job: JobSections) -> None:
-    with only_supervisor(job), pytest.raises(ValueError, match="another supervisor"):
-        only_supervisor(job)
-    only_supervisor(job).close()
+def test_a_node_with_a_slow_network_is_chosen_last(
+    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.resilience.min_network_share = 0.5
+    monkeypatch.setattr("train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {}))
+    monkeypatch.setattr("train.supervise.supervisor.slow_nodes", lambda *_: {"a": "0.1 GB/s"})
+    assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), "a slow node is better than none"
+
+    def unmeasured(*_: Any) -> None:
+        raise ValueError("no result within 300 s")
+
+    monkeypatch.setattr("train.supervise.supervisor.slow_nodes", unmeasured)
+    assert supervise((DONE, 22, "end", 22), nodes="a,b", spares=0) == (DONE, 1)
+    events = read_lines(job.run / "events.jsonl")
+    assert [e["nodes"] for e in events if e["kind"] == "supervisor_start"] == [["b", "c"], ["b", "a"], ["a", "b"]]
+    assert [e["node"] for e in events if e["kind"] == "supervisor_bad_node"] == ["a", "a"]
+    assert [e["text"] for e in events if e["kind"] == "supervisor_network"] == ["not measured: no result within 300 s"]
+
+
+def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
+    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {}))
+    watch = Attempt.watch
+
+    def failing_on_b(self: Attempt) -> Ended:
+        ended = watch(self)
+        at_b = ended.code == CRASHED and self.nodes is not None and "b" in self.nodes
+        return replace(ended, failed_node="b") if at_b else ended
+
+    monkeypatch.setattr(Attempt, "watch", failing_on_b)
+    lives: list[Life] = [(CRASHED, n, f"RuntimeError: {'x' * n}", n) for n in (1, 2, 3)]
+    assert supervise(*lives, (DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 4)
+    starts = [e["nodes"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "supervisor_start"]
+    assert starts == [["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]]
 
 
 def test_the_job_file_and_its_overrides() -> None:

@@ -1,0 +1,127 @@
+"""Alerts arrive, once a kind, and nothing waits for a server that does not answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from records.events import record_event
+from records.files import read_lines
+from records.job import JobSections
+from train.supervise.alerts import Alerts
+from train.supervise.supervisor import Supervisor
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobSections:
+    job = JobSections()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.run.mkdir()
+    return job
+
+
+@pytest.fixture
+def posts(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What a server of the job's webhook receives; it never answers while the text holds "hang"."""
+    received: list[dict[str, Any]] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if "hang" in received[-1]["text"]:
+                time.sleep(60)
+            self.send_response(500 if "broken" in received[-1]["text"] else 200)
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("localhost", 0), Server)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OUR_WEBHOOK", f"http://localhost:{server.server_port}/a-secret")
+    job.alerts.webhook_env = "OUR_WEBHOOK"
+    yield received
+    server.shutdown()
+
+
+def test_a_kind_is_sent_once_and_counted(job: JobSections, posts: list[dict[str, Any]]) -> None:
+    alerts = Alerts(job)
+    for number in range(3):
+        alerts.send("bad_node", f"n{number}", step=7)
+    alerts.send("give_up", "three attempts")
+    alerts.close()
+    assert sorted(post["text"] for post in posts) == ["run: bad node: n0", "run: give up: three attempts"]
+    (fields,) = [post["attachments"][0]["fields"] for post in posts if "n0" in post["text"]]
+    assert {"title": "step", "value": "7", "short": True} in fields
+    job.alerts.min_interval_s = 0.0
+    alerts.send("bad_node", "n9")
+    alerts.close()
+    assert posts[-1]["text"] == "run: bad node: n9 (2 more of this kind since the last alert)"
+
+
+def test_workers_reports_become_alerts(job: JobSections, posts: list[dict[str, Any]]) -> None:
+    record_event(job.run, "save_failed", step=1, reason="of an earlier supervisor")
+    alerts = Alerts(job)
+    record_event(job.run, "checkpoint_removed", step=2)
+    record_event(job.run, "save_failed", step=3, reason="No space left on device")
+    alerts.follow()
+    alerts.follow()
+    alerts.close()
+    assert [post["text"] for post in posts] == ["run: save failed: step 3: No space left on device"]
+
+
+def test_a_command_gets_the_text(job: JobSections, tmp_path: Path) -> None:
+    job.alerts.command = f"cat > {tmp_path}/mail"
+    alerts = Alerts(job)
+    alerts.send("hang", "no rank finished a step")
+    alerts.close()
+    assert (tmp_path / "mail").read_text() == "run: hang: no rank finished a step"
+
+
+def test_failures_are_events_without_the_url(job: JobSections, posts: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.alerts.command = "echo no mail here >&2; exit 3"
+    alerts = Alerts(job)
+    alerts.send("crash", "broken")
+    monkeypatch.setenv("OUR_WEBHOOK", "htp://nowhere/a-secret")
+    alerts.send("bad_node", "x")
+    alerts.close()
+    reasons = sorted(e["reason"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "alert_failed")
+    assert len(reasons) == 4
+    assert reasons[0] == "command: OSError: exit status 3: no mail here"
+    assert any("HTTP Error 500" in reason for reason in reasons)
+    assert "a-secret" not in "".join(reasons)
+
+
+def test_a_missing_url_is_said(job: JobSections) -> None:
+    job.alerts.webhook_env = "NOT_SET_ANYWHERE"
+    assert "NOT_SET_ANYWHERE is not set" in str(Alerts(job).missing())
+    job.alerts.webhook_env = ""
+    assert Alerts(job).missing() is None
+
+
+def test_a_hanging_server_delays_nothing(job: JobSections, posts: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three crashes, then the supervisor gives up: all of it while the first alert still waits for its answer."""
+    job.alerts.timeout_s, job.resilience.backoff_s, job.alerts.min_interval_s = 2.0, 0.0, 0.0
+    job.alerts.command = "sleep 60"
+    monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
+    starts: list[float] = []
+
+    def no_start(*_: Any) -> None:
+        starts.append(time.monotonic())
+        raise OSError("this will hang")
+
+    monkeypatch.setattr("train.supervise.attempt.start_workers", no_start)
+    options = type("Options", (), {"nodes": None, "spares": 0, "nproc_per_node": 1})
+    began = time.monotonic()
+    assert Supervisor(job, options, []).run() == 1
+    assert starts[-1] - starts[0] < 1.0
+    assert 1.5 < time.monotonic() - began < 4.0, "at its end it waits for timeout_s"
+    assert {post["text"].split(":")[1] for post in posts} == {" crash", " give up"}

@@ -1,0 +1,195 @@
+"""Two jobs never train in one folder, whoever of the first one is still alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record
+from records.files import hold_lock
+from tests.train.runs import fail, run_job
+from tests.train.supervised import arguments, environment, supervise
+from train.supervise.lock import hold_rank, hold_run, no_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@contextmanager
+def worker(run: Path, rank: int, **env: str) -> Iterator[int]:
+    """The process id of a worker of this run that holds its lock and lives on."""
+    program = "import sys, time, pathlib; from train.supervise.lock import hold_rank\n"
+    program += (
+        "lock = hold_rank(pathlib.Path(sys.argv[1]), int(sys.argv[2])); print('held', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(run), str(rank)]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield process.pid
+        process.kill()
+
+
+def test_one_job_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = hold_run(tmp_path)
+    no_ranks(tmp_path)
+    with pytest.raises(ValueError, match=f"another supervisor .*held by process {os.getpid()} on "):
+        hold_run(tmp_path)
+    with pytest.raises(ValueError, match="another supervisor"):
+        hold_rank(tmp_path, 0)  # of a job that no supervisor started
+    monkeypatch.setenv(SUPERVISED, str(tmp_path))
+    mine = hold_rank(tmp_path, 0)
+    lock.close()
+    with pytest.raises(ValueError, match="earlier supervisor"):
+        no_ranks(tmp_path)
+    mine[0].close()
+    no_ranks(tmp_path)
+    hold_run(tmp_path).close()
+
+
+def test_a_supervisor_is_refused_while_an_orphan_lives(prepared_data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "train.supervise"]
+    command += arguments(run, prepared_data / "phase1.lock.json", steps=2, interval=1)
+    with worker(run, 1, **{SUPERVISED: str(run)}) as pid:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"held by process {pid} on " in done.stderr
+    assert not (run / "attempts.jsonl").exists()
+
+
+def test_a_job_is_refused_while_a_worker_of_another_lives(prepared_data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with worker(run, 1, **{SUPERVISED: str(run)}) as pid:
+        said = fail(run, prepared_data / "phase1.lock.json")
+    assert not (run / "outcome.json").exists(), "what is there is the other job's"
+    (line,) = [line for line in said.splitlines() if line.startswith("The job ")]
+    assert line.startswith("The job cannot start: rank 1: rank 1 of another job is alive in ")
+    assert f"held by process {pid} on " in line
+    assert "Traceback" not in said
+
+
+def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+    program = "import sys, time, pathlib; from records.files import hold_lock\n"
+    program += "lock = hold_lock(pathlib.Path(sys.argv[1]), 'taken'); print('held', flush=True); time.sleep(1)"
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match=f"taken .held by process {process.pid} on "):
+            hold_lock(path, "taken")
+        hold_lock(path, "taken", wait_s=30).close()
+
+
+def test_a_refusal_is_one_line_and_one_outcome(prepared_data: Path, tmp_path: Path) -> None:
+    """Two ranks find the same."""
+    mesh = ("--parallelism.data_parallel_shard_degree", "3", "--training.global_batch_size", "12")
+    said = fail(tmp_path / "run", prepared_data / "phase1.lock.json", *mesh)
+    (line,) = [line for line in said.splitlines() if line.startswith("The job ")]
+    assert line.startswith("The job is refused: 2 workers do not form a mesh")
+    assert "Traceback" not in said
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["code"] == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("problem", "starting", "ends", "code"),
+    [
+        (AssertionError(""), True, SystemExit, REFUSED),  # a library's, without a word: its place is named
+        (KeyError("2B"), True, SystemExit, REFUSED),
+        (FileNotFoundError(2, "No such file", "x.bin"), True, SystemExit, CRASHED),  # a slow mount
+        (RuntimeError("NCCL"), True, RuntimeError, CRASHED),
+        (ValueError("in a step"), False, ValueError, CRASHED),
+    ],
+)
+def test_what_is_refused(
+    problem: Exception, starting: bool, ends: type, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ends) as ended, crash_on_record(tmp_path, 1, lambda: 0, lambda: starting):
+        raise problem
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["code"] == code
+    if ends is SystemExit:
+        assert ended.value.code == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{type(problem).__name__}: " in line
+        assert f"{__file__}:" in line
+
+
+def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("records.events.OTHER_RANKS_S", 0.0)
+    with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
+        raise ValueError("my shard\nis damaged")
+    assert capsys.readouterr().err == "The job is refused: rank 3: my shard is damaged\n"
+    with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
+        raise ValueError("my shard is damaged")
+    assert capsys.readouterr().err == "", "it is on record"
+
+
+def test_a_refused_key_of_the_job_file_reaches_the_supervisor(tmp_path: Path) -> None:
+    config, run = tmp_path / "job.toml", tmp_path / "run"
+    text = (ROOT / "configs/debug_phase1.toml").read_text()
+    config.write_text(text.replace("[training]", "[training]\nsteppes = 7", 1))
+    done = run_job(run, ["--job.config_file", str(config), "--job.dump_folder", str(run)], 2, **{SUPERVISED: str(run)})
+    assert done.returncode == REFUSED
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("The job ")]
+    assert "steppes" in line
+    assert "Traceback" not in done.stdout
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert (outcome["attempt"], outcome["code"]) == (1, REFUSED)
+
+
+def test_a_missing_shard_is_no_refusal(prepared_data: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    subprocess.run(["cp", "-r", str(prepared_data), str(data)], check=True)
+    next(data.glob("*/*.bin")).unlink()
+    said = fail(tmp_path / "run", data / "phase1.lock.json")
+    (line,) = [line for line in said.splitlines() if line.startswith("The job ")]
+    assert "is missing" in line
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["code"] == CRASHED
+
+
+@pytest.mark.slow
+def test_workers_outlive_their_supervisor_and_keep_others_out(prepared_data: Path, tmp_path: Path) -> None:
+    """Real processes: the supervisor is SIGKILLed while its workers wait for a stopped rank."""
+    lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
+    (tmp_path / "faults.json").write_text(json.dumps([{"kind": "stop", "step": 3, "rank": 1}]))
+    job = [*arguments(run, lock, steps=6, interval=2), "--experimental.custom_import", "tests.train.faults"]
+    job += ["--resilience.hang_timeout_s", "600"]
+    env = {**environment(), "LANEFORMER_FAULTS": str(tmp_path / "faults.json")}
+    first = subprocess.Popen(
+        [sys.executable, "-m", "train.supervise", "--nproc-per-node", "2", *job], cwd=ROOT, env=env
+    )
+    while len(list(tmp_path.glob("faults.*.done"))) < 1:
+        assert first.poll() is None
+        time.sleep(0.1)
+    pids = [json.loads(path.read_text())["pid"] for path in (run / "heartbeats").glob("rank-*.json")]
+    first.kill()
+    first.wait()
+    try:
+        second = subprocess.run(
+            [sys.executable, "-m", "train.supervise", *job], cwd=ROOT, env=env, capture_output=True, text=True
+        )
+        assert second.returncode == 2
+        assert any(f"held by process {pid} on " in second.stderr for pid in pids), second.stderr
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train"]
+        plain = subprocess.run([*torchrun, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        assert plain.returncode != 0
+        assert "of another job is alive" in plain.stderr
+        assert not (run / "outcome.json").exists(), "what is there is the first job's"
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
+    _, status, said = supervise(tmp_path, lock, 6, 2, [{"kind": "stop", "step": 3, "rank": 1}])
+    assert status == 0, said

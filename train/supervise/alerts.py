@@ -1,0 +1,99 @@
+"""Alerts: a webhook and a command that are told when somebody should look at the run.
+
+The supervisor sends them, each in a thread of its own: nothing waits for a server that does not answer but the very end
+of the supervisor, and that for `alerts.timeout_s` at most. What the workers report is read from events.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from records.events import record_event
+from records.files import host_name, json_lines
+from records.job import JobSections
+
+OF_WORKERS = ("bad_step", "save_failed")  # events worth an alert
+
+
+class Alerts:
+    """The alerts of one run; the same kind at most once in `alerts.min_interval_s`."""
+
+    def __init__(self, job: JobSections):
+        self.run, self.section = job.run, job.alerts
+        self.sent_s: dict[str, float] = {}
+        self.dropped: dict[str, int] = {}
+        self.threads: list[threading.Thread] = []
+        self.events = self.run / "events.jsonl"
+        self.read_bytes = self.events.stat().st_size if self.events.is_file() else 0
+
+    def missing(self) -> str | None:
+        """Why the webhook cannot work, None if it can or none is wanted."""
+        name = self.section.webhook_env
+        return None if not name or os.environ.get(name) else f"alerts.webhook_env: {name} is not set in the environment"
+
+    def follow(self) -> None:
+        """Send what the workers have reported since the last call."""
+        if not self.events.is_file() or self.events.stat().st_size <= self.read_bytes:
+            return
+        with open(self.events, "rb") as file:
+            file.seek(self.read_bytes)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]  # the rest is still being written
+        self.read_bytes += len(new)
+        for _, event in json_lines(new.split(b"\n"), self.events, skipped=[]):
+            if isinstance(event, dict) and event.get("kind") in OF_WORKERS:
+                self.send(event["kind"], f"step {event.get('step')}: {event.get('reason')}", step=event.get("step"))
+
+    def send(self, kind: str, text: str, **facts: Any) -> None:
+        """Deliver in the background, unless this kind was sent lately."""
+        now_s, every_s = time.monotonic(), self.section.min_interval_s
+        if now_s - self.sent_s.get(kind, -every_s) < every_s:
+            self.dropped[kind] = self.dropped.get(kind, 0) + 1
+            return
+        self.sent_s[kind] = now_s
+        more = f" ({n} more of this kind since the last alert)" if (n := self.dropped.pop(kind, 0)) else ""
+        text = f"{self.run.name}: {kind.replace('_', ' ')}: {text}{more}"
+        fields = {"run": str(self.run), "kind": kind, "host": host_name(), **facts}
+        if url := os.environ.get(self.section.webhook_env or "", ""):
+            self._begin("webhook", lambda: self._post(url, text, fields), url)
+        if self.section.command:
+            self._begin("command", lambda: self._command(text))
+
+    def close(self) -> None:
+        """Give alerts under way their time; those that take longer end with the process."""
+        deadline_s = time.monotonic() + self.section.timeout_s
+        for thread in self.threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _begin(self, way: str, deliver: Callable[[], object], secret: str = "") -> None:
+        def attempt() -> None:
+            try:
+                deliver()
+            except Exception as problem:  # whatever a server or a URL can do: the job goes on
+                reason = f"{way}: {type(problem).__name__}: {problem}"
+                record_event(self.run, "alert_failed", reason=reason.replace(secret, "URL") if secret else reason)
+
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
+        self.threads.append(threading.Thread(target=attempt, daemon=True, name=f"alert-{way}"))
+        self.threads[-1].start()
+
+    def _post(self, url: str, text: str, fields: dict[str, Any]) -> None:
+        """JSON as Slack and Mattermost take it: the text, and the facts as the fields of an attachment."""
+        shown = [{"title": name, "value": str(value), "short": True} for name, value in fields.items()]
+        body = json.dumps({"text": text, "attachments": [{"fallback": text, "fields": shown}]}).encode()
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self.section.timeout_s):
+            pass
+
+    def _command(self, text: str) -> None:
+        command = ["bash", "-c", self.section.command]
+        done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=self.section.timeout_s)
+        if done.returncode:
+            raise OSError(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")

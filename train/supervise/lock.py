@@ -1,0 +1,37 @@
+"""Who may work in a run folder: one supervisor (or unsupervised job), and one process for every rank.
+
+A supervisor may die while its workers live on, on other nodes too. So every worker holds a lock of its own until it
+ends, and whoever comes later, supervisor or worker, is told who is there. File locks are the kernel's: no process
+leaves one behind.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TextIO
+
+from records.events import SUPERVISED
+from records.files import hold_lock
+
+OLD_WORKERS_S = 30.0  # until workers that were killed on other nodes are gone
+
+
+def hold_run(run: Path) -> TextIO:
+    """The lock of a run, held by this process: two jobs would delete each other's checkpoints. Held if taken."""
+    stop = f"stop that job (`touch {run}/stop`) or choose another job.dump_folder"
+    return hold_lock(run / ".supervisor.lock", f"another supervisor or job runs {run}; {stop}")
+
+
+def no_ranks(run: Path) -> None:
+    """Held if a worker of a supervisor that died is still alive."""
+    for path in sorted((run / ".ranks").glob("*.lock")):
+        hold_lock(path, f"a worker of an earlier supervisor is alive in {run}; end it, or `touch {run}/stop`").close()
+
+
+def hold_rank(run: Path, rank: int) -> tuple[TextIO, ...]:
+    """The lock of a rank and, for rank 0 of a job without a supervisor, that of the run. Held if one is taken."""
+    supervised = SUPERVISED in os.environ
+    locks = [] if supervised or rank else [hold_run(run)]
+    problem = f"rank {rank} of another job is alive in {run}"
+    return *locks, hold_lock(run / ".ranks" / f"{rank}.lock", problem, OLD_WORKERS_S if supervised else 0.0)
