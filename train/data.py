@@ -33,7 +33,8 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MixtureLoader(BaseDataLoader):
     """Yields ({"input": int64 (b, S), "source": int64 (b,)}, labels int64 (b, S)) from the current state on.
 
-    b is the local batch size; "source" counts in `mixture.source_names`. Packed conversations have "documents" as well.
+    b is the local batch size; "source" counts in `mixture.source_names`. Packed conversations have more: see
+    `inputs_and_labels`.
     """
 
     def __init__(
@@ -146,7 +147,14 @@ def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None) -> Batch
         return {"input": tokens[:, :-1]}, tokens[:, 1:]
     labels = torch.where((flags[:, 1:] & TRAINED).bool(), tokens[:, 1:], IGNORE_INDEX)
     documents = (flags[:, :-1] & BEGINS).bool().cumsum(1)
-    return {"input": tokens[:, :-1], "documents": documents}, labels
+    return {"input": tokens[:, :-1], "documents": documents, "trained": (labels != IGNORE_INDEX).sum()}, labels
+
+
+def of_packed(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
+    """What the model's forward gets besides ids and labels; "trained" stays on the CPU, so nothing waits for a GPU."""
+    if "documents" not in inputs:
+        return {}
+    return {"documents": inputs["documents"].to(device), "trained": int(inputs["trained"])}
 
 
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:

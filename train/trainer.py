@@ -36,7 +36,7 @@ from records.events import (
 from records.files import append_line, code_version, write_atomically
 
 from .checkpoint import PhaseCheckpointManager
-from .data import Batch
+from .data import Batch, of_packed
 from .guard import BadStep, Guard
 from .in_loop import InLoop
 from .job_checks import check_job
@@ -180,9 +180,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.heartbeat.enter(f"forward and backward of step {self.step}")
         for inputs, labels in batches:
             labels = labels.to(self.device)
-            documents = inputs["documents"].to(self.device) if "documents" in inputs else None
             with self.train_context():
-                losses = model(inputs["input"].to(self.device), labels, documents)  # (B, S)
+                losses = model(inputs["input"].to(self.device), labels, **of_packed(inputs, self.device))  # (B, S)
                 part = losses.sum() / all_tokens
                 part.backward()
             parts.append(part.detach())

@@ -44,6 +44,8 @@ class Arguments:
     """The data folder that is written."""
     seq_len: int = 4096
     """Tokens of a window, training.seq_len of the job; longer conversations are dropped."""
+    cut_long: bool = False
+    """Keep the first exchanges of a conversation that is too long, as many as fit."""
     holdout: float = 0.01
     """Share of conversations held out for the validation loss, chosen by a hash of their content."""
     weights: tuple[str, ...] = ()
@@ -101,7 +103,7 @@ def _rules(arguments: Arguments) -> Rules:
         raise ValueError(f"--holdout {arguments.holdout} must be a share from 0.0001 to 0.5")
     if not 0 <= arguments.max_dropped <= 1:
         raise ValueError(f"--max-dropped {arguments.max_dropped} must be a share from 0 to 1")
-    return Rules(arguments.seq_len, arguments.seed, round(arguments.holdout * 10_000))
+    return Rules(arguments.seq_len, arguments.seed, round(arguments.holdout * 10_000), arguments.cut_long)
 
 
 def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
@@ -139,7 +141,8 @@ def _summary(manifest: dict[str, Any]) -> str:
     room = (manifest["windows"] + valid["windows"]) * manifest["seq_len"]
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest["dropped"].items()) or "none"
     return (
-        f"{manifest['source']}: {manifest['read']:,} conversations read, {manifest['kept']:,} kept; "
+        f"{manifest['source']}: {manifest['read']:,} conversations read, {manifest['kept']:,} kept, "
+        f"{manifest['cut']:,} of them cut; "
         f"dropped: {dropped}; {manifest['tokens']:,} tokens, {trained:.1%} trained; "
         f"{manifest['windows']:,} windows and {valid['windows']:,} held out, {manifest['tokens'] / room:.1%} full"
     )

@@ -18,19 +18,21 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
-from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render
+from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render, token_ids
 from records.files import json_lines
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 ROWS_AT_A_TIME = 64  # to a worker process
+SEGMENTS_PER_MESSAGE = 2  # of `render`: header and content
 
 
 class Conversation(NamedTuple):
-    """ids: uint16 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts."""
+    """ids: uint16 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts; cut: whether its end is missing."""
 
     key: int
     ids: np.ndarray
     trained: np.ndarray
+    cut: bool = False
 
 
 def rows(origin: str) -> Iterator[Any]:
@@ -91,26 +93,35 @@ def messages(row: Any) -> list[dict[str, Any]]:
     raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
 
 
-def encode(row: Any, tokenizer: ChatTokenizer, longest: int) -> Conversation:
-    """One row. ChatError when the template has no form for it, nothing in it is trained, or it is too long."""
-    turns = messages(row)
-    segments = render(turns, tokenizer)
-    ids = np.array([token for segment in segments for token in segment.ids], dtype=np.uint16)
-    if len(ids) > longest:
-        raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
-    trained = np.repeat([segment.trained for segment in segments], [len(segment.ids) for segment in segments])
-    if not trained.any():
+def encode(row: Any, tokenizer: ChatTokenizer, longest: int, cut: bool) -> Conversation:
+    """One row. ChatError when the template has no form for it, nothing in it is trained, or it is too long.
+
+    cut: keep the first exchanges of a conversation that is too long, as many as fit.
+    """
+    said = [turn for turn in messages(row) if not isinstance(turn, dict) or turn.get("role") != SYSTEM]
+    segments = render(said, tokenizer)
+    lengths = np.cumsum([len(segment.ids) for segment in segments])
+    whole = len(segments)
+    if lengths[-1] > longest and cut:
+        exchange = 2 * SEGMENTS_PER_MESSAGE
+        whole = int(np.searchsorted(lengths, longest, side="right")) // exchange * exchange
+    if not whole or lengths[whole - 1] > longest:
+        raise ChatError("too_long", f"{lengths[-1]} tokens, the longest that fits has {longest}")
+    segments = segments[:whole]
+    if not any(segment.trained for segment in segments):
         raise ChatError("no_reply", "no message of the assistant")
-    said = [[turn["role"], turn["content"].strip()] for turn in turns if turn["role"] != SYSTEM]
-    return Conversation(xxhash.xxh3_128_intdigest(json.dumps(said).encode()), ids, trained)
+    trained = np.repeat([segment.trained for segment in segments], [len(segment.ids) for segment in segments])
+    texts = [[turn["role"], turn["content"].strip()] for turn in said[: whole // SEGMENTS_PER_MESSAGE]]
+    key = xxhash.xxh3_128_intdigest(json.dumps(texts).encode())
+    return Conversation(key, np.array(token_ids(segments), dtype=np.uint16), trained, len(texts) < len(said))
 
 
-_worker: tuple[ChatTokenizer, int]
+_worker: tuple[ChatTokenizer, int, bool]
 
 
-def _start_worker(tokenizer_json: str, longest: int) -> None:
+def _start_worker(tokenizer_json: str, longest: int, cut: bool) -> None:
     global _worker
-    _worker = ChatTokenizer(Tokenizer.from_str(tokenizer_json)), longest
+    _worker = ChatTokenizer(Tokenizer.from_str(tokenizer_json)), longest, cut
 
 
 def _encode_row(row: Any) -> Conversation | str:
@@ -120,11 +131,13 @@ def _encode_row(row: Any) -> Conversation | str:
         return problem.reason
 
 
-def encode_all(origin: str, tokenizer: Tokenizer, longest: int, workers: int) -> Iterator[Conversation | str]:
+def encode_all(
+    origin: str, tokenizer: Tokenizer, longest: int, cut: bool, workers: int
+) -> Iterator[Conversation | str]:
     """Every row of an origin in its order: the conversation, or the reason why it is none."""
     if workers == 1:
-        _start_worker(tokenizer.to_str(), longest)
+        _start_worker(tokenizer.to_str(), longest, cut)
         yield from map(_encode_row, rows(origin))
         return
-    with get_context("spawn").Pool(workers, _start_worker, (tokenizer.to_str(), longest)) as pool:
+    with get_context("spawn").Pool(workers, _start_worker, (tokenizer.to_str(), longest, cut)) as pool:
         yield from pool.imap(_encode_row, rows(origin), chunksize=ROWS_AT_A_TIME)

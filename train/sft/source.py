@@ -31,6 +31,7 @@ class Rules:
     seq_len: int
     seed: int
     valid_per_10000: int
+    cut_long: bool
 
 
 def prepare(
@@ -94,7 +95,7 @@ def _read(origins: list[str], tokenizer: Any, rules: Rules, workers: int) -> tup
     reasons: Counter[str] = Counter()
     read = 0
     for origin in origins:
-        for each in encode_all(origin, tokenizer, rules.seq_len, workers):
+        for each in encode_all(origin, tokenizer, rules.seq_len, rules.cut_long, workers):
             read += 1
             if isinstance(each, str):
                 reasons[each] += 1
@@ -102,7 +103,8 @@ def _read(origins: list[str], tokenizer: Any, rules: Rules, workers: int) -> tup
                 reasons["duplicate"] += 1
     # by key: the same whatever the order of rows and files
     kept = [found[key] for key in sorted(found)]
-    return kept, {"read": read, "kept": len(kept), "dropped": dict(sorted(reasons.items()))}
+    counts = {"read": read, "kept": len(kept), "cut": sum(each.cut for each in kept)}
+    return kept, {**counts, "dropped": dict(sorted(reasons.items()))}
 
 
 def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> None:
@@ -112,7 +114,7 @@ def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> Non
         listed = ", ".join(f"{reason} {count:,}" for reason, count in lost.items())
         raise ValueError(
             f"source {name!r}: {share:.1%} of {counts['read']:,} conversations cannot be used ({listed}); allowed are "
-            f"{max_dropped:.1%}. Mend them, raise --seq-len for those that are too long, or raise --max-dropped"
+            f"{max_dropped:.1%}. Mend them, or raise --max-dropped; if too_long, raise --seq-len or give --cut-long"
         )
 
 

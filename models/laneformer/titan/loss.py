@@ -94,18 +94,24 @@ class TitanHead(LMHead):
         self.chunk_tokens = CHUNK_TOKENS
         self.compile_backend: str | None = None  # set by parallelize when compile.components has "loss"
 
-    def forward(self, h: Tensor, norm: LaneRMSNorm, labels: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, norm: LaneRMSNorm, labels: Tensor | None = None, trained: int | None = None) -> Tensor:
         """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S) in float32 or wider.
 
-        Only the vocabulary-parallel head is computed in chunks; the other kinds make all their logits.
+        Only the vocabulary-parallel head is computed in chunks; the other kinds make all their logits. trained: number
+        of labels that are not ignored, if the caller knows it: whole chunks of ignored ones are then skipped.
         """
         if labels is None:
             return super().forward(h, norm)
         if self.kind == "vocab_parallel":
-            x = norm(h).flatten(0, 1)
-            losses = ChunkedCrossEntropy.apply(
-                x, self.weight, labels.flatten(), self.chunk_tokens, self.compile_backend
-            )
+            x, targets = norm(h).flatten(0, 1), labels.flatten()
+            chunks = self.chunk_tokens, self.compile_backend
+            count = len(targets) if trained is None else -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
+            if count >= len(targets):
+                return ChunkedCrossEntropy.apply(x, self.weight, targets, *chunks).view(labels.shape)
+            # the trained rows first, then ignored ones up to whole chunks: every chunk has the shape that is compiled
+            rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
+            found = ChunkedCrossEntropy.apply(x.index_select(0, rows), self.weight, targets[rows], *chunks)
+            losses = found.new_zeros(len(targets)).index_copy(0, rows, found)
         else:
             logits = super().forward(h, norm).flatten(0, 1)
             losses, _ = token_losses(logits[None], labels.flatten())

@@ -73,12 +73,16 @@ class TitanLaneformer(Laneformer):
         self.lm_head = TitanHead(config)
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        documents: Tensor | None = None,
+        trained: int | None = None,
     ) -> Tensor:
         """Token ids (B, S) -> logits (B, S, V); with labels (B, S) the loss of every token, (B, S).
 
         documents: integers (B, S), the document of each token; default with `mask_documents`: BOS begins one. Positions
-        go on across documents: attention within one depends on their differences only (RoPE).
+        go on across documents: attention within one depends on their differences only (RoPE). trained: see TitanHead.
         """
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         if documents is None and self.model_args.mask_documents:
@@ -87,7 +91,7 @@ class TitanLaneformer(Laneformer):
         # a block mask passes through the layers to TitanAttention
         embedding = self.tok_embeddings(input_ids)
         h = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)  # type: ignore[arg-type]
-        return self.lm_head(h.expand(-1, -1, self.config.num_lanes, -1), self.norm, labels)
+        return self.lm_head(h.expand(-1, -1, self.config.num_lanes, -1), self.norm, labels, trained)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Initialize the parameters in place; there are no buffers."""

@@ -62,6 +62,39 @@ def test_losses_and_gradients_are_the_plain_models(head: str) -> None:
         assert abs(model(inputs, labels.roll(1, 1)).sum() - wanted.sum()) > 0.1, "labels one place off must be seen"
 
 
+@pytest.mark.parametrize("trained", [0, 1, 14, 15, 60, 96])
+def test_skipping_ignored_rows_changes_nothing(trained: int) -> None:
+    """Losses and gradients with and without the count, in float64; and how many rows the head has scored."""
+    model, tokens = model_and_batch()
+    model.double().lm_head.chunk_tokens = 14
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    ignored = torch.randperm(96, generator=torch.Generator().manual_seed(trained))[trained:]
+    labels.view(-1)[ignored] = IGNORE_INDEX
+    results, scored = [], []
+    for given in (None, trained):
+        with CountedRows() as counted:
+            losses = model(inputs, labels, trained=given)
+        losses.sum().backward()
+        scored.append(counted.rows)
+        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    for whole, skipped in zip(*results, strict=True):
+        assert (whole - skipped).abs().max() <= 1e-13 * whole.abs().max()
+    assert scored == [96, min(max(-(-trained // 14), 1) * 14, 96)]
+
+
+class CountedRows(TorchDispatchMode):
+    """Rows that reach the head's matrix product."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bmm.default and out.shape[-1] == SMALL.vocab_size // SMALL.num_lanes:
+            self.rows += out.shape[1] if out.shape[0] == SMALL.num_lanes else 0
+        return out
+
+
 class LargestTensor(TorchDispatchMode):
     """Bytes of the largest tensor that any operation yields."""
 

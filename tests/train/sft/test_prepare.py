@@ -120,6 +120,18 @@ def test_what_cannot_be_used_is_counted_by_reason(arguments: Arguments, tmp_path
     assert found["read"] == found["kept"] + sum(found["dropped"].values()) == 50
 
 
+def test_long_ones_keep_their_first_exchanges(arguments: Arguments, tmp_path: Path) -> None:
+    path = write(tmp_path / "long.jsonl", [{"messages": chat(n, 1 + n % 5)} for n in range(50)])
+    long = replace(arguments, conversations=(str(path),), cut_long=True)
+    mixture = Mixture.open(run(long))
+    count = manifest(long, "long")["windows"]
+    assert manifest(long, "long")["dropped"] == {}
+    assert manifest(long, "long")["cut"] == 20, "three exchanges fit, and two fifths have more"
+    whole, trained = texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
+    assert {text.count("?") for text in whole} == {text.count(".") for text in trained} == {1, 2, 3}
+    assert all(text.endswith(".") for text in trained), "each ends with an answer"
+
+
 def test_both_forms_and_parquet_say_the_same(arguments: Arguments, tmp_path: Path) -> None:
     names = {"user": "human", "assistant": "gpt"}
     turns = [[{"from": names[m["role"]], "value": m["content"]} for m in chat(n, 1 + n % 2)] for n in range(120)]
@@ -136,7 +148,7 @@ def test_both_forms_and_parquet_say_the_same(arguments: Arguments, tmp_path: Pat
 
 def test_workers_change_nothing(arguments: Arguments, tokenizer: Path) -> None:
     fast, (path,) = tokenizer_from_sentencepiece(tokenizer), arguments.conversations
-    one, two = (list(encode_all(path, fast, SEQ_LEN, workers)) for workers in (1, 2))
+    one, two = (list(encode_all(path, fast, SEQ_LEN, False, workers)) for workers in (1, 2))
     assert len(one) > ROWS_AT_A_TIME
     assert [each.key for each in one] == [each.key for each in two]  # type: ignore[union-attr]
 
@@ -230,7 +242,7 @@ def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
     )
     given = [str(out), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "data"), "--seq-len", "512"]
     done = command("train.sft", *given, "--holdout", "0.1", "--workers", "2")
-    assert "identity: 60 conversations read, 60 kept; dropped: none" in done.stdout, done.stderr
+    assert "identity: 60 conversations read, 60 kept, 0 of them cut; dropped: none" in done.stdout, done.stderr
     assert "sft.lock.json: identity 100.0%" in done.stdout
     refused = command("train.sft", *given, "--holdout", "0")
     assert (refused.returncode, refused.stdout) == (1, "")
