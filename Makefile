@@ -21,7 +21,7 @@ $(VENV)/.ready: pyproject.toml $(ENGINE_SOURCES)
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q "$(TORCH)"
 	$(BIN)/pip install -q "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(BIN)/pip install -q --no-build-isolation -e ".[train,eval,cuda,dev]"
+	$(BIN)/pip install -q --no-build-isolation -e ".[train,eval,cuda,demo,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 

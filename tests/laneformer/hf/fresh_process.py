@@ -81,12 +81,19 @@ def check_generation() -> dict:
     }
 
 
+def chat_ids(messages: list[dict]) -> tuple[list[int], list[int]]:
+    """Ids of a conversation, and 1 for each that is trained."""
+    made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    return made["input_ids"], made["assistant_masks"]
+
+
 def check_tokenizer() -> dict:
     text = tokenizer.apply_chat_template(questions["chat"], tokenize=False, add_generation_prompt=True)
     return {
         "texts_off": [text for text, expected in questions["texts"] if tokenizer(text)["input_ids"] != expected],
         "decoded_off": [t for t, expected in questions["texts"] if tokenizer.decode(expected[1:]) != t],
         "chat": text,
+        "conversations_off": [asked for asked in questions["conversations"] if chat_ids(asked[0]) != asked[1:]],
         "chat_without_prompt": tokenizer.apply_chat_template(questions["chat"], tokenize=False),
         "special_ids": [tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
     }

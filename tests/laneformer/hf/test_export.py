@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
 
 from laneformer import Laneformer
+from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, rope_table, run_layers
 from tests.laneformer.hf.hf_assets import (
@@ -35,6 +38,7 @@ CHAT = [
     {"role": "assistant", "content": "4\n"},
     {"role": "user", "content": "Thanks"},
 ]
+CHAT_CHARACTERS = "abc   \n\t.é😀日▁\u3000\xa0\x00<|>/_"
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
 TURNS = [("user", "What is\n2 + 2?</s>"), ("assistant", "4</s>"), ("user", "Thanks</s>")]
 RENDERED = "".join(HEADER.format(*turn) for turn in TURNS)
@@ -51,8 +55,23 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
     return new
 
 
+def conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list[int], list[int]]]:
+    """Random conversations, some opened by a system message, with their ids and what of them is trained (0 or 1)."""
+    tokenizer = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    draw, found = random.Random(3), []
+    for _ in range(count):
+        messages = [{"role": "system", "content": "Be brief."}] * draw.randint(0, 1)
+        for turn in range(draw.randint(1, 6)):
+            text = draw.choice("a1é日😀▁<") + "".join(draw.choices(CHAT_CHARACTERS, k=draw.choice([0, 1, 3, 40])))
+            messages.append({"role": ("user", "assistant")[turn % 2], "content": draw.choice(["", " \n"]) + text})
+        segments = render(messages, tokenizer)
+        mask = [int(segment.trained) for segment in segments for _ in segment.ids]
+        found.append((messages, token_ids(segments), mask))
+    return found
+
+
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory, model: Laneformer) -> Path:
+def questions(tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], model: Laneformer) -> Path:
     """What the fresh processes are asked; prompts and their continuations cross the window of 16."""
     sp = SentencePieceProcessor(model_proto=sentencepiece_model())
     generator = torch.Generator().manual_seed(5)
@@ -65,7 +84,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory, model: Laneformer) -> Pa
         asked = {
             "ids": ids, "logits": model(ids), "hidden": model.norm(streams).mean(2), "prompts": prompts,
             "new_tokens": NEW_TOKENS, "texts": [(text, [1, *sp.encode(text)]) for text in texts], "chat": CHAT,
-            "config": model.config.to_dict(),
+            "conversations": conversations(exported[0]), "config": model.config.to_dict(),
         }  # fmt: skip
     path = tmp_path_factory.mktemp("questions") / "questions.pt"
     torch.save(asked, path)
@@ -119,6 +138,7 @@ def test_fresh_process_tokenizer_is_sentencepiece(answers: dict) -> None:
     assert answers["special_ids"] == [0, 1, 2, 0]
     assert answers["chat_without_prompt"] == RENDERED
     assert answers["chat"] == RENDERED + HEADER.format("assistant", "")
+    assert answers["conversations_off"] == []
 
 
 def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> None:

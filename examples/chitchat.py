@@ -1,0 +1,65 @@
+"""Real conversations for the demo's SFT, as JSON lines: `python -m examples.chitchat --out conversations.jsonl`.
+
+The Chit-Chat Challenge of Brigham Young University, from PyPI's `chitchat-dataset` (MIT licence): 7,168 conversations
+of people who were given a question to talk about. Who writes first is the user here, the other one the assistant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from records.files import write_atomically
+
+SOURCE = "chitchat-dataset (BYU Chit-Chat Challenge), MIT licence"
+Message = dict[str, str]
+_EMAIL = re.compile(r"\S@\S+\.\w")
+
+
+def main(out: Path, max_chars: int = 600) -> None:
+    """Write {"messages": [...]} lines, each a stretch of whole exchanges of at most `max_chars` characters."""
+    data = json.loads(files("chitchat_dataset").joinpath("dataset.json").read_text())
+    stretches = [stretch for one in data.values() for stretch in split(exchanges(one["messages"]), max_chars)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, "".join(json.dumps({"messages": stretch}) + "\n" for stretch in stretches))
+    print(f"{out}: {len(stretches):,} conversations from {SOURCE}", file=sys.stderr)
+
+
+def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[tuple[Message, Message]]:
+    """Pairs of a user's and the assistant's message, up to an empty one; what one person sends in a row is one message.
+
+    Speakers alternate in every conversation of the set; those with one speaker, and the two in which somebody gives an
+    e-mail address, yield nothing.
+    """
+    texts = [" ".join(each["text"].strip() for each in turn).strip() for turn in turns]
+    if any(_EMAIL.search(text) for text in texts):
+        return []
+    pairs = takewhile(all, zip(texts[::2], texts[1::2], strict=False))  # a last message without an answer is left out
+    return [({"role": "user", "content": said}, {"role": "assistant", "content": reply}) for said, reply in pairs]
+
+
+def split(pairs: Iterable[tuple[Message, Message]], max_chars: int) -> Iterator[list[Message]]:
+    """Stretches of consecutive pairs with at most `max_chars` characters of content; a longer pair is left out."""
+    stretch: list[Message] = []
+    for pair in pairs:
+        size = sum(len(message["content"]) for message in (*stretch, *pair))
+        if size > max_chars:
+            if stretch:
+                yield stretch
+            stretch = []
+        if sum(len(message["content"]) for message in pair) <= max_chars:
+            stretch.extend(pair)
+    if stretch:
+        yield stretch
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

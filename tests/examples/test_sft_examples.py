@@ -1,0 +1,128 @@
+"""The fine-tuning examples, run as a user runs them on an exported folder, and what their folders hold afterwards."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from examples.sft_lora import MATRICES
+from laneformer import Engine
+from laneformer.chat import ChatTokenizer, render, token_ids
+from laneformer.hf.export import export
+from laneformer.hf.load_folder import import_folder, read_weights
+from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, small_config, write_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, BATCH = 8, 12
+LOGGED = 6e-4  # half the last of four digits that TRL logs, and float32 sums of a batch and of single rows
+RANK = 4  # the default of the example
+CONVERSATIONS = [
+    [
+        {"role": "user", "content": f"What is {i} plus {i}?"},
+        {"role": "assistant", "content": f"It is {2 * i}."},
+        {"role": "user", "content": "import sys" * (i % 3 + 1)},
+        {"role": "assistant", "content": "You are welcome." * (i % 2 + 1)},
+    ]
+    for i in range(BATCH)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported folder of a small model, untrained."""
+    base = tmp_path_factory.mktemp("base")
+    export(write_run(base / "run", random_model(initializer_range=0.1)), base / "hf", "float32")
+    return base / "hf"
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chat") / "conversations.jsonl"
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in CONVERSATIONS))
+    return path
+
+
+def fine_tuned(example: str, folder: Path, conversations: Path, out: Path, lr: float) -> list[float]:
+    """Run an example; the loss of each step, the first one before any update. Every batch is all conversations."""
+    command = [sys.executable, "-m", f"examples.{example}", folder, conversations, "--out", out, "--steps", STEPS]
+    command += ["--batch", BATCH, "--lr", lr]
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", done.stdout)]
+    return [float(row["loss"]) for row in logged]
+
+
+@torch.no_grad()
+def loss(folder: Path) -> float:
+    """The mean loss of the trained tokens of all conversations, each one alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    losses = []
+    for one in CONVERSATIONS:
+        segments = render(one, chat)
+        ids = torch.tensor(token_ids(segments))
+        trained = torch.tensor([segment.trained for segment in segments for _ in segment.ids])
+        losses.append(F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")[trained[1:]])
+    return float(torch.cat(losses).mean())
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model.eval()(torch.arange(3, 43)[None]).logits
+
+
+def check_folder(out: Path, base: Path, tmp_path: Path) -> None:
+    """The folder works in the engine as in Transformers, and goes back into training; its tokenizer is unchanged."""
+    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
+    with Engine.from_pretrained(out, device="cpu") as engine:
+        off = torch.from_numpy(engine.logits(list(range(3, 43)))) - logits(model)[0]
+    assert float(off.abs().max()) <= FLOAT32_TOLERANCE
+    assert import_folder(out, tmp_path / "run")["tokenizer"]
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_trl(folder: Path, conversations: Path, tmp_path: Path) -> None:
+    losses = fine_tuned("sft_trl", folder, conversations, tmp_path / "out", 3e-3)
+    # TRL's first loss is ours: the same ids, the same mask, one mean over all trained tokens
+    assert losses[0] == pytest.approx(loss(folder), abs=LOGGED)
+    assert loss(tmp_path / "out") < 0.8 * losses[0]
+    check_folder(tmp_path / "out", folder, tmp_path)
+
+
+def test_lora(folder: Path, conversations: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    losses = fine_tuned("sft_lora", folder, conversations, out, 2e-2)
+    assert losses[0] == pytest.approx(loss(folder), abs=LOGGED)
+    assert loss(out) < 0.8 * losses[0]
+    check_folder(out, folder, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, out / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
+    assert float((logits(adapted) - logits(merged)).abs().max()) <= FLOAT32_TOLERANCE
+    check_changes(folder, out)
+
+
+def check_changes(folder: Path, out: Path) -> None:
+    """Every lane of every matrix has changed, by its own matrix of the rank; the other tensors are as they were."""
+    config = small_config(initializer_range=0.1)
+    before, after = read_weights(folder, config), read_weights(out, config)
+    for name, weight in before.items():
+        if name.split(".")[-2] not in MATRICES:
+            assert torch.equal(after[name], weight), name
+            continue
+        singular = torch.linalg.svdvals(after[name].double() - weight.double())  # of each lane
+        assert (singular[:, RANK - 1] > 1e-3 * singular[:, 0]).all(), name
+        assert (singular[:, RANK] < 1e-3 * singular[:, RANK - 1]).all(), name
