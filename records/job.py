@@ -72,7 +72,7 @@ class Model:
     hf_assets_path: str = "."
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
     attention: str = "auto"
-    """Attention kernel: sdpa, flex, or auto (flex if compiled for a GPU, else sdpa)"""
+    """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for a GPU, else sdpa)"""
     mask_documents: bool = False
     """Restrict attention to the token's own document within a packed sequence"""
 

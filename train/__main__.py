@@ -12,6 +12,10 @@ from .supervise.signals import WORKER
 
 WORKER.install()  # before the imports that take seconds
 
+if "PYTORCH_ALLOC_CONF" not in os.environ:  # read when torch is imported
+    # streams of close to a gigabyte come and go beside small tensors: segments that grow leave no holes between them
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 from .job_config import load_job, patch_torch_for_cpu  # noqa: E402
 
 patch_torch_for_cpu()

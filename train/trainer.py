@@ -178,7 +178,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         logged = self.metrics_processor.should_log(self.step)
         parts, by_source = [], []
         self.heartbeat.enter(f"forward and backward of step {self.step}")
-        for inputs, labels in batches:
+        for left, (inputs, labels) in zip(reversed(range(len(batches))), batches, strict=True):
+            model.set_requires_all_reduce(left == 0)  # replicas exchange a step's gradients once, not per micro-batch
             labels = labels.to(self.device)
             with self.train_context():
                 losses = model(inputs["input"].to(self.device), labels, **of_packed(inputs, self.device))  # (B, S)

@@ -101,4 +101,8 @@ def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     assert seen["weights"] == ["torch.float32"]
     assert seen["async_mode"] == "ASYNC_WITH_PINNED_MEM"
     assert seen["order"] == ["staging is over", "optimizer"] * (len(seen["order"]) // 2) != []
+    replicas = tomllib.loads((folder / "config.toml").read_text())["parallelism"]["data_parallel_replicate_degree"]
+    units = layers + 2 if replicas > 1 else 0  # the embedding, each layer, norm with head
+    assert seen["reductions"] == [units] * len(seen["reductions"]) != [], "one a step, though it has two micro-batches"
+    assert seen["allocator"] == "expandable_segments:True"
     assert seen["timeouts_s"] == [300.0], "comm.train_timeout_seconds, once, also where no step is the first"

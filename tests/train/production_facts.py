@@ -31,6 +31,13 @@ if "LANEFORMER_FAULTS" in os.environ:
 
 train_loop, set_pg_timeouts = LaneformerTrainer.train, dist_utils.set_pg_timeouts
 timeouts_s: list[float] = []
+all_reduce = torch.distributed.all_reduce
+reductions = [0]  # exchanges of gradients between replicas in each step; the last entry is of the one under way
+
+
+def counted_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    reductions[-1] += tensor.dtype == torch.float32  # metrics are exchanged in float64
+    return all_reduce(tensor, *arguments, **options)
 
 
 def recorded_set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
@@ -49,6 +56,7 @@ def record_order(trainer: LaneformerTrainer) -> list[str]:
 
     def recorded_move(*arguments: Any, **options: Any) -> None:
         order.append("optimizer")
+        reductions.append(0)
         move(*arguments, **options)
 
     trainer.checkpointer.maybe_wait_for_staging = recorded_wait  # type: ignore[method-assign]
@@ -87,9 +95,12 @@ def recorded_train(self: LaneformerTrainer) -> None:
             "async_mode": self.checkpointer.async_mode.name,
             "order": order,
             "timeouts_s": timeouts_s,
+            "reductions": reductions[:-1],
+            "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],
         }
         (self.run / "facts.json").write_text(json.dumps(facts))
 
 
+torch.distributed.all_reduce = counted_all_reduce
 dist_utils.set_pg_timeouts = recorded_set_pg_timeouts
 LaneformerTrainer.train = recorded_train  # type: ignore[method-assign]

@@ -91,11 +91,17 @@ def test_checkpointed_layers_start_from_the_same_numbers(whole_run: Path, prepar
     assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
 
 
-def test_hybrid_sharding_is_the_same_job(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """Two replicas of two shards, as the 2B recipe has 24 of 8: the losses of plain FSDP, to rounding."""
-    hybrid = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
-    small = ("--training.local_batch_size", "1", "--training.steps", "2")
-    rows = succeed(tmp_path / "hsdp", prepared_data / "phase1.lock.json", *hybrid, *small, ranks=4)
-    for row, whole in zip(rows, metrics(whole_run)[:2], strict=True):
+def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) -> None:
+    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
+    lock, size = prepared_data / "phase1.lock.json", ("--training.global_batch_size", "8", "--training.steps", "2")
+    hybrid = (
+        "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
+        "--training.local_batch_size", "1", "--experimental.custom_import", "tests.train.production_facts",
+    )  # fmt: skip
+    rows = succeed(tmp_path / "hsdp", lock, *size, *hybrid, ranks=4)
+    wanted = succeed(tmp_path / "fsdp", lock, *size, "--training.local_batch_size", "4")
+    for row, whole in zip(rows, wanted, strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
+    exchanges = json.loads((tmp_path / "hsdp/facts.json").read_text())["reductions"]
+    assert exchanges == [SMALL.num_hidden_layers + 2] * 2, "of embedding, each layer, norm with head: once a step"

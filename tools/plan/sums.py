@@ -201,16 +201,16 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
 def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
     """Bytes that a GPU receives in one step on a mesh of `replicate` x `shard`, by collective, and the seconds of each.
 
-    TorchTitan synchronises every micro-batch. Shards inside a node travel over NVLink. Shards across nodes pass the
-    network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a ring over all
-    ranks that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`).
+    Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over NVLink. Shards across
+    nodes pass the network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a
+    ring over all ranks that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`).
     """
     counts = job.config.parameter_count()
     gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]  # the head is gathered once
     others = (shard - 1) / shard
     all_gather = job.micro_batches * job.param_bytes * gathers * others
     reduce_scatter = job.micro_batches * job.reduce_bytes * counts["total"] * others
-    all_reduce = job.micro_batches * job.reduce_bytes * counts["total"] / shard * 2 * (replicate - 1) / replicate
+    all_reduce = job.reduce_bytes * counts["total"] / shard * 2 * (replicate - 1) / replicate
     nodes = -(-shard // cluster.gpus_per_node)
     within = all_gather + reduce_scatter
     # of what a GPU needs from other shards, the part that other nodes hold

@@ -35,6 +35,7 @@ from .heartbeat import HangWatch, interval_s
 from .signals import StopSignals
 
 POLL_S = 0.2  # for the end of the local process and stop requests; files are read much more rarely
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 SCONTROL_TIMEOUT_S = 60
 # torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
@@ -216,7 +217,7 @@ def start_workers(
         f"--rdzv-id={log_folder.parent.parent.name}-{os.getpid()}-{time.monotonic_ns()}",
     ]  # fmt: skip
     if nodes is None:
-        here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}"]
+        here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}", *numa_binding()]
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, "-m", *program]
     else:
         join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
@@ -227,6 +228,11 @@ def start_workers(
         return subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+
+def numa_binding() -> list[str]:
+    """torchrun's flag that keeps a rank on the CPUs beside its GPU; it needs numactl, and fails without a GPU."""
+    return ["--numa-binding=node"] if NVIDIA_GPUS.is_dir() and shutil.which("numactl") else []
 
 
 def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> None:
@@ -262,7 +268,7 @@ def main() -> None:
     """`python -m train.supervise.attempt NAMES LOGS ...` on a node: become torchrun, ranked by its place in NAMES."""
     names, log_folder, *arguments = sys.argv[1:]
     node = host_name()
-    here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={Path(log_folder) / node}"]
+    here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={Path(log_folder) / node}", *numa_binding()]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *here, *arguments])
 
 

@@ -4,35 +4,54 @@ On CUDA, SDPA's flash kernel takes no mask and its memory-efficient one no group
 where it accepts the shapes, or the math kernel, which materializes all scores. FlexAttention skips the blocks that a
 window or a document boundary empties and has one fused kernel, if it is compiled; without compile it materializes
 the scores, too. On the CPU, and where no mask is needed, it is SDPA as in the plain model.
+
+FlexAttention pads heads of 96 to 128. Flash attention for sequences of varying length ("varlen") does not, and knows
+windows and documents as well: its sequences are the documents. Not the default: untested without a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from ..config import BOS, LaneformerConfig
 from ..model import LaneAttention, causal_mask
 from .products import one_product
 
-KINDS = ("auto", "sdpa", "flex")
+KINDS = ("auto", "sdpa", "flex", "varlen")
+
+
+class Segments(NamedTuple):
+    """Where the documents of a batch, laid end to end, begin and end: int32 (their number + 1,); no longer than S."""
+
+    ends: Tensor
+    window: int | None
 
 
 class TitanAttention(LaneAttention):
-    """The model's attention; a BlockMask takes it through FlexAttention, anything else through SDPA."""
+    """The model's attention; the kind of mask decides: a BlockMask, Segments, or what SDPA takes."""
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return one_product(x, self.wq, self.wk, self.wv)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | Segments | None) -> Tensor:
         if isinstance(mask, BlockMask):
             out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
             assert isinstance(out, Tensor)
             return out
+        if isinstance(mask, Segments):
+            size, _, seq_len, _ = query.shape
+            rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (B S, heads, d)
+            before = -1 if mask.window is None else mask.window - 1  # keys in front of the query's own
+            out = varlen_attn(*rows, mask.ends, mask.ends, seq_len, seq_len, window_size=(before, 0), enable_gqa=True)
+            assert isinstance(out, Tensor)
+            return out.unflatten(0, (size, seq_len)).transpose(1, 2)
         return super().attend(query, key, value, mask)
 
 
@@ -43,14 +62,17 @@ def document_ids(input_ids: Tensor) -> Tensor:
 
 def training_masks(
     config: LaneformerConfig, input_ids: Tensor, kind: str, documents: Tensor | None
-) -> list[Tensor | BlockMask | None]:
+) -> list[Tensor | BlockMask | Segments | None]:
     """One mask a layer, None for plain causality; with `documents` (B, S) no token sees another document's."""
     seq_len, device = input_ids.shape[1], input_ids.device
+    ends = segment_ends(input_ids, documents) if kind == "varlen" else None
 
-    def mask(window: int | None) -> Tensor | BlockMask | None:
+    def mask(window: int | None) -> Tensor | BlockMask | Segments | None:
         window = None if window is None or window >= seq_len else window
         if window is None and documents is None:
             return None
+        if ends is not None:
+            return Segments(ends, window)
         if kind == "flex":
             return _plain_block_mask(window, seq_len, device) if documents is None else _blocks(window, documents)
         positions = torch.arange(seq_len, device=device)
@@ -61,11 +83,29 @@ def training_masks(
     return [by_window[config.window(i)] for i in range(config.num_hidden_layers)]
 
 
+def segment_ends(input_ids: Tensor, documents: Tensor | None) -> Tensor:
+    """Where sequences (B, S), or with `documents` (B, S) the documents in them, begin and end in one row of B S."""
+    size, seq_len = input_ids.shape
+    first = torch.zeros_like(input_ids, dtype=torch.bool)
+    first[:, 0] = True
+    if documents is not None:
+        first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    ends = torch.cat((first.flatten().nonzero()[:, 0], first.new_full((1,), size * seq_len, dtype=torch.int64)))
+    torch._dynamo.mark_dynamic(ends, 0)  # how many documents there are must not compile the layers again
+    return ends.int()
+
+
 def _causal(window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) if window is None else (query >= key) & (query - key < window)
 
     return sees
+
+
+@functools.cache
+def _block_mask_builder(device_type: str) -> Callable[..., BlockMask]:
+    """Compiled on a GPU: as it stands it writes several tensors (B, 1, S, S), of 8 bytes an element, in between."""
+    return create_block_mask if device_type == "cpu" else torch.compile(create_block_mask)
 
 
 @functools.cache  # the same for every batch
@@ -80,4 +120,5 @@ def _blocks(window: int | None, documents: Tensor) -> BlockMask:
         return causal(batch, head, query, key) & (documents[batch, query] == documents[batch, key])
 
     size, seq_len = documents.shape
-    return create_block_mask(sees, size, None, seq_len, seq_len, device=documents.device)
+    build = _block_mask_builder(documents.device.type)
+    return build(sees, size, None, seq_len, seq_len, device=documents.device)

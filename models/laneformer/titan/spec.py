@@ -55,6 +55,8 @@ def choose_attention(job_config: JobConfig) -> str:
     if kind == "auto":
         compiled = job_config.compile.enable and "model" in job_config.compile.components
         return "flex" if compiled and torch.cuda.is_available() else "sdpa"
+    if kind == "varlen" and not torch.cuda.is_available():
+        raise ValueError("model.attention = 'varlen' has no CPU kernel; use 'sdpa' without a GPU")
     return kind
 
 

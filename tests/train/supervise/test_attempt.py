@@ -11,10 +11,12 @@ from threading import Timer
 
 import psutil
 import pytest
+from torch.distributed import run
 
 from records.events import BAD_STEP, write_outcome
 from records.files import read_lines
 from records.job import JobSections
+from train.supervise import attempt as attempt_module
 from train.supervise import heartbeat
 from train.supervise.attempt import Attempt, Ended, exit_words, full_disks
 from train.supervise.signals import StopSignals
@@ -138,3 +140,16 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(monkeypatch: pytest
 
 def test_a_disk_with_room_is_not_full(tmp_path: Path) -> None:
     assert full_disks([tmp_path, tmp_path / "missing"]) == []
+
+
+def test_ranks_stay_beside_their_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun binds them where there are GPUs and numactl; without either its flag would fail."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(attempt_module, "NVIDIA_GPUS", tmp_path)
+    for numactl in ("/usr/bin/numactl", None):
+        monkeypatch.setattr("shutil.which", lambda name, found=numactl: found)
+        attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", {})
+    assert ["--numa-binding=node" in command for command in commands] == [True, False]
+    # torchrun knows the flag
+    assert run.parse_args([*commands[0][commands[0].index("torch.distributed.run") + 1 :]]).numa_binding == "node"
