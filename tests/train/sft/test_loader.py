@@ -1,0 +1,67 @@
+"""Batches of packed conversations: flags follow their tokens through ranks, skipped windows, and epochs."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_mixtures.mixture import Mixture, read_lock
+from laneformer.config import EOS
+from tests.train.sft import chats
+from train.data import MixtureLoader, inputs_and_labels
+from train.skips import SkipList
+
+GLOBAL_BATCH, STEPS = 8, 3
+
+
+def batches(lock: Path, ranks: int, first: int, skips: list[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+    """Labels, documents and ids of STEPS steps, the ranks' slices in a row."""
+    loaders = [MixtureLoader(lock, rank, ranks, GLOBAL_BATCH // ranks, 1, SkipList(skips)) for rank in range(ranks)]
+    for each in loaders:
+        each.sequences = first
+    steps = zip(*(list(islice(each, STEPS)) for each in loaders), strict=True)
+    return [
+        {name: torch.cat([inputs[name] if name != "labels" else labels for inputs, labels in of_ranks])
+         for name in ("input", "documents", "labels")}
+        for of_ranks in steps
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_cut_has_the_same_labels_and_documents(lock: Path, ranks: int) -> None:
+    mixture = Mixture.open(lock)
+    epoch = sum(source["windows"] for source in read_lock(lock)["sources"])
+    first, skips = epoch - 2 * GLOBAL_BATCH, [(epoch - 5, epoch + 4)]
+    found = batches(lock, ranks, first, skips)
+    numbers = SkipList(skips).numbers(first, STEPS * GLOBAL_BATCH)
+    for step, each in enumerate(found):
+        of_step = numbers[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH].tolist()
+        tokens, flags = (np.concatenate(rows) for rows in zip(*((mixture.sequences(n, 1)[0], mixture.flags(n, 1))
+                         for n in of_step), strict=True))  # fmt: skip
+        inputs, labels = chats.batch(tokens, flags)
+        assert torch.equal(each["input"], inputs["input"])
+        assert torch.equal(each["documents"], inputs["documents"])
+        assert torch.equal(each["labels"], labels)
+        assert numbers[-1] >= epoch, "the second reading has another order"
+    places = mixture.locate(numbers[:3])
+    assert [place["token_offset"] % chats.SEQ_LEN for place in places] == [0, 0, 0]
+
+
+def test_every_label_is_the_next_token_of_its_own_document(lock: Path) -> None:
+    mixture = Mixture.open(lock)
+    tokens, flags = (torch.from_numpy(each) for each in (mixture.sequences(0, 20)[0], mixture.flags(0, 20)))
+    inputs, labels = inputs_and_labels(tokens, flags)
+    trained = labels >= 0
+    assert torch.equal(labels[trained], tokens[:, 1:][trained])
+    assert int(inputs["trained"]) == int(trained.sum())
+    documents = inputs["documents"]
+    assert (documents[:, 0] == 1).all()
+    inside = documents[:, 1:] == documents[:, :-1]
+    assert inside[trained[:, :-1]].all(), "no label crosses into another conversation"
+    ends = (labels == EOS)[:, :-1]
+    assert ends.any()
+    assert torch.equal(labels[:, :-1][ends], inputs["input"][:, 1:][ends])
