@@ -97,7 +97,7 @@ def duration(seconds: float) -> str:
     for unit_s, unit, below_s, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= unit_s:
             return f"{int(seconds // unit_s)} {unit} {int(seconds % unit_s // below_s)} {below}"
-    return f"{seconds:.0f} s"
+    return f"{max(seconds, 0.0):.0f} s"
 
 
 def usage_of(run: Run) -> dict[str, Usage]:

@@ -30,7 +30,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from laneformer.config import LaneformerConfig
 from laneformer.hf.export import checkpoint_step, staged_folder
-from records.checkpoints import check_complete, read_metadata, step_folders
+from records.checkpoints import (
+    check_complete,
+    check_contents,
+    read_architecture,
+    read_metadata,
+    step_folders,
+    write_checksums,
+)
 from records.files import read_lines
 from records.job import read_sections
 
@@ -95,6 +102,7 @@ def average(
         describe(folder, path, step, dict(zip((str(each.resolve()) for each in chosen), weights, strict=True)))
         target = folder / f"checkpoint/step-{step}"
         dcp.save(empty, checkpoint_id=target, planner=MeanPlanner(chosen, weights), no_dist=True)
+        write_checksums(target)
     seconds = round(time.monotonic() - started, 2)
     return {"checkpoint": str(out / f"checkpoint/step-{step}"), "averaged": len(chosen), "seconds": seconds}
 
@@ -125,22 +133,24 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
         )
     if len(weights) != len(checkpoints) or min(weights) <= 0:
         raise ValueError(f"--weights {weights}: give {len(checkpoints)} positive numbers, one a checkpoint")
-    first, *others = (path.resolve().parent.parent for path in checkpoints)
-    model = json.loads((first / "model.json").read_text())
-    for run in others:
-        theirs = json.loads((run / "model.json").read_text())
+    first, *others = checkpoints
+    if (model := read_architecture(first)) is None:
+        raise ValueError(f"{first} has no model.json, nor has its run folder; give a checkpoint of `train`")
+    for path in others:
+        theirs, (run, other) = read_architecture(path) or {}, (each.resolve().parent.parent for each in (first, path))
         differing = sorted(key for key in model | theirs if model.get(key) != theirs.get(key))
-        if run != first and not force:
+        if (run != other or differing) and not force:
             what = f"models that differ in {', '.join(differing)}" if differing else "two runs"
-            raise ValueError(f"{first} and {run} are {what}; --force averages them all the same")
+            raise ValueError(f"{run} and {other} are {what}; --force averages them all the same")
     config = LaneformerConfig.from_dict(model)
     for path in checkpoints:
         check_complete(path)
         stored = read_metadata(path).state_dict_metadata
         for name, shape in config.tensor_shapes().items():
-            if name not in stored or tuple(stored[name].size) != shape:
-                has = tuple(stored[name].size) if name in stored else "missing"
-                raise ValueError(f"{path}: {name} is {has}, but {first}/model.json says {shape}")
+            has = tuple(stored[name].size) if name in stored else "missing"
+            if has != shape:
+                raise ValueError(f"{path}: {name} is {has}, but model.json says {shape}")
+        check_contents(path)
     return config
 
 

@@ -85,6 +85,11 @@ def patch_torch_for_cpu() -> None:
     cpu.memory_stats = memory_stats
     cpu.reset_peak_memory_stats = lambda device=None: None
     cpu.empty_cache = lambda: None
+    profiler: Any = torch.profiler
+    profile = profiler.profile
+    profiler.profile = lambda activities=(), **options: profile(  # it names the GPU's activity, which is None here
+        activities=[activity for activity in activities if activity is not None], **options
+    )
     cpu.current_device = lambda: 0  # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
 
 

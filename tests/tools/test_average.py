@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from laneformer.hf.export import load_weights
-from records.checkpoints import check_complete
+from records.checkpoints import check_complete, check_contents, write_checksums
 from records.run import read_run, steps_before
 from tests.laneformer.hf.hf_assets import random_model, small_config, write_run
 from tools.average import average
@@ -108,6 +108,14 @@ def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, damaged)
     file = next((damaged / "checkpoint/step-20").glob("*.distcp"))
     os.truncate(file, file.stat().st_size // 2)
+    flipped = tmp_path / "flipped"
+    shutil.copytree(trained, flipped)
+    for path in checkpoints(flipped):
+        write_checksums(path)
+    file = next((flipped / "checkpoint/step-20").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
     cases: list[tuple[str, tuple[Path, ...], dict[str, Any]]] = [
         ("two or more different", (one,), {}),
         ("two or more different", (one, one), {}),
@@ -120,6 +128,7 @@ def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
         ("models that differ in rope_theta; --force", (one, theta), {}),
         ("is .*, but .*model.json says", (one, narrow), {"force": True}),
         ("holds .* bytes, but .metadata states", checkpoints(damaged), {}),
+        ("is damaged: its SHA-256 is", checkpoints(flipped), {}),
     ]
     for said, paths, options in cases:
         with pytest.raises(ValueError, match=said):
@@ -127,6 +136,8 @@ def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
     assert not out.exists()
     average((one, other), out, force=True)
     check_complete(out / "checkpoint/step-30")
+    assert "checksums.json" in {path.name for path in (out / "checkpoint/step-30").iterdir()}
+    check_contents(out / "checkpoint/step-30")
 
 
 def test_interrupted_it_leaves_nothing(trained: Path, tmp_path: Path) -> None:

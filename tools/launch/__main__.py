@@ -74,8 +74,11 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")
-    options, overrides = tyro.cli(Options, args=arguments, return_unknown_args=True)
     try:
+        options, overrides = tyro.cli(Options, args=arguments, return_unknown_args=True)
+        if inherited := parents_cluster(options):  # what the parent was launched with is the default then
+            default = Options(**inherited)
+            options, overrides = tyro.cli(Options, args=arguments, default=default, return_unknown_args=True)
         launch(options, list(overrides))
     except ValueError as problem:
         raise SystemExit(f"launch: {problem}") from None
@@ -89,7 +92,7 @@ def launch(options: Options, overrides: list[str]) -> None:
         )
     start = choose_start(options)
     run = run_folder(options, start)
-    cluster = cluster_of(options, start.parent)
+    cluster = cluster_of(options)
     if not options.dry_run:
         refuse_second_job(run)
     dependency = ",".join(filter(None, (options.dependency, start.dependency))) or None
@@ -158,15 +161,20 @@ def run_folder(options: Options, start: Start) -> Path:
     return folder.resolve()
 
 
-def cluster_of(options: Options, parent: Path | None) -> Cluster:
-    """The Slurm options: those given, else the parent run's, else the defaults."""
-    asked: dict[str, Any] = dict((last_launch(parent) or {}).get("cluster", {})) if parent else {}
+def parents_cluster(options: Options) -> dict[str, Any]:
+    """The Slurm options of the run to start from; {} without one."""
+    run = options.phase_switch or (options.decay_from and options.decay_from.resolve().parent.parent)
+    asked = dict((last_launch(run) or {}).get("cluster", {})) if run else {}
+    return asked and asked | {"env": tuple(asked.get("env", ()))}
+
+
+def cluster_of(options: Options) -> Cluster:
+    """The Slurm options alone. Raises ValueError for a number of nodes or GPUs that trains nothing."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster)}
-    asked |= {name: value for name, value in given.items() if value != getattr(Cluster, name)}
     for needed in ("nodes", "gpus_per_node"):
-        if asked.get(needed, 0) < 1:
-            raise ValueError(f"--{needed.replace('_', '-')} is missing; it must be at least 1")
-    return Cluster(**asked | {"env": tuple(asked.get("env", ()))})
+        if given[needed] < 1:
+            raise ValueError(f"--{needed.replace('_', '-')} {given[needed]}: it is required, and must be at least 1")
+    return Cluster(**given)
 
 
 def refuse_second_job(run: Path) -> None:

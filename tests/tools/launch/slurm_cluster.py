@@ -172,6 +172,11 @@ class SlurmCluster:
         """What `scontrol show job` says, by field."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "-o", str(job_id))))
 
+    def signal(self, job_id: int, name: str) -> bool:
+        """Send a signal to a job's batch script; False while Slurm cannot: it is between two states of the job."""
+        command = ("scancel", f"--signal={name}", "--batch", str(job_id))
+        return subprocess.run(command, env=self.env, capture_output=True, timeout=60).returncode == 0
+
     def command(self, *command: str, check: bool = True, cwd: Path | None = None, timeout_s: float = 60) -> str:
         done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
         assert not check or done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from records.files import code_version
+from records.files import append_line, code_version
 from records.job import LRScheduler
-from tests.tools.launch.launch_assets import SMALL, environment, git, launch, make_checkout, records
-from tools.launch.__main__ import decay_branch, final_checkpoint, next_phase, stable_steps
+from tests.tools.launch.launch_assets import ROOT, SMALL, environment, git, launch, make_checkout, records
+from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase, stable_steps
 from tools.launch.script import Cluster, batch_script
 
 pytestmark = pytest.mark.slow
@@ -118,6 +118,35 @@ def test_dirty_checkout_is_refused_or_kept_whole(prepared_data: Path, queue: dic
     assert git(checkout, "status", "--porcelain") == before, "the staging area is untouched"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "nodes", "requeue"),
+    [((), "4", False), (("--nodes", "2"), "2", False), (("--requeue",), "4", True), (("--no-requeue",), "4", False)],
+)
+def test_options_of_the_parent_are_defaults_that_any_value_replaces(
+    arguments: tuple[str, ...], nodes: str, requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Also one that equals the default of a run without a parent."""
+    run = tmp_path / "phase1"
+    (run / "checkpoint/step-40").mkdir(parents=True)
+    (run / "checkpoint/step-40/.metadata").touch()
+    (run / "job.toml").write_text("[training]\nsteps = 40\n")
+    cluster = {"nodes": 4, "gpus_per_node": 8, "requeue": False, "partition": "gpu", "env": ["A=1"]}
+    append_line(run / "launches.jsonl", json.dumps({"snapshot": str(run), "job_id": None, "cluster": cluster}))
+    start = ("--phase-switch", str(run), "--config", str(ROOT / "configs/debug_phase2.toml"), "--dry-run")
+    monkeypatch.setattr(sys, "argv", ["launch", *start, *arguments])
+    main()
+    script = capsys.readouterr().out
+    assert f"#SBATCH --nodes={nodes}\n" in script
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    assert "#SBATCH --partition=gpu\n" in script
+    assert "export A=1\n" in script
+    assert ("#SBATCH --requeue" in script) == requeue
+    monkeypatch.setattr(sys, "argv", ["launch", *start, "--nodes", "0"])
+    with pytest.raises(SystemExit, match="--nodes 0: it is required, and must be at least 1"):
+        main()
+
+
 def test_refused_launch_leaves_nothing(
     checkout: Path, prepared_data: Path, queue: dict[str, str], tmp_path: Path
 ) -> None:
@@ -129,7 +158,7 @@ def test_refused_launch_leaves_nothing(
         (("--training.stepps", "3", "--mixture.lock", str(prepared_data / "phase1.lock.json")), "stepps"),
         (("--mixture.lock", str(lock)), "does not match its own fingerprint"),
         (("--job.dump_folder", "elsewhere"), "--run"),
-        (("--nodes", "0"), "--nodes is missing"),
+        (("--nodes", "0"), "--nodes 0: it is required"),
         (("--decay-from", "somewhere/checkpoint/step-3"), "belong together"),
     ):
         said = launch(checkout, *base, *arguments, env=queue)

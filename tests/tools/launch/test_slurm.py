@@ -100,14 +100,14 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
     with SlurmCluster(folder / "cluster") as cluster:
         there = Launcher(folder, prepared_data, cluster)
         first = ("configs/debug_phase1.toml", "--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
-        id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=0.3")
+        id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=1")
         switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
         id2, _ = there.submit(2, *switch)
         waiting = cluster.job(id2)
         refused = there.launch(1, *first).stderr
         there.break_checkout()
         there.wait_for_steps(1, attempt=1, steps=3)
-        cluster.command("scancel", "--signal=USR1", "--batch", str(id1))
+        wait_for(lambda: cluster.signal(id1, "USR1"), "the signal", TIMEOUT_S)
         wait_for(lambda: cluster.job(id1)["Restarts"] == "1", "the requeue", TIMEOUT_S)
         requeued = cluster.job(id1)
         there.wait_for_steps(1, attempt=2, steps=3)
