@@ -15,6 +15,7 @@ import operator
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -173,6 +174,11 @@ class JoinNorm(torch.autograd.Function):
         )  # fmt: skip
 
 
+def fuse_join_norm() -> None:
+    """Let Inductor use the kernel that does both."""
+    torch._inductor.config.post_grad_custom_post_pass = FuseJoinNorm()
+
+
 class FuseJoinNorm(CustomGraphPass):
     """Inductor's pass over a graph: a `join` whose streams `rms_norm` reads becomes one `join_norm`."""
 
@@ -195,6 +201,11 @@ class FuseJoinNorm(CustomGraphPass):
 
     def uuid(self) -> str:
         return "laneformer join_norm 1"
+
+
+def available() -> bool:
+    """Whether the kernels can run: on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return torch.cuda.is_available() or not isinstance(kernels.forward_kernel, triton.JITFunction)
 
 
 def _root(how: int, lanes: int) -> float:
