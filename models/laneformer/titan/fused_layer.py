@@ -48,4 +48,3 @@ class FusedLayer(TitanLayer):
 def _wide(h: Tensor, norm: LaneRMSNorm | None) -> Tensor:
     """One stream that stands for all lanes, repeated where the lanes' scales differ."""
     return h.expand(-1, -1, len(norm.weight), -1) if norm is not None and norm.weight.dim() == 2 else h
-

@@ -76,13 +76,12 @@ def _forward(
     rstd = h.new_empty(h.shape[:3] if weight is not None else 0, dtype=torch.float32)
     partial, delayed = (None if t is None else _strided(t) for t in (partial, delayed))
     _check(h, partial, delayed, weight)
-    tile_lanes, columns = kernels.tile(lanes, hidden)
+    lane_scales = weight is not None and weight.dim() == 2
     kernels.forward_kernel[(h.shape[0] * h.shape[1],)](
         h, partial, delayed, weight, streams, normed, rstd,
         *_strides(h), *_strides(partial), *_strides(delayed), _root(how, lanes), eps,
-        HOW=how, DELAYED=delayed is not None, NORM=weight is not None,
-        LANE_SCALES=weight is not None and weight.dim() == 2,
-        L=lanes, D=hidden, LANES=tile_lanes, COLUMNS=columns, num_warps=kernels.WARPS,
+        HOW=how, DELAYED=delayed is not None, NORM=weight is not None, LANE_SCALES=lane_scales,
+        L=lanes, D=hidden, **kernels.tile(lanes, hidden, lane_scales), num_warps=kernels.WARPS,
     )  # fmt: skip
     return streams, normed, rstd
 
@@ -105,14 +104,13 @@ def join_norm_backward(
     programs = min(tokens, PROGRAMS_PER_SM * _processors(d_streams.device))
     d_h, d_partial, d_delayed, d_weight = _outputs(d_streams, d_handed_on is not None, weight, delayed, how)
     sums = None if weight is None else weight.new_zeros(programs, *weight.shape, dtype=torch.float32)
-    tile_lanes, columns = kernels.tile(lanes, hidden)
     lane_scales = weight is not None and weight.dim() == 2
     kernels.backward_kernel[(programs,)](
         d_streams, d_normed, d_handed_on, streams, weight, rstd, d_h, d_partial, d_delayed, sums,
         *_strides(d_streams), *_strides(d_normed), *_strides(d_handed_on), *_strides(streams),
         tokens, _root(how, lanes),
         HOW=how, DELAYED=delayed, HANDED_ON=d_handed_on is not None, NORM=weight is not None, LANE_SCALES=lane_scales,
-        L=lanes, D=hidden, LANES=tile_lanes, COLUMNS=columns, num_warps=kernels.WARPS,
+        L=lanes, D=hidden, **kernels.tile(lanes, hidden, lane_scales), num_warps=kernels.WARPS,
     )  # fmt: skip
     if sums is not None:
         d_weight.copy_(sums.sum(0))
@@ -132,7 +130,12 @@ def _outputs(like: Tensor, handed_on: bool, weight: Tensor | None, delayed: bool
     narrow, none = (*like.shape[:2], 1, like.shape[3]), (0,)
     partial = narrow if how == PRESENT else like.shape if handed_on or how == NO_REDUCE else none
     d_weight = like.new_empty(0) if weight is None else torch.empty_like(weight)
-    return like.new_empty(like.shape), like.new_empty(partial), like.new_empty(like.shape if delayed else none), d_weight
+    return (
+        like.new_empty(like.shape),
+        like.new_empty(partial),
+        like.new_empty(like.shape if delayed else none),
+        d_weight,
+    )
 
 
 class JoinNorm(torch.autograd.Function):

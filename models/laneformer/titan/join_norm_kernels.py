@@ -2,8 +2,8 @@
 
     T tokens (B*S)   L lanes   D hidden   W bytes of one stream tensor (B, S, L, D)
 
-A join adds the other lanes' delayed outputs, a sum over lanes; the norm that follows it needs a sum over the hidden axis
-of what the join wrote. The compiler makes a kernel of each sum, and every kernel reads and writes wide tensors again.
+A join adds the other lanes' delayed outputs, a sum over lanes; the norm that follows needs a sum over the hidden axis of
+what the join wrote. The compiler makes a kernel of each sum, and every kernel reads and writes wide tensors again.
 Here a tile holds all lanes of some columns, so the sum over lanes never leaves the registers, and the second pass over
 a token reads what the first one left in the cache (24,576 values in the 2B model).
 
@@ -20,27 +20,29 @@ import triton
 import triton.language as tl
 
 WARPS = 4
-COLUMNS_PER_WARP = 256  # 16 bytes of bfloat16 a thread, so that a thread holds all lanes of its columns
+COLUMNS = 256 * WARPS  # 16 bytes of bfloat16 a thread, so that a thread holds all lanes of its columns
+TILE = 8 * COLUMNS  # values; more spill registers
 PRESENT, NO_REDUCE, PAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # Join.code
 ALONE = tl.constexpr(-1)  # a norm without a join
 
 
-def tile(num_lanes: int, hidden_size: int) -> tuple[int, int]:
-    """(LANES, COLUMNS) of the kernels."""
-    columns = min(triton.next_power_of_2(hidden_size), COLUMNS_PER_WARP * WARPS)
-    return triton.next_power_of_2(num_lanes), columns
+def tile(num_lanes: int, hidden_size: int, lane_scales: bool) -> dict[str, int]:
+    """LANES and COLS of the kernels; scales of every lane take registers, too."""
+    lanes = triton.next_power_of_2(num_lanes)
+    columns = min(triton.next_power_of_2(hidden_size), COLUMNS, TILE // lanes)
+    return {"LANES": lanes, "COLS": columns // 2 if lane_scales else columns}
 
 
 @triton.jit
 def wide(pointer, token, token_stride, lane, lane_stride, column, inside):
-    """A tile (LANES, COLUMNS) in float32, zero outside of the tensor."""
+    """A tile (LANES, COLS) in float32, zero outside of the tensor."""
     at = pointer + token * token_stride + lane[:, None] * lane_stride + column[None, :]
     return tl.load(at, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
 def scales(weight, lane, column, inside, LANE_SCALES: tl.constexpr, D: tl.constexpr):
-    """The norm's scale for a tile in float32: (LANES, COLUMNS), or (1, COLUMNS) if lanes share it."""
+    """The norm's scale for a tile in float32: (LANES, COLS), or (1, COLS) if lanes share it."""
     if LANE_SCALES:
         return wide(weight, 0, 0, lane, D, column, inside)
     else:
@@ -53,19 +55,19 @@ def forward_kernel(
     h_token, h_lane, partial_token, partial_lane, delayed_token, delayed_lane,  # strides in elements
     root, eps,
     HOW: tl.constexpr, DELAYED: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
-    L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """streams = join(h, partial, delayed), normed = streams * rstd * weight; program t does token t.
 
     h, partial, delayed: (T, L, D) by their strides. streams, normed (T, L, D) and rstd (T, L) float32 are contiguous.
-    root is sqrt(L) for NO_REDUCE. LANES and COLUMNS are the powers of two that hold L and a tile's columns.
+    root is sqrt(L) for NO_REDUCE. LANES and COLS are the powers of two that hold L and a tile's columns.
     """
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     own = token * L * D + lane[:, None] * D
     squares = tl.zeros((LANES,), tl.float32)
-    for start in range(0, D, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+    for start in range(0, D, COLS):
+        column = start + tl.arange(0, COLS)
         inside = (lane < L)[:, None] & (column < D)[None, :]
         x = wide(h, token, h_token, lane, h_lane, column, inside)
         if HOW != ALONE:
@@ -86,8 +88,8 @@ def forward_kernel(
         r = tl.rsqrt(squares / D + eps)
         tl.store(rstd + token * L + lane, r, mask=lane < L)
         tl.debug_barrier()  # what follows reads what other threads of this program may have written
-        for start in range(0, D, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
+        for start in range(0, D, COLS):
+            column = start + tl.arange(0, COLS)
             inside = (lane < L)[:, None] & (column < D)[None, :]
             if HOW == ALONE:
                 x = wide(h, token, h_token, lane, h_lane, column, inside)
@@ -105,7 +107,7 @@ def backward_kernel(
     streams_token, streams_lane,
     T, root,
     HOW: tl.constexpr, DELAYED: tl.constexpr, HANDED_ON: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
-    L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a join and the norm after it; of P programs, program p does tokens p, p + P, p + 2 P, ...
 
@@ -122,15 +124,15 @@ def backward_kernel(
         if NORM:
             r = tl.load(rstd + token * L + lane, mask=lane < L, other=0)
             along = tl.zeros((LANES,), tl.float32)
-            for start in range(0, D, COLUMNS):
-                column = start + tl.arange(0, COLUMNS)
+            for start in range(0, D, COLS):
+                column = start + tl.arange(0, COLS)
                 inside = (lane < L)[:, None] & (column < D)[None, :]
                 x = wide(streams, token, streams_token, lane, streams_lane, column, inside)
                 dy = wide(d_normed, token, d_normed_token, lane, d_normed_lane, column, inside)
                 along += tl.sum(x * dy * scales(weight, lane, column, inside, LANE_SCALES, D), 1)
             along *= r * r * r / D
-        for start in range(0, D, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
+        for start in range(0, D, COLS):
+            column = start + tl.arange(0, COLS)
             inside = (lane < L)[:, None] & (column < D)[None, :]
             g = wide(d_streams, token, d_streams_token, lane, d_streams_lane, column, inside)
             if NORM:
