@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from ..config import Join
 from ..model import Cache, LaneRMSNorm
-from .join_norm import ALONE, JoinNorm
+from .join_norm import JoinNorm
 from .layer import TitanLayer
 
 
@@ -25,24 +27,27 @@ class FusedLayer(TitanLayer):
         cache: Cache | None = None,
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
         norm = self.attention_norm
-        h, x, _ = JoinNorm.apply(_wide(h, norm), None, None, norm.weight, ALONE, norm.eps, False)
+        h, x, _ = JoinNorm.apply(_wide(h, norm), None, None, norm.weight, norm.eps, False)
         partial = self.attention(x, rope, mask, cache)
-        h, x, attention = self._join(0, h, partial, delayed[0], self.ffn_norm)
-        h, _, mlp = self._join(1, h, self.feed_forward(x), delayed[1], None)
+        h, x, attention = self.join(0, h, partial, delayed[0], self.ffn_norm)
+        h, _, mlp = self.join(1, h, self.feed_forward(x), delayed[1], None)
         return h, (attention, mlp)
 
-    def _join(
+    def join(
         self, module: int, h: Tensor, partial: Tensor, delayed: Tensor | None, norm: LaneRMSNorm | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Streams, the same normed, and the partial if it is to be broadcast."""
+        """Streams, the same normed, and the partial if it is to be broadcast. The kernels know Join.PAST only."""
         how, broadcast = self.joins[module], self.broadcasts[module]
-        passed = None
-        if h.shape[2] != partial.shape[2] and how == Join.PRESENT:  # equal streams stay one
-            passed, partial, broadcast = partial if broadcast else None, partial.sum(2, keepdim=True), False
-        h = _wide(h.expand(-1, -1, partial.shape[2], -1), norm)
+        term = partial
+        if how == Join.PRESENT and partial.shape[2] > 1:
+            term = partial.sum(2, keepdim=True)
+        if how == Join.NO_REDUCE:
+            term = math.sqrt(partial.shape[2]) * partial
+        lanes = max(h.shape[2], term.shape[2])
+        h = _wide(h.expand(-1, -1, lanes, -1), norm)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        h, x, handed_on = JoinNorm.apply(h, partial, delayed, weight, how.code, eps, broadcast)
-        return h, x, handed_on if passed is None else passed
+        h, x, handed_on = JoinNorm.apply(h, term.expand_as(h), delayed, weight, eps, broadcast and how == Join.PAST)
+        return h, x, partial if broadcast and how != Join.PAST else handed_on
 
 
 def _wide(h: Tensor, norm: LaneRMSNorm | None) -> Tensor:

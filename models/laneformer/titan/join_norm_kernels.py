@@ -2,13 +2,13 @@
 
     T tokens (B*S)   L lanes   D hidden   W bytes of one stream tensor (B, S, L, D)
 
-A join adds the other lanes' delayed outputs, a sum over lanes; the norm that follows needs a sum over the hidden axis of
+A join adds the other lanes' delayed outputs, a sum over lanes; the norm after it needs a sum over the hidden axis of
 what the join wrote. The compiler makes a kernel of each sum, and every kernel reads and writes wide tensors again.
 Here a tile holds all lanes of some columns, so the sum over lanes never leaves the registers, and the second pass over
 a token reads what the first one left in the cache (24,576 values in the 2B model).
 
-    forward    PAST, delayed, norm: reads h, partial, delayed, writes the streams and their norm          5 W
-    backward   of it: reads three gradients and the streams, writes the gradients of h, partial, delayed  7 W
+    forward    with delayed and norm: reads h, partial, delayed, writes the streams and their norm     5 W
+    backward   of it: reads three gradients and the streams, writes the gradients of h, partial, delayed   7 W
 
 Sums are float32 whatever the tensors are; every result is rounded once. A tensor that is read may have any token and
 lane strides (an expanded embedding, a product with the lane axis in front), but its columns are adjacent.
@@ -22,8 +22,6 @@ import triton.language as tl
 WARPS = 4
 COLUMNS = 256 * WARPS  # 16 bytes of bfloat16 a thread, so that a thread holds all lanes of its columns
 TILE = 8 * COLUMNS  # values; more spill registers
-PRESENT, NO_REDUCE, PAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # Join.code
-ALONE = tl.constexpr(-1)  # a norm without a join
 
 
 def tile(num_lanes: int, hidden_size: int, lane_scales: bool) -> dict[str, int]:
@@ -53,14 +51,14 @@ def scales(weight, lane, column, inside, LANE_SCALES: tl.constexpr, D: tl.conste
 def forward_kernel(
     h, partial, delayed, weight, streams, normed, rstd,
     h_token, h_lane, partial_token, partial_lane, delayed_token, delayed_lane,  # strides in elements
-    root, eps,
-    HOW: tl.constexpr, DELAYED: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
+    eps,
+    JOIN: tl.constexpr, DELAYED: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
     L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """streams = join(h, partial, delayed), normed = streams * rstd * weight; program t does token t.
+    """streams = h + partial + (delayed's sum - delayed), normed = streams * rstd * weight; program t does token t.
 
     h, partial, delayed: (T, L, D) by their strides. streams, normed (T, L, D) and rstd (T, L) float32 are contiguous.
-    root is sqrt(L) for NO_REDUCE. LANES and COLS are the powers of two that hold L and a tile's columns.
+    LANES and COLS are the powers of two that hold L and a tile's columns. Without JOIN, h is what is normed.
     """
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -70,12 +68,8 @@ def forward_kernel(
         column = start + tl.arange(0, COLS)
         inside = (lane < L)[:, None] & (column < D)[None, :]
         x = wide(h, token, h_token, lane, h_lane, column, inside)
-        if HOW != ALONE:
-            p = wide(partial, token, partial_token, lane, partial_lane, column, inside)
-            if HOW == PRESENT:
-                x += tl.sum(p, 0)[None, :]
-            else:
-                x += root * p
+        if JOIN:
+            x += wide(partial, token, partial_token, lane, partial_lane, column, inside)
             if DELAYED:
                 d = wide(delayed, token, delayed_token, lane, delayed_lane, column, inside)
                 x += tl.sum(d, 0)[None, :] - d
@@ -83,7 +77,7 @@ def forward_kernel(
             tl.store(streams + own + column[None, :], rounded, mask=inside)
             x = rounded.to(tl.float32)
         if NORM:
-            squares += tl.sum(x * x, 1)  # of a padding lane, too: nobody reads it
+            squares += tl.sum(x * x, 1)  # zero for lanes and columns outside, where all terms are
     if NORM:
         r = tl.rsqrt(squares / D + eps)
         tl.store(rstd + token * L + lane, r, mask=lane < L)
@@ -91,10 +85,10 @@ def forward_kernel(
         for start in range(0, D, COLS):
             column = start + tl.arange(0, COLS)
             inside = (lane < L)[:, None] & (column < D)[None, :]
-            if HOW == ALONE:
-                x = wide(h, token, h_token, lane, h_lane, column, inside)
-            else:
+            if JOIN:
                 x = wide(streams, token, L * D, lane, D, column, inside)
+            else:
+                x = wide(h, token, h_token, lane, h_lane, column, inside)
             y = x * r[:, None] * scales(weight, lane, column, inside, LANE_SCALES, D)
             tl.store(normed + own + column[None, :], y.to(normed.dtype.element_ty), mask=inside)
 
@@ -105,16 +99,16 @@ def backward_kernel(
     d_h, d_partial, d_delayed, d_weight,
     d_streams_token, d_streams_lane, d_normed_token, d_normed_lane, d_handed_on_token, d_handed_on_lane,
     streams_token, streams_lane,
-    T, root,
-    HOW: tl.constexpr, DELAYED: tl.constexpr, HANDED_ON: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
+    T,
+    DELAYED: tl.constexpr, HANDED_ON: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
     L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a join and the norm after it; of P programs, program p does tokens p, p + P, p + 2 P, ...
 
     Read are the gradients of the streams, of normed, and, where a later layer receives the partial output as well
-    (handed on), that layer's gradient of it. d_h, written, is the whole gradient of the streams. For PAST it is that of
-    the partial, too: d_partial is written only for PRESENT, (T, D) as all lanes' are equal, for NO_REDUCE, and if
-    handed on. d_weight, (P, D) or (P, L, D) float32 and zero before, takes each program's sum over its tokens.
+    (handed on), that layer's gradient of it. d_h is the whole gradient of the streams, and so the partial's, too:
+    d_partial is written only if something was handed on. d_weight, (P, D) or (P, L, D) float32 and zero before, takes
+    each program's sum over its tokens.
     """
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     lane = tl.arange(0, LANES)
@@ -146,13 +140,8 @@ def backward_kernel(
                     sums = d_weight + program * D + column
                     tl.store(sums, tl.load(sums, mask=column < D, other=0) + tl.sum(dy * x, 0), mask=column < D)
             tl.store(d_h + own + column[None, :], g.to(d_h.dtype.element_ty), mask=inside)
-            if HOW == PRESENT:
-                total = tl.sum(g, 0)
-                tl.store(d_partial + token * D + column, total.to(d_partial.dtype.element_ty), mask=column < D)
-            elif HANDED_ON or HOW == NO_REDUCE:
-                dp = root * g
-                if HANDED_ON:
-                    dp += wide(d_handed_on, token, d_handed_on_token, lane, d_handed_on_lane, column, inside)
+            if HANDED_ON:
+                dp = g + wide(d_handed_on, token, d_handed_on_token, lane, d_handed_on_lane, column, inside)
                 tl.store(d_partial + own + column[None, :], dp.to(d_partial.dtype.element_ty), mask=inside)
             if DELAYED:
                 dd = tl.sum(g, 0)[None, :] - g

@@ -7,6 +7,7 @@ before Triton is imported: test_join_norm.py runs these tests in a process of th
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from laneformer import LaneformerConfig
 from laneformer.config import Join
 from laneformer.model import join_lanes
 from laneformer.titan import join_norm_kernels
-from laneformer.titan.join_norm import ALONE, FuseJoinNorm, JoinNorm
+from laneformer.titan.fused_layer import FusedLayer
+from laneformer.titan.join_norm import FuseJoinNorm, JoinNorm
 from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 
@@ -60,8 +62,11 @@ def results(inputs: list[Tensor | None], gradients: list[Tensor], how: Join | No
 
 
 def fused(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
-    code = ALONE if how is None else how.code
-    return JoinNorm.apply(h, partial, delayed, weight, code, EPS, how is not None)
+    if how is None:
+        return JoinNorm.apply(h, None, None, weight, EPS, False)
+    layer: Any = SimpleNamespace(joins=[how], broadcasts=[True])
+    norm: Any = None if weight is None else SimpleNamespace(weight=weight, eps=EPS)
+    return FusedLayer.join(layer, 0, h, partial, delayed, norm)
 
 
 def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
@@ -71,12 +76,16 @@ def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Ten
 def largest_error(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> float:
     """In units of what rounding explains, relative to the largest value of each result.
 
-    A result is rounded once, half an eps, and what it was computed from may have been (the norm reads rounded streams):
-    together one eps. Sums over a few dozen float32 values add a few of float32's.
+    A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded streams), and
+    the partial where a plain operation prepares it: half an eps each. Float32 sums over a few dozen values add a few of
+    float32's.
     """
-    allowed = torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
+    allowed = 1.5 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
     assert all(a.dtype == dtype for a in found)
-    return max(((a.cpu().double() - b).abs().max() / b.abs().max() / allowed).item() for a, b in zip(found, wanted, strict=True))
+    return max(
+        ((a.cpu().double() - b).abs().max() / b.abs().max() / allowed).item()
+        for a, b in zip(found, wanted, strict=True)
+    )
 
 
 CASES = [
@@ -87,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("lanes", [1, 2, 8])
+@pytest.mark.parametrize("lanes", [8, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2))])
 def test_every_join_and_norm_is_the_models(lanes: int, dtype: torch.dtype) -> None:
     """Six tokens for four programs of the backward kernel; 24 columns, no power of two."""
     for how, delay, scale in CASES:
@@ -131,7 +140,7 @@ def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the model ------------------------------------------------------------------------------------------------------
 
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"replicated_rmsn_scale": False}, {"use_attention_comm": False}, {"rebroadcast_early": True},
+    {"replicated_rmsn_scale": False}, {"use_attention_comm": False}, {"rebroadcast_early": True},
     {"use_early_comm": False}, {"broadcast_delay": 0},
 ]  # fmt: skip
 
@@ -149,7 +158,7 @@ def build(kind: str, **overrides: Any) -> TitanLaneformer:
     return model
 
 
-@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+@pytest.mark.parametrize("overrides", [{}, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS)], ids=str)
 def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
     """With selective checkpointing, as in training, against the plain layers in float64."""
     tokens = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -161,7 +170,7 @@ def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
         losses.sum().backward()
         computed.append([losses.detach(), *(p.grad for p in model.parameters())])
     # float32 through five layers, each a chain of a few dozen roundings
-    assert largest_error(*computed, torch.float32) <= 100 / 9
+    assert largest_error(*computed, torch.float32) <= 100 / 9.5
 
 
 # --- in a graph of the compiler -------------------------------------------------------------------------------------
@@ -171,7 +180,7 @@ def test_join_and_norm_in_one_graph_become_one_kernel() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def both(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        streams = OPERATIONS.join(h, partial, delayed, Join.PAST.code)
+        streams = OPERATIONS.join(h, partial, delayed)
         normed, rstd = OPERATIONS.rms_norm(streams, weight, EPS)
         return 2 * streams, 3 * normed, rstd, OPERATIONS.rms_norm(h, weight, EPS)[0]
 

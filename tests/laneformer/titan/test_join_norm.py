@@ -19,19 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from laneformer import LaneformerConfig
-from laneformer.config import Join
 from laneformer.titan import join_norm_kernels
-from laneformer.titan.join_norm import ALONE
 from laneformer.titan.spec import choose_join_norm
 from tests.laneformer.titan.join_norm_interpreted import CASES, draw, exact, fused, largest_error, results
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_in_the_interpreter() -> None:
-    """Every join and norm, their gradients, the model's, and the compiler's pass: tests of their own process."""
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(marked: str) -> None:
+    """Every join and norm, their gradients, the model's, and the compiler's pass: tests in a process of their own."""
     tests = Path(__file__).with_name("join_norm_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marked, str(tests)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -44,12 +43,12 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
     """Registers of a thread and bytes that it spills."""
     constants = {"L": config.num_lanes, "D": config.hidden_size, **choices}
     constants |= join_norm_kernels.tile(config.num_lanes, config.hidden_size, choices["LANE_SCALES"])
-    types = {"root": "fp32", "eps": "fp32", "T": "i32", "rstd": "*fp32", "d_weight": "*fp32"}
+    types = {"eps": "fp32", "T": "i32", "rstd": "*fp32", "d_weight": "*fp32"}
     signature, divisible = {}, {}
     for index, name in enumerate(kernel.arg_names):
         is_stride = name.endswith(("_token", "_lane"))
         signature[name] = "constexpr" if name in constants else "i32" if is_stride else types.get(name, "*bf16")
-        if name not in (*constants, "root", "eps", "T"):
+        if name not in (*constants, "eps", "T"):
             divisible[(index,)] = [["tt.divisibility", 16]]
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
@@ -67,10 +66,11 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
 def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: bool) -> None:
     """A layer's three: norm; join of delayed outputs and norm; the join after the MLP."""
     config = LaneformerConfig.from_flavor(flavor)
-    for how, norm in ((ALONE, True), (Join.PAST.code, True), (Join.PAST.code, False)):
-        choices = {"HOW": how, "DELAYED": how != ALONE, "NORM": norm, "LANE_SCALES": norm and lane_scales}
-        forward = compile_for_sm90(join_norm_kernels.forward_kernel, config, **choices)
-        backward = compile_for_sm90(join_norm_kernels.backward_kernel, config, HANDED_ON=how != ALONE, **choices)
+    for join, norm in ((False, True), (True, True), (True, False)):
+        choices = {"DELAYED": join, "NORM": norm, "LANE_SCALES": norm and lane_scales}
+        forward = compile_for_sm90(join_norm_kernels.forward_kernel, config, JOIN=join, **choices)
+        backward = compile_for_sm90(join_norm_kernels.backward_kernel, config, HANDED_ON=join, **choices)
+        print(f"{flavor} {join=} {norm=} {lane_scales=}: registers {forward[0]} forward, {backward[0]} backward")
         assert forward[1] == backward[1] == 0, (choices, forward, backward)
 
 
