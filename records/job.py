@@ -73,6 +73,9 @@ class Model:
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
     attention: str = "auto"
     """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for a GPU, else sdpa)"""
+    join_norm: Literal["auto", "triton", "plain"] = "auto"
+    """Joins of partial outputs and the norms after them: triton (fused kernels), plain (what the compiler makes of the
+    model), or auto (triton on a GPU, else plain)"""
     mask_documents: bool = False
     """Restrict attention to the token's own document within a packed sequence"""
 

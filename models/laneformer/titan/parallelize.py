@@ -26,11 +26,13 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.logging import logger
 
 from ..model import Laneformer
+from .join_norm import fuse_join_norm
 from .products import lower_keep_to_nothing
 
 RECOMPILE_LIMIT = 64
 KEPT_OPS = {
     torch.ops.laneformer.keep.default,
+    torch.ops.laneformer.join.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -68,6 +70,7 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
         # fullgraph turns the limit into an error at the first validation.
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         lower_keep_to_nothing()
+        fuse_join_norm()
         # the last norm runs over the wide streams as well, and outside of any layer
         for module in (*model.layers, model.norm):
             module.compile(backend=job_config.compile.backend, fullgraph=True)

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.tools.logging import logger
 
 from ..config import FLAVORS, LaneformerConfig, flops_per_token, hf_name, plain_name
 from ..model import Laneformer, init_parameter, rope_table, run_layers
 from .attention import KINDS, document_ids, training_masks
+from .fused_layer import FusedLayer
+from .join_norm import available
 from .layer import TitanLayer
 from .loss import TitanHead
+
+JOIN_NORMS = ("auto", "triton", "plain")
 
 
 @dataclass
@@ -26,6 +31,7 @@ class LaneformerArgs(BaseModelArgs):
     config: LaneformerConfig = field(default_factory=LaneformerConfig)
     init_seed: int = 0
     attention: str = "sdpa"
+    join_norm: str = "plain"
     mask_documents: bool = False
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
@@ -35,6 +41,7 @@ class LaneformerArgs(BaseModelArgs):
         self.config = dataclasses.replace(self.config, **overrides)
         self.init_seed = job_config.debug.seed or 0
         self.attention = choose_attention(job_config)
+        self.join_norm = choose_join_norm(job_config)
         self.mask_documents = job_config.model.mask_documents
         longest = self.config.max_position_embeddings
         if job_config.training.seq_len > longest:
@@ -60,6 +67,19 @@ def choose_attention(job_config: JobConfig) -> str:
     return kind
 
 
+def choose_join_norm(job_config: JobConfig) -> str:
+    """What `model.join_norm` names, "triton" or "plain"; "auto" is triton on a GPU. Raises ValueError."""
+    kind = job_config.model.join_norm
+    if kind not in JOIN_NORMS:
+        raise ValueError(f"model.join_norm = {kind!r} is unknown; choose from {JOIN_NORMS}")
+    if kind == "triton" and not available():
+        raise ValueError("model.join_norm = 'triton' needs a GPU, and torch sees none; use 'auto' or 'plain'")
+    if kind == "auto":
+        kind = "triton" if torch.cuda.is_available() else "plain"
+    logger.info(f"Joins and norms: {kind}")
+    return kind
+
+
 def model_args_by_flavor() -> dict[str, LaneformerArgs]:
     return {name: LaneformerArgs(config=LaneformerConfig.from_flavor(name)) for name in FLAVORS}
 
@@ -71,7 +91,8 @@ class TitanLaneformer(Laneformer):
         config = model_args.config
         super().__init__(config)
         self.model_args = model_args
-        self.layers = nn.ModuleList(TitanLayer(config, i) for i in range(config.num_hidden_layers))
+        layer = FusedLayer if model_args.join_norm == "triton" else TitanLayer
+        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.lm_head = TitanHead(config)
 
     def forward(  # type: ignore[override]

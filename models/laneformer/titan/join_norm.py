@@ -1,0 +1,216 @@
+"""Join + RMSNorm for training as operators around the Triton kernels, with one backward kernel for both.
+
+The forward is two operators, `join` and `rms_norm`, although one kernel does both: selective checkpointing can so keep
+the streams, which the join gives, and compute their norm again, which is as wide and cheap. Where the compiler finds
+both together, in the forward graph, `FuseJoinNorm` puts the single kernel in their place.
+
+A partial output that a later layer receives as well has two gradients. `JoinNorm` hands it on as an output of its own,
+so that its backward kernel adds the second gradient on the way; autograd's addition would read and write it again.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from . import join_norm_kernels as kernels
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PROGRAMS_PER_SM = 4  # of the backward kernel: each sums the gradient of the scale over its tokens
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("laneformer::join", mutates_args=())
+def join(h: Tensor, partial: Tensor, delayed: Tensor | None) -> Tensor:
+    """`join_lanes` of model.py for Join.PAST as one kernel: streams (B, S, L, D) in h's dtype."""
+    return _forward(h, partial, delayed, None, 0.0)[0]
+
+
+@torch.library.custom_op("laneformer::rms_norm", mutates_args=())
+def rms_norm(h: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`LaneRMSNorm` as one kernel: the normed streams in h's dtype, and 1/rms (B, S, L) float32."""
+    return _forward(h, None, None, weight, eps)[1:]
+
+
+@torch.library.custom_op("laneformer::join_norm", mutates_args=())
+def join_norm(h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor, eps: float) -> Parts:
+    """`join`, then `rms_norm` of its streams, as one kernel: streams, normed streams, 1/rms."""
+    return _forward(h, partial, delayed, weight, eps)
+
+
+@join.register_fake
+def _(h: Tensor, partial: Tensor, delayed: Tensor | None) -> Tensor:
+    return h.new_empty(h.shape)
+
+
+@rms_norm.register_fake
+def _(h: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return h.new_empty(h.shape), h.new_empty(h.shape[:3], dtype=torch.float32)
+
+
+@join_norm.register_fake
+def _(h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor, eps: float) -> Parts:
+    return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(h.shape[:3], dtype=torch.float32)
+
+
+def _forward(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, eps: float) -> Parts:
+    """Launch the forward kernel: streams (h itself without a partial), normed and 1/rms (empty without a weight)."""
+    h, partial, delayed = (_strided(t) for t in (h, partial, delayed))
+    _check(h, partial, delayed, weight)
+    streams = h if partial is None else h.new_empty(h.shape)
+    normed = h.new_empty(h.shape if weight is not None else 0)
+    rstd = h.new_empty(h.shape[:3] if weight is not None else 0, dtype=torch.float32)
+    kernels.forward_kernel[(h.shape[0] * h.shape[1],)](
+        h, partial, delayed, weight, streams, normed, rstd,
+        *_strides(h), *_strides(partial), *_strides(delayed), eps,
+        JOIN=partial is not None, DELAYED=delayed is not None, **_shape(h, weight),
+    )  # fmt: skip
+    return streams, normed, rstd
+
+
+@torch.library.custom_op("laneformer::join_norm_backward", mutates_args=())
+def join_norm_backward(
+    d_streams: Tensor, d_normed: Tensor | None, d_handed_on: Tensor | None,
+    streams: Tensor | None, weight: Tensor | None, rstd: Tensor | None, delayed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of h, partial, delayed and weight; empty where there is none or, for the partial, where it is h's.
+
+    d_normed, streams, weight and 1/rms belong to the norm, and are None for a join alone. The scale's gradient is
+    summed in float32, in an order that depends on the number of the device's SMs alone.
+    """
+    d_streams, d_normed, d_handed_on, streams = (_strided(t) for t in (d_streams, d_normed, d_handed_on, streams))
+    _check(d_streams, d_normed, d_handed_on, streams, weight)
+    tokens = d_streams.shape[0] * d_streams.shape[1]
+    programs = min(tokens, PROGRAMS_PER_SM * _processors(d_streams.device))
+    d_h, d_partial, d_delayed, d_weight = _outputs(d_streams, d_handed_on is not None, weight, delayed)
+    sums = None if weight is None else weight.new_zeros(programs, *weight.shape, dtype=torch.float32)
+    kernels.backward_kernel[(programs,)](
+        d_streams, d_normed, d_handed_on, streams, weight, rstd, d_h, d_partial, d_delayed, sums,
+        *_strides(d_streams), *_strides(d_normed), *_strides(d_handed_on), *_strides(streams), tokens,
+        DELAYED=delayed, HANDED_ON=d_handed_on is not None, **_shape(d_streams, weight),
+    )  # fmt: skip
+    if sums is not None:
+        d_weight.copy_(sums.sum(0))
+    return d_h, d_partial, d_delayed, d_weight
+
+
+@join_norm_backward.register_fake
+def _(
+    d_streams: Tensor, d_normed: Tensor | None, d_handed_on: Tensor | None,
+    streams: Tensor | None, weight: Tensor | None, rstd: Tensor | None, delayed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _outputs(d_streams, d_handed_on is not None, weight, delayed)
+
+
+def _outputs(
+    like: Tensor, handed_on: bool, weight: Tensor | None, delayed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialized results of the backward kernel."""
+    d_h, d_partial, d_delayed = (like.new_empty(like.shape if has else 0) for has in (True, handed_on, delayed))
+    return d_h, d_partial, d_delayed, like.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+class JoinNorm(torch.autograd.Function):
+    """(h, partial, delayed, weight) -> (streams, normed, partial): a join, a norm, or both in this order.
+
+    h + partial + (delayed's sum over lanes - delayed), all (B, S, L, D), h alone without a partial; normed is None
+    without a weight, the partial unless `hand_on`. Whoever needs streams or partial further has to use the ones that
+    leave: then all their gradients meet in one kernel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, eps: float,
+        hand_on: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        streams = h.view_as(h) if partial is None else join(h, partial, delayed)
+        normed = None
+        if weight is not None:
+            normed, rstd = rms_norm(streams, weight, eps)
+            ctx.save_for_backward(streams, weight, rstd)
+        ctx.joined, ctx.delayed, ctx.normed = partial is not None, delayed is not None, weight is not None
+        ctx.hand_on = hand_on
+        return streams, normed, partial.view_as(partial) if hand_on and partial is not None else None
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_streams, d_normed, d_handed_on = gradients
+        d_h, d_partial, d_delayed, d_weight = join_norm_backward(
+            d_streams, d_normed if ctx.normed else None, d_handed_on if ctx.hand_on else None,
+            *(ctx.saved_tensors if ctx.normed else (None, None, None)), ctx.delayed,
+        )  # fmt: skip
+        if not ctx.hand_on:
+            d_partial = d_h
+        found = (d_h, True), (d_partial, ctx.joined), (d_delayed, ctx.delayed), (d_weight, ctx.normed)
+        return (*(gradient if has else None for gradient, has in found), None, None)
+
+
+def fuse_join_norm() -> None:
+    """Let Inductor use the kernel that does both."""
+    torch._inductor.config.post_grad_custom_post_pass = FuseJoinNorm()
+
+
+class FuseJoinNorm(CustomGraphPass):
+    """Inductor's pass over a graph: a `join` whose streams `rms_norm` reads becomes one `join_norm`."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        operations = torch.ops.laneformer
+        for norm in graph.find_nodes(op="call_function", target=operations.rms_norm.default):
+            joined = norm.args[0]
+            if joined.target is not operations.join.default:
+                continue
+            with graph.inserting_before(norm):
+                both = graph.call_function(operations.join_norm.default, (*joined.args, *norm.args[1:]))
+                both.meta["val"] = (joined.meta["val"], *norm.meta["val"])
+                streams = graph.call_function(operator.getitem, (both, 0))
+                streams.meta["val"] = joined.meta["val"]
+            for part in list(norm.users):
+                part.args = (both, part.args[1] + 1)
+            joined.replace_all_uses_with(streams)
+            graph.erase_node(norm)
+            graph.erase_node(joined)
+
+    def uuid(self) -> str:
+        return "laneformer join_norm 1"
+
+
+def available() -> bool:
+    """Whether the kernels can run: on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return torch.cuda.is_available() or not isinstance(kernels.forward_kernel, triton.JITFunction)
+
+
+def _strided(x: Tensor | None) -> Any:
+    """x (B, S, L, D) as the kernels can read it: one stride for all tokens, columns adjacent; else a copy."""
+    if x is None:
+        return None
+    one_stride = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x if one_stride and x.stride(3) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor | None) -> tuple[int, int]:
+    """Of a token and of a lane."""
+    return (0, 0) if x is None else (x.stride(1), x.stride(2))
+
+
+def _shape(x: Tensor, weight: Tensor | None) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    lanes, hidden = x.shape[2:]
+    lane_scales = weight is not None and weight.dim() == 2
+    choices = {"NORM": weight is not None, "LANE_SCALES": lane_scales, "L": lanes, "D": hidden}
+    return {**choices, **kernels.tile(lanes, hidden, lane_scales), "num_warps": kernels.WARPS}
+
+
+def _check(first: Tensor, *others: Tensor | None) -> None:
+    assert first.dtype in DTYPES, f"the kernels take {DTYPES}, not {first.dtype}"
+    for other in others:
+        assert other is None or other.dtype == first.dtype, f"streams are {first.dtype}, another tensor {other.dtype}"
+
+
+def _processors(device: torch.device) -> int:
+    """SMs of the device; a few programs in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

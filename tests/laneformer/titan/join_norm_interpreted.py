@@ -1,0 +1,195 @@
+"""The kernels of join and norm in Triton's interpreter, against the model's formulas in float64.
+
+The interpreter runs the kernels' own code with NumPy; what a GPU does with them it cannot show. It has to be chosen
+before Triton is imported: test_join_norm.py runs these tests in a process of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laneformer import LaneformerConfig
+from laneformer.config import Join
+from laneformer.model import join_lanes
+from laneformer.titan import join_norm_kernels
+from laneformer.titan.fused_layer import FusedLayer
+from laneformer.titan.join_norm import FuseJoinNorm, JoinNorm
+from laneformer.titan.parallelize import apply_selective_checkpointing
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+
+EPS = 1e-5
+OPERATIONS = torch.ops.laneformer
+
+
+# --- one join, one norm ---------------------------------------------------------------------------------------------
+
+
+def plain(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
+    """Streams and normed streams by the model's formulas."""
+    streams = h if how is None else join_lanes(h, partial, how, delayed)
+    if weight is None:
+        return streams, None
+    return streams, streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def draw(how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str) -> Any:
+    """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as a product leaves it."""
+    generator = torch.Generator().manual_seed(lanes + dim)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    h = normal(2, 3, lanes, dim)
+    partial = None if how is None else normal(lanes, 2, 3, dim).permute(1, 2, 0, 3)
+    delayed = normal(2, 3, lanes, dim) if delay else None
+    weight = {"none": None, "shared": normal(dim), "lane": normal(lanes, dim)}[scale]
+    gradients = [normal(2, 3, lanes, dim) for _ in range(3)]
+    return [h, partial, delayed, weight], gradients
+
+
+def results(inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function: Any) -> list[Tensor]:
+    """Outputs (streams, normed) of `function`, then the gradients of all inputs; the partial is used a second time."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    outputs = [t for t in function(*leaves, how) if t is not None]
+    wanted = [t for t in leaves if t is not None]
+    return [*outputs[:2], *torch.autograd.grad(outputs, wanted, gradients[: len(outputs)])]
+
+
+def fused(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
+    if how is None:
+        return JoinNorm.apply(h, None, None, weight, EPS, False)
+    layer: Any = SimpleNamespace(joins=[how], broadcasts=[True])
+    norm: Any = None if weight is None else SimpleNamespace(weight=weight, eps=EPS)
+    return FusedLayer.join(layer, 0, h, partial, delayed, norm)
+
+
+def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
+    return *plain(h, partial, delayed, weight, how), None if partial is None else partial * 1
+
+
+def largest_error(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> float:
+    """In units of what rounding explains, relative to the largest value of each result.
+
+    A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded streams), and
+    the partial where a plain operation prepares it: half an eps each. Float32 sums over a few dozen values add a few of
+    float32's.
+    """
+    allowed = 1.5 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
+    assert all(a.dtype == dtype for a in found)
+    return max(
+        ((a.cpu().double() - b).abs().max() / b.abs().max() / allowed).item()
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+CASES = [
+    (how, delay, scale)
+    for how, delay, scale in itertools.product((None, *Join), (False, True), ("none", "shared", "lane"))
+    if (how == Join.PAST or not delay) and not (how is None and scale == "none")
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lanes", [8, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2))])
+def test_every_join_and_norm_is_the_models(lanes: int, dtype: torch.dtype) -> None:
+    """Six tokens for four programs of the backward kernel; 24 columns, no power of two."""
+    for how, delay, scale in CASES:
+        if delay and lanes == 1:
+            continue  # there are no other lanes
+        inputs, gradients = draw(how, lanes, 24, dtype, delay, scale, "cpu")
+        found = results(inputs, gradients, how, fused)
+        wide = [None if t is None else t.double() for t in inputs]
+        wanted = results(wide, [g.double() for g in gradients], how, exact)
+        assert largest_error(found, wanted, dtype) <= 1, (how, delay, scale)
+
+
+def test_faults_would_be_seen() -> None:
+    """References with one fault each: the own delayed output added twice, a scale's gradient without 1/rms."""
+
+    def own_lane_twice(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
+        return exact(h + delayed, partial, delayed, weight, how)
+
+    def unscaled(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor, how: Join) -> Any:
+        streams, _, again = exact(h, partial, delayed, weight, how)
+        wrong = streams.detach() * (weight - weight.detach())  # zero, but for its gradient
+        return streams, exact(h, partial, delayed, weight.detach(), how)[1] + wrong, again
+
+    inputs, gradients = draw(Join.PAST, 8, 24, torch.bfloat16, True, "shared", "cpu")
+    found = results(inputs, gradients, Join.PAST, fused)
+    wide, wide_gradients = [t.double() for t in inputs], [g.double() for g in gradients]
+    for fault in (own_lane_twice, unscaled):
+        assert largest_error(found, results(wide, wide_gradients, Join.PAST, fault), torch.bfloat16) > 5
+
+
+def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hidden axis in tiles, the last one partly outside, as the 2B model's 3,072 columns are three of 1,024."""
+    monkeypatch.setattr(join_norm_kernels, "COLUMNS", 16)
+    for scale in ("shared", "lane"):
+        inputs, gradients = draw(Join.PAST, 3, 40, torch.float32, True, scale, "cpu")
+        wide = [t.double() for t in inputs]
+        wanted = results(wide, [g.double() for g in gradients], Join.PAST, exact)
+        assert largest_error(results(inputs, gradients, Join.PAST, fused), wanted, torch.float32) <= 1
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+VARIANTS: list[dict[str, Any]] = [
+    {"replicated_rmsn_scale": False}, {"use_attention_comm": False}, {"rebroadcast_early": True},
+    {"use_early_comm": False}, {"broadcast_delay": 0},
+]  # fmt: skip
+
+
+def build(kind: str, **overrides: Any) -> TitanLaneformer:
+    config = LaneformerConfig.from_flavor(
+        "tiny", hidden_size=48, intermediate_size=96, num_attention_heads=8, num_hidden_layers=5, swa_layers=(0, 1, 2),
+        sliding_window=6, vocab_size=256, **overrides,
+    )  # fmt: skip
+    model = TitanLaneformer(LaneformerArgs(config=config, join_norm=kind))
+    model.init_weights()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # scales that are all one would hide a missing one
+            torch.nn.init.normal_(parameter, 1, 0.2, torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.mark.parametrize("overrides", [{}, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS)], ids=str)
+def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
+    """With selective checkpointing, as in training, against the plain layers in float64."""
+    tokens = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(0))
+    computed = []
+    for model in (build("triton", **overrides), build("plain", **overrides).double()):
+        if model.model_args.join_norm == "triton":
+            apply_selective_checkpointing(model)
+        losses = model(tokens[:, :-1], tokens[:, 1:])
+        losses.sum().backward()
+        computed.append([losses.detach(), *(p.grad for p in model.parameters())])
+    # float32 through five layers, each a chain of a few dozen roundings
+    assert largest_error(*computed, torch.float32) <= 100 / 9.5
+
+
+# --- in a graph of the compiler -------------------------------------------------------------------------------------
+
+
+def test_join_and_norm_in_one_graph_become_one_kernel() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def both(h: Tensor, partial: Tensor, delayed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        streams = OPERATIONS.join(h, partial, delayed)
+        normed, rstd = OPERATIONS.rms_norm(streams, weight, EPS)
+        return 2 * streams, 3 * normed, rstd, OPERATIONS.rms_norm(h, weight, EPS)[0]
+
+    inputs, _ = draw(Join.PAST, 2, 24, torch.float32, True, "shared", "cpu")
+    module = make_fx(both)(*inputs)
+    FuseJoinNorm()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    called = [str(node.target) for node in module.graph.nodes if "laneformer" in str(node.target)]
+    assert sorted(called) == ["laneformer.join_norm.default", "laneformer.rms_norm.default"]
+    for found, wanted in zip(module(*inputs), both(*inputs), strict=True):
+        assert torch.equal(found, wanted)

@@ -1,0 +1,106 @@
+"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from laneformer import LaneformerConfig
+from laneformer.titan import join_norm_kernels
+from laneformer.titan.spec import choose_join_norm
+from tests.laneformer.titan.join_norm_interpreted import CASES, draw, exact, fused, largest_error, results
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(marked: str) -> None:
+    """Every join and norm, their gradients, the model's, and the compiler's pass: tests in a process of their own."""
+    tests = Path(__file__).with_name("join_norm_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marked, str(tests)]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+# --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU ----------------------------------------
+
+
+def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> tuple[int, int]:
+    """Registers of a thread and bytes that it spills."""
+    constants = {"L": config.num_lanes, "D": config.hidden_size, **choices}
+    constants |= join_norm_kernels.tile(config.num_lanes, config.hidden_size, choices["LANE_SCALES"])
+    types = {"eps": "fp32", "T": "i32", "rstd": "*fp32", "d_weight": "*fp32"}
+    signature, divisible = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        is_stride = name.endswith(("_token", "_lane"))
+        signature[name] = "constexpr" if name in constants else "i32" if is_stride else types.get(name, "*bf16")
+        if name not in (*constants, "eps", "T"):
+            divisible[(index,)] = [["tt.divisibility", 16]]
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": join_norm_kernels.WARPS})
+    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
+    assert len(spilled) == 2, log.getvalue()
+    return int(registers), sum(map(int, spilled))
+
+
+@pytest.mark.parametrize("lane_scales", [False, True])
+@pytest.mark.parametrize("flavor", ["2b", pytest.param("300m", marks=pytest.mark.slow)])
+def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: bool) -> None:
+    """A layer's three: norm; join of delayed outputs and norm; the join after the MLP."""
+    config = LaneformerConfig.from_flavor(flavor)
+    for join, norm in ((False, True), (True, True), (True, False)):
+        choices = {"DELAYED": join, "NORM": norm, "LANE_SCALES": norm and lane_scales}
+        forward = compile_for_sm90(join_norm_kernels.forward_kernel, config, JOIN=join, **choices)
+        backward = compile_for_sm90(join_norm_kernels.backward_kernel, config, HANDED_ON=join, **choices)
+        print(f"{flavor} {join=} {norm=} {lane_scales=}: registers {forward[0]} forward, {backward[0]} backward")
+        assert forward[1] == backward[1] == 0, (choices, forward, backward)
+
+
+# --- which path -----------------------------------------------------------------------------------------------------
+
+
+def job(kind: str) -> Any:
+    return SimpleNamespace(model=SimpleNamespace(join_norm=kind))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the kernels can run")
+def test_kernels_are_refused_without_a_gpu() -> None:
+    assert choose_join_norm(job("auto")) == choose_join_norm(job("plain")) == "plain"
+    with pytest.raises(ValueError, match="needs a GPU"):
+        choose_join_norm(job("triton"))
+    with pytest.raises(ValueError, match="choose from"):
+        choose_join_norm(job("fused"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """The compiled kernels at the 2B model's width."""
+    assert choose_join_norm(job("auto")) == "triton"
+    for how, delay, scale in CASES:
+        inputs, gradients = draw(how, 8, 3072, dtype, delay, scale, "cuda")
+        found = results(inputs, gradients, how, fused)
+        wide = [None if t is None else t.cpu().double() for t in inputs]
+        wanted = results(wide, [g.cpu().double() for g in gradients], how, exact)
+        assert largest_error(found, wanted, dtype) <= 1, (how, delay, scale)
+        again = results(inputs, gradients, how, fused)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "a step must repeat bit for bit"
