@@ -14,7 +14,7 @@ from typing import TextIO
 from records.events import SUPERVISED
 from records.files import hold_lock
 
-OLD_WORKERS_S = 30.0  # until workers that were killed on other nodes are gone
+OLD_WORKERS_S = 120.0  # until killed workers are gone, and the file server has noticed that a node is
 
 
 def hold_run(run: Path) -> TextIO:
