@@ -21,6 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from records.checkpoints import step_folders
 from train.checkpoint_writer import HashingWriter
+from train.supervise.heartbeat import Heartbeat
 from train.supervise.signals import WORKER
 from train.trainer import LaneformerTrainer
 
@@ -28,6 +29,8 @@ PLAN = Path(os.environ["LANEFORMER_FAULTS"])
 RANK = int(os.environ.get("RANK", "0"))  # the supervisor's check of the settings has none
 FULL_DISK_STEPS = 3
 limited_until: int | None = None  # step
+marks: list[str] = []  # what this rank told its heartbeat
+enter, close = Heartbeat.enter, Heartbeat.close
 train_step, finish = LaneformerTrainer.train_step, HashingWriter.finish
 clip_grad_norm_ = dist_utils.clip_grad_norm_
 
@@ -113,5 +116,16 @@ def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
         kill_all()
 
 
+def noted_enter(self: Heartbeat, what: str) -> None:
+    marks.append(what)
+    enter(self, what)
+
+
+def noted_close(self: Heartbeat) -> None:
+    PLAN.with_name(f"marks.{RANK}.json").write_text(json.dumps(marks))
+    close(self)
+
+
+Heartbeat.enter, Heartbeat.close = noted_enter, noted_close  # type: ignore[method-assign]
 LaneformerTrainer.train_step = broken_step  # type: ignore[method-assign]
 HashingWriter.finish = broken_finish  # type: ignore[method-assign]

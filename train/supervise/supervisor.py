@@ -12,6 +12,7 @@ import subprocess
 import textwrap
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,15 @@ class Supervisor:
     def restart(self) -> int:
         """The loop of `run`."""
         while True:
-            before, began_s = newest_saved_step(self.job.checkpoints), time.monotonic()
-            ended = self.run_attempt(before)
+            began_s, progress = time.monotonic(), False
+            try:
+                before = newest_saved_step(self.job.checkpoints)
+                ended = self.run_attempt(before)
+                progress = newest_saved_step(self.job.checkpoints) > before
+            except (OSError, subprocess.TimeoutExpired) as problem:  # a file system or scheduler that does not answer
+                ended = Ended(CRASHED, 0, f"the attempt cannot be made: {problem}")
+                self.say("end", ended.reason, code=CRASHED, what="crash")
             self.count_reason(ended, time.monotonic() - began_s)
-            progress = newest_saved_step(self.job.checkpoints) > before
             self.fruitless = 0 if progress or ended.code == STOPPED else self.fruitless + 1
             if ended.code == DONE:
                 return DONE
@@ -95,11 +101,8 @@ class Supervisor:
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
         where = f"on {','.join(nodes)}" if nodes else "on this machine"
         self.say("start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes)
-        try:
-            attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
-            ended = attempt.watch()
-        except (OSError, subprocess.TimeoutExpired) as problem:  # a full disk, or a scheduler that does not answer
-            ended = Ended(CRASHED, 0, f"the workers cannot be started: {problem}")
+        attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
+        ended = attempt.watch()
         self.look()
         what, step = MEANING.get(ended.code, ended.what), max(ended.step, checkpoint_step)
         facts = {"what": what, "suspects": ended.suspects, "failed_node": ended.failed_node}
@@ -108,7 +111,8 @@ class Supervisor:
 
     def look(self) -> None:
         """Alert on what the workers report, and on a full disk, of which they cannot."""
-        self.alerts.follow()
+        with suppress(OSError):
+            self.alerts.follow()
         for words in full_disks([self.job.run]):
             self.alerts.send("disk_full", words)
 

@@ -94,11 +94,11 @@ def test_one_reason_three_times_ends_it_whatever_the_progress(supervise: Callabl
 
 
 def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callable, job: JobSections) -> None:
-    lives = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 9)]
-    assert supervise(*lives, (DONE, 20, "end", 20)) == (DONE, 9)
+    lives = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)]
+    assert supervise(*lives, (DONE, 20, "end", 20)) == (DONE, 6)
     job.resilience.same_reason_hours = 0.0  # every attempt is a long one
-    lives = [(CRASHED, n, "RuntimeError: x", n) for n in range(21, 29)]
-    assert supervise(*lives, (DONE, 40, "end", 40)) == (DONE, 9)
+    lives = [(CRASHED, n, "RuntimeError: x", n) for n in range(21, 25)]
+    assert supervise(*lives, (DONE, 40, "end", 40)) == (DONE, 5)
 
 
 def test_a_stop_that_saved_nothing_is_no_85(supervise: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
