@@ -197,7 +197,7 @@ def test_the_job_file_and_its_overrides() -> None:
     path = str(ROOT / "configs/phase1.toml")
     job = read_job(["--job.config_file", path, "--resilience.skip-steps", "9", "--training.steps", "5"])
     assert (job.training.global_batch_size, job.resilience.skip_steps) == (1536, 9)
-    assert job.resilience.unclean_policy == "rollback_and_skip"
+    assert job.resilience.unclean_policy == "skip"
     assert str(job.checkpoints) == "runs/phase1/checkpoint"
     with pytest.raises(ValueError, match="at every restart"):
         read_job([f"--job.config_file={path}", "--checkpoint.load_step", "5"])
