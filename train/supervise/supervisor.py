@@ -38,7 +38,7 @@ from .signals import StopSignals
 
 MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
            REFUSED: "refused"}  # fmt: skip
-ALERTED = ("give_up", "bad_node", "skip")
+ALERTED = ("give_up", "bad_node")
 SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
 VARYING = re.compile(r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
@@ -182,5 +182,5 @@ class Supervisor:
         console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
         console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
-        if kind in ALERTED or facts.get("code") == CRASHED:
+        if kind in ALERTED or facts.get("code") in (CRASHED, BAD_STEP):
             self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)
