@@ -152,7 +152,8 @@ class RunMetrics(MetricsProcessor):
             self.row = row
             written = append_or_keep(self.path, _json_line(row))
             if not written and not self.disk_full:  # the event waits for room as well, with the time of now
-                record_event(self.path.parent, "disk_full", attempt=self.attempt, step=step, path=str(self.path))
+                reason = f"no room for {self.path}; its rows wait in memory"
+                record_event(self.path.parent, "disk_full", attempt=self.attempt, step=step, reason=reason)
             self.disk_full = not written
 
     def _survive(self, log: Callable[[], None]) -> None:

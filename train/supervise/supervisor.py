@@ -182,5 +182,5 @@ class Supervisor:
         console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
         console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
-        if kind in ALERTED or facts.get("code") in (CRASHED, BAD_STEP):
+        if kind in ALERTED or facts.get("code") == CRASHED:
             self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)
