@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"
 
 
 _kept: dict[Path, list[str]] = {}  # lines that wait for room on their disk
+_keeping = threading.Lock()
 
 
 def append_line(path: Path, line: str) -> None:
@@ -57,13 +59,14 @@ def append_or_keep(path: Path, line: str) -> bool:
 
     Returns whether all lines that this process has for the file are in it.
     """
-    _kept.setdefault(path, []).append(line)
-    for file, lines in _kept.items():
-        with survive_full_disk(file):
-            while lines:
-                append_line(file, lines[0])
-                del lines[0]
-    return not _kept[path]
+    with _keeping:
+        _kept.setdefault(path, []).append(line)
+        for file, lines in _kept.items():
+            with survive_full_disk(file):
+                while lines:
+                    append_line(file, lines[0])
+                    del lines[0]
+        return not _kept[path]
 
 
 @contextmanager
