@@ -61,7 +61,8 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 0",
         lambda value: value >= 0,
         "lr_scheduler.warmup_steps optimizer.weight_decay resilience.keep_every_steps resilience.max_loss_z "
-        "resilience.max_grad_norm_z resilience.backoff_s resilience.max_backoff_s evals.every_steps",
+        "resilience.max_grad_norm_z resilience.max_skips training.z_loss_weight "
+        "resilience.backoff_s resilience.max_backoff_s evals.every_steps",
     ),
     (
         "greater than 0",

@@ -6,6 +6,7 @@ often the job starts: whoever does it first leaves a mark beside the plan.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -47,6 +48,15 @@ def due(step: int, *kinds: str) -> str | None:
     return None
 
 
+def fill(path: Path) -> None:
+    """Until not one byte more fits."""
+    with open(path, "wb", buffering=0) as file:
+        for size_bytes in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size_bytes))
+
+
 def kill_all() -> None:
     """SIGKILL to both workers at once, this one last."""
     beats = [json.loads(p.read_text()) for p in (run_folder() / "heartbeats").glob("rank-*.json")]
@@ -75,7 +85,18 @@ def commit(self: LaneformerTrainer) -> None:
         if self.checkpointer.save_future is not None:
             wait([self.checkpointer.save_future])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    kind = due(self.step, "kill", "stop", "usr1", "nan", "truncate", "full_disk", "sigterm_supervisor")
+    kind = due(
+        self.step,
+        "kill",
+        "stop",
+        "usr1",
+        "nan",
+        "truncate",
+        "full_disk",
+        "fill_disk",
+        "empty_disk",
+        "sigterm_supervisor",
+    )
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -100,6 +121,12 @@ def commit(self: LaneformerTrainer) -> None:
     elif kind == "full_disk":  # the kernel refuses to write more, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
         limited_until = self.step + FULL_DISK_STEPS
+    elif kind == "fill_disk":  # really: the test has mounted a small one
+        if RANK == 0:
+            fill(run_folder() / "ballast")
+        torch.distributed.barrier()
+    elif kind == "empty_disk":
+        (run_folder() / "ballast").unlink(missing_ok=True)
     elif kind == "sigterm_supervisor":
         os.kill(int((run_folder().parent / "supervisor.pid").read_text()), signal.SIGTERM)
         while not (run_folder() / "stop").exists():  # steps are faster than the supervisor's eyes

@@ -32,7 +32,6 @@ from records.events import (
 from records.files import read_lines
 from records.job import JobSections
 
-from ..skips import add_windows, read_skip_list, windows_of
 from .alerts import Alerts
 from .attempt import Attempt, Ended, full_disks
 from .preflight import healthy_nodes, slow_nodes
@@ -40,7 +39,7 @@ from .signals import StopSignals
 
 MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
            REFUSED: "refused"}  # fmt: skip
-ALERTED = ("give_up", "bad_node", "skip")
+ALERTED = ("give_up", "bad_node")
 SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
 VARYING = re.compile(r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
@@ -85,7 +84,7 @@ class Supervisor:
                 return DONE
             if self.stop.asked:
                 return STOPPED if ended.code == STOPPED else STOPPED_UNSAVED
-            if ended.code == BAD_STEP and not self.roll_back(ended):
+            if ended.code == BAD_STEP and self.job.resilience.unclean_policy == "stop":
                 return BAD_STEP
             if self.hopeless(ended):
                 return CRASHED
@@ -151,18 +150,6 @@ class Supervisor:
         except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
             self.say("network", f"not measured: {problem}")
             return {}
-
-    def roll_back(self, ended: Ended) -> bool:
-        """After a bad step: whether to restart, and with rollback_and_skip which data to leave out."""
-        policy = self.job.resilience.unclean_policy
-        if policy == "rollback_and_skip":
-            batch, reached = self.job.training.global_batch_size, max(0, newest_saved_step(self.job.checkpoints))
-            first = max(reached, ended.step - self.job.resilience.skip_steps)
-            skips = read_skip_list(self.job.run, self.job.resilience.skip_sequences)
-            windows = windows_of(skips.numbers(first * batch, (ended.step - first) * batch))
-            add_windows(self.job.run, windows, f"step {ended.step}: {ended.reason}")
-            self.say("skip", f"sequences {windows} will be left out", step=ended.step, windows=windows)
-        return policy != "stop"
 
     def hopeless(self, ended: Ended) -> bool:
         """Whether restarting cannot help: refused settings, one reason again and again, or no newer checkpoint."""
