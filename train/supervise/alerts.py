@@ -19,7 +19,7 @@ from records.events import record_event
 from records.files import host_name, json_lines
 from records.job import JobSections
 
-OF_WORKERS = ("bad_step", "skip", "save_failed", "disk_full")  # events worth an alert
+OF_WORKERS = ("bad_step", "save_failed", "disk_full")  # events worth an alert
 
 
 class Alerts:
