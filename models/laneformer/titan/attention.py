@@ -47,10 +47,10 @@ class TitanAttention(LaneAttention):
             return out
         if isinstance(mask, Segments):
             size, _, seq_len, _ = query.shape
-            query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B S, heads, d)
-            sees = (-1 if mask.window is None else mask.window - 1, 0)  # keys before and after the query's own
-            lengths = mask.ends, mask.ends, seq_len, seq_len
-            rows = varlen_attn(query, key, value, *lengths, window_size=sees, enable_gqa=True)
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B S, heads, d)
+            before = -1 if mask.window is None else mask.window - 1  # keys in front of the query's own
+            ends = mask.ends
+            rows = varlen_attn(q, k, v, ends, ends, seq_len, seq_len, window_size=(before, 0), enable_gqa=True)
             assert isinstance(rows, Tensor)
             return rows.unflatten(0, (size, seq_len)).transpose(1, 2)
         return super().attend(query, key, value, mask)
