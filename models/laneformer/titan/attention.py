@@ -87,13 +87,14 @@ def training_masks(
 def segment_ends(input_ids: Tensor, documents: Tensor | None) -> Tensor:
     """Where sequences (B, S), or with `documents` (B, S) the documents in them, begin and end in one row of B S."""
     size, seq_len = input_ids.shape
-    first = torch.zeros_like(input_ids, dtype=torch.bool)
-    first[:, 0] = True
-    if documents is not None:
-        first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    ends = torch.cat((first.flatten().nonzero()[:, 0], first.new_full((1,), size * seq_len, dtype=torch.int64)))
+    if documents is None:
+        return torch.arange(0, size * seq_len + 1, seq_len, dtype=torch.int32, device=input_ids.device)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    begins = first.flatten().nonzero()[:, 0]
+    ends = torch.cat((begins, begins.new_full((1,), size * seq_len))).int()
     torch._dynamo.mark_dynamic(ends, 0)  # how many documents there are must not compile the layers again
-    return ends.int()
+    return ends
 
 
 def _causal(window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
