@@ -19,16 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from records.checkpoints import newest_saved_step
-from records.events import (
-    BAD_STEP,
-    CRASHED,
-    DONE,
-    REFUSED,
-    STOPPED,
-    STOPPED_UNSAVED,
-    next_attempt,
-    record_event,
-)
+from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UNSAVED, next_attempt, record_event
 from records.files import read_lines
 from records.job import JobSections
 

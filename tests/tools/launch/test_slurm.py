@@ -29,9 +29,10 @@ from tools.launch.script import Cluster, batch_script
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())} here: `make slurm` installs a Slurm"),
 ]
-TIMEOUT_S = 180  # for anything to happen on a slow day
+TIMEOUT_S = 300  # for anything to happen on a slow day
 
 
 @dataclass

@@ -34,8 +34,10 @@ def worker(run: Path, rank: int, **env: str) -> Iterator[int]:
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        yield process.pid
-        process.kill()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def test_one_job_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ def test_latency_alone_names_a_node() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_planted_slow_rank_is_named(tmp_path: Path) -> None:
     """Three processes on gloo, each a node: 3 rounds, 26 exchanges a round; a sleep is slower than any noise here."""
     out, port = tmp_path / "network.json", str(free_port())
