@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from records.files import append_line, model_sha256, read_lines, replace_last_line, write_atomically
+from records.files import (
+    append_line,
+    append_or_keep,
+    model_sha256,
+    read_lines,
+    replace_last_line,
+    write_atomically,
+)
 
 
 def test_a_cut_line_costs_only_itself(tmp_path: Path) -> None:
@@ -71,3 +79,22 @@ def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path: Path) -> N
         (tmp_path / name).write_text(name)
     (tmp_path / "config.json").rename(tmp_path / "configs.json")
     assert model_sha256(tmp_path) != before, "names count"
+
+
+def test_lines_wait_in_memory_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel writes ten bytes and no more, as on a full disk: no half line, nothing lost, the order is kept."""
+    path = tmp_path / "rows.jsonl"
+    assert append_or_keep(path, "first")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        assert not append_or_keep(path, "second, which is longer")
+        assert not append_or_keep(path, "3")
+        replace_last_line(path, "3", "third, with its validation")
+        assert path.read_text() == "first\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "rows.jsonl cannot be written" in caplog.text
+    assert "GB free)" in caplog.text
+    assert append_or_keep(path, "fourth")
+    assert path.read_text().splitlines() == ["first", "second, which is longer", "third, with its validation", "fourth"]

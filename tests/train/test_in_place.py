@@ -106,5 +106,3 @@ def test_another_batch_size_from_a_checkpoint_on(prepared_data: Path, tmp_path: 
     for row, count in zip(rows, sequences, strict=True):
         used = mixture.windows_per_source(count)
         assert row["tokens_by_source"] == {name: n * SEQ_LEN for name, n in used.items()}
-    whole = undisturbed(tmp_path / "whole", lock, 4, 4, "--training.global_batch_size", "8")
-    assert read_lines(whole / "metrics.jsonl")[-1]["tokens"] == 32 * SEQ_LEN
