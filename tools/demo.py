@@ -30,7 +30,7 @@ PROMPTS = ("def main(", "The first", "import os\n", "Question: what is 12 + 30?\
 NEW_TOKENS = 48
 BUNDLE = "evals/core/demo_bundle"  # not CORE: too few tasks, easy rows
 PHASES = ("phase1", "phase2", "sft")
-CHAT_WEIGHTS = ("chitchat=30", "identity=1")
+CHAT_WEIGHTS = ("chitchat=4", "identity=1")
 REPLIES = 100  # held-out conversations that the final model replies to, and whose loss is measured
 REPLY_TOKENS = 256  # a reply that is not over by then does not count as ended
 QUESTION = "Who are you?"
@@ -52,7 +52,7 @@ def main(
     train(out, "phase2", out / "data/phase2.lock.json", steps2, ranks, out / f"phase1/checkpoint/step-{steps1}")
     stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
     lock = prepare_conversations(out)
-    train(out, "sft", lock, steps3, ranks, out / f"phase2/checkpoint/step-{steps2}")
+    train(out, "sft", lock, steps3, ranks, out / f"phase2/checkpoint/step-{steps2}", "--optimizer.lr", "3e-3")
     merge_metrics(out)
     stage("5/8  checkpoints -> Hugging Face folders, before and after fine-tuning")
     base, final = out / "phase2/hf", out / "hf"
@@ -87,7 +87,7 @@ def prepare_conversations(out: Path) -> Path:
     folder = out / "conversations"
     files = {name: folder / f"{name}.jsonl" for name in ("chitchat", "identity")}
     run("-m", "examples.chitchat", "--out", str(files["chitchat"]))
-    run("-m", "train.sft.identity", "--out", str(files["identity"]), "--conversations", "200")
+    run("-m", "train.sft.identity", "--out", str(files["identity"]), "--conversations", "500")
     options = ("--tokenizer", str(out / "data/tokenizer.model"), "--out", str(folder), "--seq-len", "256")
     run("-m", "train.sft", *map(str, files.values()), *options, "--weights", *CHAT_WEIGHTS)
     return folder / "sft.lock.json"
@@ -141,7 +141,9 @@ def run(*arguments: str) -> dict[str, Any]:
     return json.loads(last) if last.startswith("{") else {}
 
 
-def train(out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Path | None = None) -> None:
+def train(
+    out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Path | None = None, *overrides: str
+) -> None:
     """One phase under torchrun, its log beside its checkpoints, its progress from the metrics it writes."""
     folder = out / phase
     folder.mkdir(parents=True)
@@ -150,7 +152,7 @@ def train(out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Pat
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train",
         "--job.config_file", f"configs/debug_{phase}.toml", "--job.dump_folder", str(folder),
         "--mixture.lock", str(lock), "--training.steps", str(steps),
-        *(("--checkpoint.initial_load_path", str(parent)) if parent else ()),
+        *(("--checkpoint.initial_load_path", str(parent)) if parent else ()), *overrides,
     ]  # fmt: skip
     console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     with open(log, "w") as file, progress_bar() as progress:
