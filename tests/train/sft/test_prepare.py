@@ -22,7 +22,7 @@ from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from train.sft import identity, source
 from train.sft.__main__ import Arguments, run
-from train.sft.conversations import ROWS_AT_A_TIME, encode_all
+from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
 
 ROOT = Path(__file__).resolve().parents[3]
 SEQ_LEN = 256
@@ -49,8 +49,8 @@ def tokenizer(prepared_data: Path) -> Path:
 
 @pytest.fixture
 def arguments(tmp_path: Path, tokenizer: Path) -> Arguments:
-    rows = [{"messages": chat(n, 1 + n % 2)} for n in range(120)]
-    conversations = (str(write(tmp_path / "chat.jsonl", rows)),)
+    lines = [{"messages": chat(n, 1 + n % 2)} for n in range(120)]
+    conversations = (str(write(tmp_path / "chat.jsonl", lines)),)
     return Arguments(conversations, tokenizer, tmp_path / "out", seq_len=SEQ_LEN, holdout=0.1, workers=1)
 
 
@@ -144,6 +144,25 @@ def test_both_forms_and_parquet_say_the_same(arguments: Arguments, tmp_path: Pat
         run(each)
         bytes_of.append((each.out / "chat/shard-00000.bin").read_bytes())
     assert bytes_of[0] == bytes_of[1] == bytes_of[2]
+
+
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple] = []
+    given = [{"messages": chat(1)}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.append((*names, options)) or given)
+    assert list(rows("org/some-data:train_sft")) == list(rows("org/some-data")) == given
+    assert [(name, options["split"]) for name, options in asked] == [
+        ("org/some-data", "train_sft"), ("org/some-data", "train"),
+    ]  # fmt: skip
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match="org/some-data is no file, and the hub does not give such a dataset: no net"):
+        list(rows("org/some-data"))
 
 
 def test_workers_change_nothing(arguments: Arguments, tokenizer: Path) -> None:
