@@ -67,7 +67,8 @@ lint: setup
 structure: setup
 	$(BIN)/python -m tools.check.structure
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+# -rs: a test that skips itself says why
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(TEST_WORKERS) --dist loadfile
 
 test: lint structure browser
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
@@ -77,11 +78,11 @@ test-all: lint structure browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/e
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
-	SANITIZE=1 $(BIN)/python -m pytest tests/laneformer/engine/test_native.py
+	SANITIZE=1 $(BIN)/python -m pytest -rs tests/laneformer/engine/test_native.py
 
 # 200 training steps with a random fault every 20 (CI runs 40 with 2)
 chaos: setup
-	CHAOS_STEPS=200 $(BIN)/python -m pytest tests/train/test_chaos.py -s
+	CHAOS_STEPS=200 $(BIN)/python -m pytest -rs tests/train/test_chaos.py -s
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation

@@ -6,7 +6,6 @@ torchrun hides the exit status of its workers, so the worker that knows why the 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from records.files import Held, append_line, host_name, write_atomically
+from records.files import Held, append_or_keep, host_name, survive_full_disk, write_atomically
 
 # how a worker or the supervisor ends: exit status, and `code` in outcome.json; any other status is a crash
 DONE = 0  # training.steps reached
@@ -37,10 +36,7 @@ def record_event(run: Path, kind: str, **facts: Any) -> None:
     """Append one line to RUN/events.jsonl; `rank` is null if the supervisor writes it."""
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else None
     event = {"time": time.time(), "kind": kind, "rank": rank, "host": host_name(), **facts}
-    try:
-        append_line(run / "events.jsonl", json.dumps(event))
-    except OSError as problem:  # such as a full disk, which must not end the job
-        logging.getLogger().warning(f"events.jsonl cannot be written ({problem}): {event}")
+    append_or_keep(run / "events.jsonl", json.dumps(event))
 
 
 def next_attempt(run: Path) -> int:
@@ -54,11 +50,9 @@ def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) ->
     before = read_outcome(run)
     if before is None or before["attempt"] != attempt:
         outcome = {"attempt": attempt, "code": code, "step": step, "reason": reason[:REASON_CHARS]}
-        try:
+        with survive_full_disk(run / "outcome.json"):
             run.mkdir(parents=True, exist_ok=True)
             write_atomically(run / "outcome.json", json.dumps(outcome) + "\n")
-        except OSError as problem:  # such as a full disk, which the supervisor names
-            logging.getLogger().warning(f"outcome.json cannot be written ({problem}): {outcome}")
 
 
 def read_outcome(run: Path) -> dict[str, Any] | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,28 +23,79 @@ from typing import Any, TextIO
 MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja")
 
 
+_kept: dict[Path, list[str]] = {}  # lines that wait for room on their disk
+_keeping = threading.Lock()
+
+
 def append_line(path: Path, line: str) -> None:
-    """Append one line and flush it to disk; a partial line left by a crash is terminated first."""
+    """Append one line and flush it to disk; a partial line left by a crash is terminated first.
+
+    Raises OSError, and leaves the file as it was, where the whole line does not fit.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", buffering=0) as file:
-        cut = False
-        if file.seek(0, os.SEEK_END):
+        cut, end = False, file.seek(0, os.SEEK_END)
+        if end:
             file.seek(-1, os.SEEK_END)
             cut = file.read(1) != b"\n"
-        file.write(b"\n" * cut + line.encode() + b"\n")
+        _write_at(file, end, b"\n" * cut + line.encode() + b"\n")
+
+
+def _write_at(file: FileIO, start: int, content: bytes) -> None:
+    """Let an unbuffered file end in these bytes from `start` on, or at `start` where they do not fit: OSError."""
+    try:
+        file.seek(start)
+        if file.write(content) != len(content):  # the kernel writes what still fits and says how much it was
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        file.truncate()
         os.fsync(file.fileno())
+    except OSError:
+        file.truncate(start)
+        raise
+
+
+def append_or_keep(path: Path, line: str) -> bool:
+    """`append_line` that survives a full disk: what is refused stays in memory and is written before the next line.
+
+    Returns whether all lines that this process has for the file are in it.
+    """
+    with _keeping:
+        _kept.setdefault(path, []).append(line)
+        for file, lines in _kept.items():
+            with survive_full_disk(file):
+                while lines:
+                    append_line(file, lines[0])
+                    del lines[0]
+        return not _kept[path]
+
+
+@contextmanager
+def survive_full_disk(path: Path) -> Iterator[None]:
+    """What must not end a training job: an OSError in this block becomes a warning that names the disk."""
+    try:
+        yield
+    except OSError as problem:
+        there = path.resolve()
+        place = next(each for each in (there, *there.parents) if each.exists())
+        mount = next(each for each in (place, *place.parents) if os.path.ismount(each))
+        usage = shutil.disk_usage(place)
+        free = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free"
+        logging.getLogger().warning(f"{path} cannot be written: {problem.strerror} (disk {mount}, {free})")
 
 
 def replace_last_line(path: Path, old: str, new: str) -> None:
-    """Replace the last line of a file, which must be `old`, by `new` in one write."""
+    """Replace the last line of a file, which must be `old`, by `new` in one write; without room for it, it is kept."""
+    if _kept.get(path):
+        _kept[path][-1] = new
+        return
     with open(path, "r+b", buffering=0) as file:
         start = file.seek(-len(old.encode()) - 1, os.SEEK_END)
         found = file.read()
         assert found == old.encode() + b"\n", f"{path} ends in {found!r}, not in {old!r}"
-        file.seek(start)
-        file.write(new.encode() + b"\n")
-        file.truncate()
-        os.fsync(file.fileno())
+        try:
+            _write_at(file, start, new.encode() + b"\n")
+        except OSError:
+            _kept.setdefault(path, []).append(new)
 
 
 def read_lines(path: Path, unreadable: list[int] | None = None) -> list[dict[str, Any]]:
@@ -113,7 +169,7 @@ def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
             time.sleep(0.2)
         except OSError as none:
             raise ValueError(f"{path} cannot be locked ({none}); mount its file system with locks (flock)") from none
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name, too
+    with suppress(OSError):  # a full disk: the lock holds without a name, too
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {host_name()}".encode())
     return lock

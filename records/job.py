@@ -31,6 +31,9 @@ class Training:
     """Sequences per optimizer step over all ranks"""
     steps: int = 10_000
     """Optimizer steps of the whole job"""
+    z_loss_weight: float = 0.0
+    """Weight of the squared log-denominator of the softmax, which keeps logits from drifting; 0: none. It joins the
+    gradients and not the logged loss"""
 
 
 @dataclass
@@ -120,10 +123,14 @@ class Resilience:
     """Robust z-score of the loss above which a step is refused; 0: only a non-finite loss is"""
     max_grad_norm_z: float = 0.0
     """Robust z-score of the gradient norm before clipping above which a step is refused; 0: only a non-finite one is"""
-    unclean_policy: Literal["stop", "rollback", "rollback_and_skip"] = "stop"
-    """After a refused step: end the job, restart from the newest checkpoint, or restart and skip the batch"""
+    unclean_policy: Literal["stop", "rollback", "rollback_and_skip", "skip"] = "stop"
+    """After a refused step: end the job, restart from the newest checkpoint, restart and skip the batch, or skip the
+    batch at once, as nothing has moved, and restart (skipping) only after more than max_skips of them"""
+    max_skips: int = 3
+    """Refused steps within spike_window steps that the policy `skip` skips; one more, and it goes back to the newest
+    checkpoint: what is refused again and again is not the data's fault"""
     skip_steps: int = 1
-    """Steps of data that rollback_and_skip skips, the refused one last; never data that the checkpoint has seen"""
+    """Steps of data that a roll-back skips, the refused one last; never data that the checkpoint has seen"""
     skip_sequences: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [first, last) of sequence numbers of the mixture that training skips"""
     hang_timeout_s: float = 600.0

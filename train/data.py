@@ -9,7 +9,7 @@ after them (`train/skips.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,9 +50,9 @@ class MixtureLoader(BaseDataLoader):
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.reader_threads = reader_threads
 
-    def _read(self, first: int) -> Batch | Exception:
+    def _read(self, first: int, skips: SkipList) -> Batch | Exception:
         try:
-            runs = windows_of(self.skips.numbers(first + self.local.start, len(self.local)))
+            runs = windows_of(skips.numbers(first + self.local.start, len(self.local)))
             parts, sources = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
             tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
             source = torch.from_numpy(np.concatenate(sources))
@@ -66,8 +66,11 @@ class MixtureLoader(BaseDataLoader):
             return problem
 
     def __iter__(self) -> Iterator[Batch]:
-        first = self.sequences
-        for batch in read_ahead(lambda number: self._read(first + number * self.micro_batch), self.reader_threads):
+        # the skip list of now: what `leave_out` adds later is exactly what has been read ahead past
+        first, skips = self.sequences, self.skips
+        for batch in read_ahead(
+            lambda number: self._read(first + number * self.micro_batch, skips), self.reader_threads
+        ):
             if isinstance(batch, Exception):
                 raise batch
             self.sequences += self.micro_batch
@@ -78,6 +81,11 @@ class MixtureLoader(BaseDataLoader):
         self.offsets, self.left_out = dict(offsets), dict(left_out)
         names = self.mixture.source_names
         self.mixture = self.mixture.starting_at({name: offsets[name] for name in names if name in offsets})
+
+    def leave_out(self, windows: Iterable[Sequence[int]]) -> None:
+        """Skip the sequences taken last, as if the skip list had always held them; those that follow move up."""
+        self.skips = SkipList([*self.skips.windows, *windows])
+        self.sequences -= sum(last - first for first, last in windows)
 
     def check_epochs(self, positions: int) -> None:
         """ValueError if a job of this many sequences would repeat a source more often than its epoch cap allows."""

@@ -61,7 +61,8 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 0",
         lambda value: value >= 0,
         "lr_scheduler.warmup_steps optimizer.weight_decay resilience.keep_every_steps resilience.max_loss_z "
-        "resilience.max_grad_norm_z resilience.backoff_s resilience.max_backoff_s evals.every_steps",
+        "resilience.max_grad_norm_z resilience.max_skips training.z_loss_weight "
+        "resilience.backoff_s resilience.max_backoff_s evals.every_steps",
     ),
     (
         "greater than 0",
@@ -185,11 +186,9 @@ def misfits(job: Any, world_size: int | None) -> Iterator[str]:
             f"{ranks} workers do not form a mesh of data_parallel_replicate_degree = {replicas} times "
             f"data_parallel_shard_degree = {shards}; start {replicas * max(shards, 1)}, or change the degrees"
         )
-    micro_batch = training.local_batch_size * ranks
-    if training.global_batch_size % micro_batch:
-        yield refusal(
-            "training.global_batch_size",
-            training.global_batch_size,
-            f"it must be a multiple of {micro_batch}, training.local_batch_size = {training.local_batch_size} times "
-            f"{ranks} workers",
+    if training.global_batch_size % (training.local_batch_size * ranks):
+        yield (
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of {ranks} GPUs x "
+            f"local_batch_size = {training.local_batch_size}; choose a local batch that divides "
+            f"{training.global_batch_size / ranks:g}"
         )

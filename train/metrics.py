@@ -11,18 +11,20 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from records.files import append_line, read_lines, replace_last_line
+from records.events import record_event
+from records.files import append_or_keep, read_lines, replace_last_line
 from records.run import name_wandb_run
 from records.usage import RECENT, cost, duration, gpu_hours, money, seconds_left, spans_of
 
@@ -63,19 +65,20 @@ class RunMetrics(MetricsProcessor):
         name_wandb_run(Path(job_config.job.dump_folder))
         super().__init__(job_config, parallel_dims, tag)
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
-        self.last_logged_step = 0
+        self.last_logged_tokens = 0
+        self.disk_full = False
         self.row: dict[str, Any] = {}  # the last one written
         self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
         self.rates: deque[float] = deque(maxlen=RECENT)  # tokens per second and device of the last rows
         self.began, self.gpu_hours_before = time.time(), 0.0
 
-    def begin_attempt(self, attempt: int, step: int, tokens_before: int) -> None:
+    def begin_attempt(self, attempt: int, step: int, tokens: int, tokens_before: int) -> None:
         """Start logging after `step`; z-scores, speed and GPU-hours continue from what the run's files hold.
 
-        tokens_before: what earlier phases were trained on.
+        tokens: what this phase was trained on by then; tokens_before: what earlier phases were.
         """
         self.attempt, self.tokens_before = attempt, tokens_before
-        self.last_logged_step = step
+        self.last_logged_tokens = tokens
         if torch.distributed.get_rank() != 0:
             return
         rows, events, attempts = (read_lines(self.path.with_name(name)) for name in LINES)
@@ -104,13 +107,16 @@ class RunMetrics(MetricsProcessor):
         loss_sums: torch.Tensor,
         loader: MixtureLoader,
         checkpoint_times: CheckpointTimes,
+        diagnostics: dict[str, Any],
     ) -> None:
-        """Log one step; called on every rank, since `loss_sums` (of `loss_sums_by_source`) is summed over them."""
-        throughput, memory = self._throughput(step), self.device_memory_monitor.get_peak_stats()
+        """Log one step; called on every rank, since `loss_sums` (of `loss_sums_by_source`) is summed over them.
+
+        diagnostics: of `Diagnostics.gather`, joins the row.
+        """
+        throughput, memory = self._throughput(loader), self.device_memory_monitor.get_peak_stats()
         mesh = self.parallel_dims.get_optional_mesh("loss")
         checkpoint_s, checkpoint_total_s = checkpoint_times.take()
-        training = self.job_config.training
-        tokens = step * training.global_batch_size * training.seq_len
+        tokens = loader.sequences * loader.mixture.seq_len
         row = {
             "step": step,
             "phase": self.job_config.phase.name,
@@ -126,6 +132,7 @@ class RunMetrics(MetricsProcessor):
             "tokens_total": self.tokens_before + tokens,
             "tokens_by_source": loader.tokens_per_source(),
             **throughput,
+            **diagnostics,
             "checkpoint_s": round(checkpoint_s, 3),  # polling for a pending save rounds to 0
             "checkpoint_total_s": checkpoint_total_s,
             "memory_gib": memory.max_reserved_gib,
@@ -138,11 +145,25 @@ class RunMetrics(MetricsProcessor):
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
         # the end of TorchTitan's line on the console
         self.color = type("", (type(plain),), {"reset": f"{plain.reset}  {self._progress_text(row)}".rstrip()})()
-        self.log(step, loss, max_loss, grad_norm, {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)})
-        self.last_logged_step = step
+        extra = {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)}
+        self._survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
+        self.last_logged_tokens = tokens
         if torch.distributed.get_rank() == 0:
             self.row = row
-            append_line(self.path, _json_line(row))
+            written = append_or_keep(self.path, _json_line(row))
+            if not written and not self.disk_full:  # the event waits for room as well, with the time of now
+                reason = f"no room for {self.path}; its rows wait in memory"
+                record_event(self.path.parent, "disk_full", attempt=self.attempt, step=step, reason=reason)
+            self.disk_full = not written
+
+    def _survive(self, log: Callable[[], None]) -> None:
+        """Log, without TensorBoard and wandb from the moment at which a full disk has ended their threads."""
+        try:
+            log()
+        except OSError as problem:
+            logger.warning(f"TensorBoard and wandb get nothing more from this attempt: {problem}")
+            self.logger = BaseLogger()
+            log()
 
     def _progress(self, step: int, tokens_per_s_per_device: float | None) -> dict[str, float | None]:
         """GPU-hours of this job so far, its restarts included, what is left of them, and when it ends; on rank 0."""
@@ -169,11 +190,11 @@ class RunMetrics(MetricsProcessor):
         text += f"  GPU-hours: {used:,.1f} of {used + left:,.1f}"
         return f"{text}  cost: {paid} of {whole}" if paid else text
 
-    def _throughput(self, step: int) -> dict[str, float | None]:
+    def _throughput(self, loader: MixtureLoader) -> dict[str, float | None]:
         """Speed of the whole job since the last row, and the seconds that rank 0 waited for data."""
         seconds = time.perf_counter() - self.time_last_log
-        training, devices = self.job_config.training, torch.distributed.get_world_size()
-        tokens_per_s = (step - self.last_logged_step) * training.global_batch_size * training.seq_len / seconds
+        devices = torch.distributed.get_world_size()
+        tokens_per_s = (loader.sequences * loader.mixture.seq_len - self.last_logged_tokens) / seconds
         # an unknown device has no peak to compare with: null, not TorchTitan's guess of an A100
         known_peak = utils.device_type != "cpu"
         mfu = 100 * self.num_flops_per_token * tokens_per_s / (devices * self.gpu_peak_flops) if known_peak else None
@@ -190,7 +211,7 @@ class RunMetrics(MetricsProcessor):
         self.time_last_log += seconds
         row = {**self.row, "valid_loss": loss, "valid_loss_by_source": by_source, "valid_s": seconds}
         scalars = {"valid_loss": loss, **{f"valid_loss_by_source/{name}": value for name, value in by_source.items()}}
-        self.logger.log(scalars, step)
+        self._survive(lambda: self.logger.log(scalars, step))
         logger.info(f"validation  step: {step}  loss: {loss:.4f}  {seconds:.1f} s")
         if torch.distributed.get_rank() == 0:
             assert self.row.get("step") == step, f"validation at step {step}, the last row is {self.row.get('step')}"
@@ -201,10 +222,12 @@ class RunMetrics(MetricsProcessor):
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
     """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by source are named group/source."""
     keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s", "gpu_hours",
-            "gpu_hours_left", "cost")  # fmt: skip
+            "gpu_hours_left", "cost", "z_loss", "max_logit")  # fmt: skip
     scalars = {key: row[key] for key in keys if row.get(key) is not None}
     for key in ("loss_by_source", "tokens_by_source"):
         scalars |= {f"{key}/{name}": value for name, value in row[key].items()}
+    for key in ("layer_grad_norm", "layer_stream_rms"):
+        scalars |= {f"{key}/{layer}": value for layer, value in enumerate(row[key])}
     return scalars
 
 
@@ -214,6 +237,8 @@ def _json_line(row: dict[str, Any]) -> str:
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: finite(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [finite(each) for each in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(finite(row))

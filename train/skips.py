@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from records.files import write_atomically
+from records.events import record_event
+from records.files import survive_full_disk, write_atomically
 
 FILE = "skip_sequences.json"
 
@@ -68,6 +69,15 @@ def add_windows(run: Path, windows: Iterable[Sequence[int]], reason: str) -> Non
     """Add windows to RUN/skip_sequences.json, with the reason for each."""
     entries = [*_entries(run), *({"window": list(window), "reason": reason} for window in windows)]
     write_atomically(run / FILE, json.dumps(entries, indent=2) + "\n")
+
+
+def leave_out(run: Path, windows: Iterable[Sequence[int]], reason: str) -> bool:
+    """`add_windows` with its event; whether there was room to write it down."""
+    with survive_full_disk(run / FILE):
+        add_windows(run, windows, reason)
+        record_event(run, "skip", windows=list(windows), reason=reason)
+        return True
+    return False
 
 
 def _entries(run: Path) -> list[dict[str, Any]]:

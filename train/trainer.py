@@ -23,6 +23,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from records.checkpoints import newest_saved_step
 from records.events import (
     BAD_STEP,
     DONE,
@@ -33,15 +34,17 @@ from records.events import (
     record_event,
     write_outcome,
 )
-from records.files import append_line, code_version, write_atomically
+from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
 
-from .checkpoint import PhaseCheckpointManager
+from .checkpoint import PhaseCheckpointManager, on_rank_zero
 from .data import Batch, of_packed
+from .diagnostics import Diagnostics
 from .guard import BadStep, Guard
 from .in_loop import InLoop
 from .job_checks import check_job
 from .job_config import resolved_toml
 from .metrics import loss_sums_by_source
+from .skips import leave_out, windows_of
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
 from .supervise.lock import hold_rank
@@ -78,6 +81,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         )
         super().__init__(job_config)
         self.guard = Guard(section)
+        self.refused: list[int] = []  # steps whose batches were refused, the last spike_window steps
+        (model,) = self.model_parts
+        self.diagnostics = Diagnostics(model, self.parallel_dims)
+        model.lm_head.z_loss_weight = job_config.training.z_loss_weight
         self.in_loop = InLoop(job_config) if job_config.evals.in_loop else None
         self._check_vocabulary()
 
@@ -99,11 +106,14 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
         """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
-        loader, training = self.dataloader, self.job_config.training
-        loader.check_epochs(training.steps * training.global_batch_size)
-        self.metrics_processor.begin_attempt(self.attempt, self.step, loader.tokens_before())
+        loader, training, dims = self.dataloader, self.job_config.training, self.parallel_dims
+        loader.check_epochs(loader.sequences + (training.steps - self.step) * training.global_batch_size)
+        self.started_at, seen = self.step, loader.sequences * training.seq_len
+        self.ntokens_seen = seen // (dims.get_mesh("batch").size() if dims.dp_enabled else 1)
+        self.metrics_processor.begin_attempt(self.attempt, self.step, seen, loader.tokens_before())
         if torch.distributed.get_rank() == 0:
-            self._describe_run()
+            with survive_full_disk(self.run):
+                self._describe_run()
             self._describe_attempt()
         self.starting = False
         return super().batch_generator(data_iterable)
@@ -113,7 +123,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         source, tokens_before = self.checkpointer.started_from, self.metrics_processor.tokens_before
         if not (self.run / "lineage.json").is_file():
             lineage = {"parent": str(source.resolve()) if source else None, "tokens_before": tokens_before}
-            write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
+            with survive_full_disk(self.run):
+                write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
         facts = {
             "attempt": self.attempt,
             "time": time.time(),
@@ -125,7 +136,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             "started_from": str(source) if source else "random weights",
             "mixture_fingerprint": self.dataloader.mixture.fingerprint,
         }
-        append_line(self.run / "attempts.jsonl", json.dumps(facts))
+        append_or_keep(self.run / "attempts.jsonl", json.dumps(facts))
 
     def _describe_run(self) -> None:
         """config.toml, model.json, tokenizer.model; an earlier, different config.toml is kept as its attempt's."""
@@ -143,6 +154,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             try:
                 super().train()
             except BadStep as problem:
+                self.checkpointer.finish()  # a save under way is of an earlier, clean step
+                self._leave_out_refused(problem)
                 self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
                 self._end(STOPPED, signals.WORKER.asked or "another rank, or the file `stop`, asked")
@@ -170,13 +183,42 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         return not self.stopping and super().should_continue_training()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Read, forward and backward, exchange, judge; only then move the weights and log."""
+        """Read, forward and backward, exchange, judge; only then move the weights and log.
+
+        A refused batch has moved nothing: where it is to be skipped, the step is done with the batch after it.
+        """
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        logged = self.metrics_processor.should_log(self.step)
+        while True:
+            loss, max_loss, norm, by_source = self._forward_backward(data_iterator, logged)
+            try:
+                self.guard.check(loss, norm)
+                break
+            except BadStep as problem:
+                self._refuse(problem, loss, norm)
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        if logged:
+            self.metrics_processor.log_step(
+                self.step, loss, max_loss, norm, lr, torch.stack(by_source).sum(0), self.dataloader,
+                self.checkpointer.times, self.diagnostics.gather(),
+            )  # fmt: skip
+        self._after_step()
+
+    def _forward_backward(
+        self, data_iterator: Iterator[Batch], logged: bool
+    ) -> tuple[float, float, float, list[torch.Tensor]]:
+        """Clipped gradients of the next batch: (mean loss, highest loss of a rank, gradient norm before clipping).
+
+        The fourth value are the loss sums by source, empty unless the step is logged.
+        """
         (model,) = self.model_parts
         self.optimizers.zero_grad()
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         batches, tokens, all_tokens = self._read_step(data_iterator)
-        logged = self.metrics_processor.should_log(self.step)
         parts, by_source = [], []
+        if logged:
+            self.diagnostics.begin()
         self.heartbeat.enter(f"forward and backward of step {self.step}")
         for left, (inputs, labels) in zip(reversed(range(len(batches))), batches, strict=True):
             model.set_requires_all_reduce(left == 0)  # replicas exchange a step's gradients once, not per micro-batch
@@ -189,21 +231,14 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             if logged:
                 source = inputs["source"].to(self.device)
                 by_source.append(loss_sums_by_source(losses, labels, source, len(self.dataloader.mixture.source_names)))
+                self.diagnostics.see_logits(labels)
             del losses
+        if logged:
+            self.diagnostics.see_gradients()
         self.heartbeat.enter(f"the gradient norm of step {self.step}")
         max_norm = self.job_config.training.max_norm
         grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm)
-        self._judge(loss, norm)
-        self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
-        self.lr_schedulers.step()
-        if logged:
-            self.metrics_processor.log_step(
-                self.step, loss, max_loss, norm, lr, torch.stack(by_source).sum(0), self.dataloader,
-                self.checkpointer.times,
-            )  # fmt: skip
-        self._after_step()
+        return *self._exchange(torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm), by_source
 
     def _read_step(self, data_iterator: Iterator[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
         """This rank's micro-batches of one step, their tokens that count in the loss, and those of all ranks."""
@@ -231,20 +266,41 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.stopping = stops > 0
         return total, highest, norm
 
-    def _judge(self, loss: float, grad_norm: float) -> None:
-        try:
-            self.guard.check(loss, grad_norm)
-        except BadStep as problem:
-            if torch.distributed.get_rank() == 0:
-                # every sequence of the refused batch by source and offset, in a file of its own beside the event
-                size = self.job_config.training.global_batch_size
-                batch = self.dataloader.locate(self.dataloader.sequences - size, size)
-                path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.json"
+    def _refuse(self, problem: BadStep, loss: float, grad_norm: float) -> None:
+        """Record the batch, and leave it out where the policy is to skip; raises `problem` where it is not, or no more.
+
+        Called on every rank. The window is on disk before the step goes on, so that a restart reads the same data.
+        """
+        section, loader = self.job_config.resilience, self.dataloader
+        size = self.job_config.training.global_batch_size
+        windows = windows_of(loader.skips.numbers(loader.sequences - size, size))
+        if torch.distributed.get_rank() == 0:
+            # every sequence of the refused batch by source and offset, in a file of its own beside the event
+            path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.{windows[0][0]}.json"
+            with survive_full_disk(path):
                 path.parent.mkdir(exist_ok=True)
+                batch = loader.locate(loader.sequences - size, size)
                 write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
-                facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": str(problem), "batch": str(path)}
-                record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
-            raise
+            facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": str(problem), "batch": str(path)}
+            record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
+        self.refused = [step for step in self.refused if step > self.step - section.spike_window] + [self.step]
+        if section.unclean_policy != "skip" or len(self.refused) > section.max_skips:
+            raise problem
+        reason = f"step {self.step}: {problem}"
+        if not on_rank_zero(lambda: leave_out(self.run, windows, reason)):
+            raise BadStep(f"{problem}; {self.run} has no room to record that its batch is skipped")
+        loader.leave_out(windows)
+        logger.warning(f"{reason}; sequences {windows} are skipped, {len(self.refused)} of {section.max_skips}")
+        self.heartbeat.beat(self.step - 1)
+
+    def _leave_out_refused(self, problem: BadStep) -> None:
+        """The data that a roll-back skips: the last skip_steps steps, but none that a checkpoint has seen."""
+        section, loader = self.job_config.resilience, self.dataloader
+        if torch.distributed.get_rank() == 0 and section.unclean_policy in ("skip", "rollback_and_skip"):
+            saved = max(self.started_at, newest_saved_step(Path(self.checkpointer.folder)))
+            count = min(section.skip_steps, self.step - saved) * self.job_config.training.global_batch_size
+            windows = windows_of(loader.skips.numbers(loader.sequences - count, count))
+            leave_out(self.run, windows, f"step {self.step}: {problem}")
 
     def _after_step(self) -> None:
         self.heartbeat.beat(self.step)
@@ -258,9 +314,6 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         return {**super().state_dict(), "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step; the token counter is this rank's share of what all ranks have seen."""
+        """Restore the step; what was seen by then is the dataloader's to know, as the batch may have changed since."""
         self.step = state_dict["step"]
         self.guard.load_state_dict(state_dict["guard"])
-        training, dims = self.job_config.training, self.parallel_dims
-        ranks = dims.get_mesh("batch").size() if dims.dp_enabled else 1
-        self.ntokens_seen = self.step * training.global_batch_size * training.seq_len // ranks

@@ -122,6 +122,16 @@ def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path: Path, monk
     assert evaluated(run) == [("decode_speed", 10)], "not what the orphan wrote"
 
 
+def test_a_command_holds_the_lock_of_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holds = "import os, sys; fds = [f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd')]\n"
+    holds += "sys.exit(sys.argv[1] not in [os.path.realpath(fd) for fd in fds])"
+    (tmp_path / "holds.py").write_text(holds)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = tmp_path / "x.lock"
+    with hold_lock(path, "held by us") as lock:
+        assert Watcher(job_of(tmp_path / "run")).call(1, ["holds", str(path)], lock) == 0
+
+
 # choices, without processes
 
 COMMANDS = ["decode_speed", "bits_per_byte --data x"]

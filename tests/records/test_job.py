@@ -19,9 +19,11 @@ FLAGS = ["--resilience.skip-steps", "9", "--training.steps=5", "--evals.in_loop"
 # in a process of its own: TorchTitan keeps global state
 LOAD = """
 import json, sys
-from train.job_config import load_job
+from train.job_config import patch_torch_for_cpu
+patch_torch_for_cpu()
+from torchtitan.config import ConfigManager
 flags = json.loads(sys.argv[1])
-read = [load_job(["--job.config_file", path, *flags]).to_dict() for path in sys.argv[2:]]
+read = [ConfigManager().parse_args(["--job.config_file", path, *flags]).to_dict() for path in sys.argv[2:]]
 print(json.dumps(read))
 """
 

@@ -6,6 +6,7 @@ often the job starts: whoever does it first leaves a mark beside the plan.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from records.checkpoints import step_folders
 from train.checkpoint_writer import HashingWriter
+from train.supervise.heartbeat import Heartbeat
 from train.supervise.signals import WORKER
 from train.trainer import LaneformerTrainer
 
@@ -28,6 +30,8 @@ PLAN = Path(os.environ["LANEFORMER_FAULTS"])
 RANK = int(os.environ.get("RANK", "0"))  # the supervisor's check of the settings has none
 FULL_DISK_STEPS = 3
 limited_until: int | None = None  # step
+marks: list[str] = []  # what this rank told its heartbeat
+enter, close = Heartbeat.enter, Heartbeat.close
 train_step, finish = LaneformerTrainer.train_step, HashingWriter.finish
 clip_grad_norm_ = dist_utils.clip_grad_norm_
 
@@ -42,6 +46,15 @@ def due(step: int, *kinds: str) -> str | None:
                 continue
             return fault["kind"]
     return None
+
+
+def fill(path: Path) -> None:
+    """Until not one byte more fits."""
+    with open(path, "wb", buffering=0) as file:
+        for size_bytes in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size_bytes))
 
 
 def kill_all() -> None:
@@ -72,7 +85,18 @@ def commit(self: LaneformerTrainer) -> None:
         if self.checkpointer.save_future is not None:
             wait([self.checkpointer.save_future])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    kind = due(self.step, "kill", "stop", "usr1", "nan", "truncate", "full_disk", "sigterm_supervisor")
+    kind = due(
+        self.step,
+        "kill",
+        "stop",
+        "usr1",
+        "nan",
+        "truncate",
+        "full_disk",
+        "fill_disk",
+        "empty_disk",
+        "sigterm_supervisor",
+    )
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -97,6 +121,12 @@ def commit(self: LaneformerTrainer) -> None:
     elif kind == "full_disk":  # the kernel refuses to write more, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
         limited_until = self.step + FULL_DISK_STEPS
+    elif kind == "fill_disk":  # really: the test has mounted a small one
+        if RANK == 0:
+            fill(run_folder() / "ballast")
+        torch.distributed.barrier()
+    elif kind == "empty_disk":
+        (run_folder() / "ballast").unlink(missing_ok=True)
     elif kind == "sigterm_supervisor":
         os.kill(int((run_folder().parent / "supervisor.pid").read_text()), signal.SIGTERM)
         while not (run_folder() / "stop").exists():  # steps are faster than the supervisor's eyes
@@ -113,5 +143,16 @@ def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
         kill_all()
 
 
+def noted_enter(self: Heartbeat, what: str) -> None:
+    marks.append(what)
+    enter(self, what)
+
+
+def noted_close(self: Heartbeat) -> None:
+    PLAN.with_name(f"marks.{RANK}.json").write_text(json.dumps(marks))
+    close(self)
+
+
+Heartbeat.enter, Heartbeat.close = noted_enter, noted_close  # type: ignore[method-assign]
 LaneformerTrainer.train_step = broken_step  # type: ignore[method-assign]
 HashingWriter.finish = broken_finish  # type: ignore[method-assign]

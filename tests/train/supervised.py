@@ -47,6 +47,17 @@ def undisturbed(folder: Path, lock: Path, steps: int, interval: int, *more: str)
     return run
 
 
+def faulty(
+    folder: Path, lock: Path, steps: int, interval: int, faults: list[dict[str, Any]], *more: str
+) -> subprocess.CompletedProcess[str]:
+    """One attempt with faults, without a supervisor; its run folder is folder/run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "faults.json"
+    plan.write_text(json.dumps([{"rank": None, **fault} for fault in faults]))
+    command = [*arguments(folder / "run", lock, steps, interval), "--experimental.custom_import", "tests.train.faults"]
+    return run_job(folder / "run", [*command, *more], RANKS, LANEFORMER_FAULTS=str(plan))
+
+
 def supervise(
     folder: Path, lock: Path, steps: int, interval: int, faults: list[dict[str, Any]], *more: str
 ) -> tuple[Path, int, str]:

@@ -54,7 +54,7 @@ BAD: dict[tuple[str, str], str] = {
 TOGETHER: dict[str, tuple[dict[tuple[str, str], str], str]] = {
     "batch": (
         {("training.global_batch_size", ""): "9", ("parallelism.data_parallel_shard_degree", ""): "2"},
-        "training.global_batch_size = 9 is not possible: it must be a multiple of 8",
+        "training.global_batch_size = 9 is not a multiple of 2 GPUs x local_batch_size = 4; choose",
     ),
     "validation": (
         {("metrics.log_freq", ""): "4", ("validation.freq", ""): "50"},

@@ -105,9 +105,9 @@ def test_gpu_hours_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Mon
     append_line(tmp_path / "attempts.jsonl", json.dumps({"attempt": 1, "time": 1000.0, "world_size": 4}))
     append_line(metrics.path, json.dumps({"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}))
     append_line(tmp_path / "events.jsonl", json.dumps({"kind": "supervisor_start", "attempt": 2, "time": 9000.0}))
-    metrics.begin_attempt(attempt=2, step=5, tokens_before=0)
+    metrics.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
     assert (metrics.gpu_hours_before, metrics.began, list(metrics.rates)) == (4.0, 9000.0, [])
-    metrics.begin_attempt(attempt=2, step=7, tokens_before=0)
+    metrics.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
     assert list(metrics.rates) == [50.0]
 
 
@@ -162,7 +162,29 @@ def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Monk
         append_line(metrics.path, json.dumps({"step": step, "loss": loss, "grad_norm": 0.5}))
     with open(metrics.path, "a") as file:
         file.write('{"step": 5, "lo')
-    metrics.begin_attempt(attempt=2, step=3, tokens_before=0)
+    metrics.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
     assert list(metrics.loss_z.values) == [1.0, 2.5, 3.5]
     assert list(metrics.grad_norm_z.values) == [0.5] * 3
-    assert metrics.last_logged_step == 3
+    assert metrics.last_logged_tokens == 30
+
+
+def test_layers_and_logits_are_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
+    """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all: two ranks as one."""
+    (row, *_) = rows_of(logged_run)
+    model = Laneformer(SMALL)
+    model.init_weights(seed=1)
+    tokens = torch.from_numpy(Mixture.open(prepared_data / "phase1.lock.json").sequences(0, GLOBAL_BATCH)[0])
+    streams: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, __, outputs: streams.append(outputs[0]))
+    logits = model(tokens[:, :-1]).double()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    first = GLOBAL_BATCH // 2  # two micro-batches
+    rms = [stream[:first].double().square().mean().sqrt().item() for stream in streams]
+    norms = [sum(p.grad.double().square().sum() for p in layer.parameters()) ** 0.5 for layer in model.layers]
+    # float32 through four layers: a hundred roundings of the value
+    assert row["layer_stream_rms"] == pytest.approx(rms, rel=100 * EPSILON)
+    assert row["layer_grad_norm"] == pytest.approx([float(norm) for norm in norms], rel=100 * EPSILON)
+    assert row["max_logit"] == pytest.approx(logits.max().item(), rel=100 * EPSILON)
+    assert row["z_loss"] == pytest.approx(logits.logsumexp(-1).square().mean().item(), rel=100 * EPSILON)
+    assert len(set(row["layer_stream_rms"])) == SMALL.num_hidden_layers, "one value for each layer"

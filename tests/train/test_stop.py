@@ -1,4 +1,4 @@
-"""A stop request: exit status 85 only if the checkpoint of its step is on disk."""
+"""A stop request: exit status 85 only if the checkpoint of its step is on disk; and what ranks mark on their way."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path, f
     assert (done.returncode, outcome["code"], outcome["step"]) == (code, code, 3), done.stdout[-3000:]
     assert (tmp_path / "run/checkpoint/step-3").exists() != full_disk
     assert ("could not be saved" in outcome["reason"]) == full_disk
+
+
+def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:
+    """A hang blames the rank that has passed fewest, so every place where ranks wait for each other has one."""
+    (tmp_path / "faults.json").write_text("[]")
+    job = arguments(tmp_path / "run", prepared_data / "phase1.lock.json", steps=2, interval=2)
+    job += ["--experimental.custom_import", "tests.train.faults", "--validation.freq", "2"]
+    done = run_job(tmp_path / "run", job, 2, LANEFORMER_FAULTS=str(tmp_path / "faults.json"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    first, second = (json.loads((tmp_path / f"marks.{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    step = ("reading the data", "counting the tokens", "forward and backward", "the gradient norm", "the exchange")
+    places = [f"{what} of step 2" for what in step]
+    places += ["the end of step 2", "saving step 2", "the validation after step 2"]
+    assert first[first.index(places[0]) :] == places

@@ -10,6 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from records.events import DONE, STOPPED
 from records.page import PLOT, card, chart, measured, missing, none, short, table, utc
 from records.run import Run, number
 from records.usage import duration, money, usage_of, whole
@@ -48,19 +49,15 @@ def usage_card(run: Run) -> str:
     usage, pricing, rows = usage_of(run), metrics_section(run), []
     if not run.kept_rows:
         return ""
-    named = {escape(phase): of for phase, of in usage.items()} | (
-        {"<b>all</b>": whole(usage)} if len(usage) > 1 else {}
-    )
-    for name, of in named.items():
+    together = {"<b>all</b>": whole(usage)} if len(usage) > 1 else {}
+    for name, of in ({escape(phase): of for phase, of in usage.items()} | together).items():
         total = None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
         hours = [measured(value, ",.1f") for value in (of.gpu_hours, of.repeated, of.gpu_hours_left)]
         costs = [money(value, pricing) or none("no price") for value in (of.gpu_hours, total)]
         rows.append([name, *hours, *costs, utc(of.finish_time)])
     head = ("phase", "GPU-hours used", "of them repeated", "left", "cost so far", "cost in all", "ends (UTC)")
-    caption = (
-        "From an attempt's first record to its last: start-up and repeated steps count, queues do not. What is left "
-    )
-    caption += "goes by the median speed of the last rows. The price is <code>metrics.gpu_hour_price</code>."
+    caption = "From an attempt's first record to its last: start-up and repeated steps count, queues do not. What is "
+    caption += "left goes by the median speed of the last rows. The price is <code>metrics.gpu_hour_price</code>."
     return card("Time and cost", table(head, rows, "numbers"), caption)
 
 
@@ -70,7 +67,7 @@ def incidents_card(run: Run) -> str:
     for group in reversed(event_groups(run.events)):
         first = group[0]
         kind = str(first.get("kind", "event")).removeprefix("supervisor_").replace("_", " ")
-        trouble = TROUBLE.search(str(first.get("kind")).lower())
+        trouble = TROUBLE.search(str(first.get("kind")).lower()) or first.get("code") not in (None, DONE, STOPPED)
         where = [str(first["phase"])] + [f"step {first['step']:,}"] * isinstance(first.get("step"), int)
         hosts = sorted({str(event["host"]) for event in group if event.get("host")})
         many = f" <small>{len(group)} times</small>" if len(group) > 1 else ""
@@ -101,14 +98,10 @@ def layers_card(run: Run) -> str:
     rows = [row for row in run.kept_rows if any(isinstance(row.get(key), list) for key in LAYERS)]
     if not rows:
         return ""
-    caption = (
-        "Logarithmic colours, the first layer at the bottom. A layer that leaves its neighbours is a fault of that "
-    )
-    caption += "layer; all of them together, of the data or the learning rate."
+    caption = "Logarithmic colours, the first layer at the bottom. A layer that leaves its neighbours is at fault "
+    caption += "itself; all of them together, of the data or the learning rate."
     for row in rows:
-        row["layer_peak"] = max(
-            (v for v in map(number, row.get("layer_grad_norm") or []) if v is not None), default=None
-        )
+        row["layer_peak"] = max(known_in(row, "layer_grad_norm"), default=None)
     figure = layers_figure([rows[i] for i in sample(rows, COLUMNS, [("layer_peak", max)])])
     return card("Layers", chart(figure, f"layers-{run.name}"), caption)
 
@@ -118,10 +111,7 @@ def layers_figure(rows: Sequence[dict[str, Any]]) -> go.Figure:
     figure, panels = go.Figure(layout=PLOT), tuple(LAYERS.values())
     lay_out(figure, panels, panels)
     for place, (key, (bottom, top)) in enumerate(zip(LAYERS, domains(panels), strict=True), start=1):
-        values = [
-            [(x := number(v)) and float(f"{x:.4g}") for v in row[key]] if isinstance(row.get(key), list) else []
-            for row in rows
-        ]
+        values = [known_in(row, key) for row in rows]
         grid = [[each[i] if i < len(each) else None for each in values] for i in range(max(map(len, values)))]
         figure.add_heatmap(
             x=[row["x_step"] for row in rows], yaxis=f"y{place}", colorscale=SCALE, text=grid, hoverongaps=False,

@@ -174,10 +174,11 @@ def _draw_events(figure: go.Figure, run: Run) -> None:
 
 
 def event_groups(events: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Events of all ranks that are one: of the same kind at the same place of the same attempt."""
+    """Events of all ranks that are one: of the same kind at the same place of the same attempt, with the same text."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for event in events:
-        groups.setdefault((event["phase"], event.get("attempt"), event["x_step"], event.get("kind")), []).append(event)
+        key = tuple(event.get(name) for name in ("phase", "attempt", "x_step", "kind", "text"))
+        groups.setdefault(key, []).append(event)
     return list(groups.values())
 
 

@@ -19,7 +19,7 @@ from records.events import record_event
 from records.files import host_name, json_lines
 from records.job import JobSections
 
-OF_WORKERS = ("bad_step", "save_failed")  # events worth an alert
+OF_WORKERS = ("bad_step", "save_failed", "disk_full")  # events worth an alert
 
 
 class Alerts:
@@ -49,7 +49,8 @@ class Alerts:
         self.read_bytes += len(new)
         for _, event in json_lines(new.split(b"\n"), self.events, skipped=[]):
             if isinstance(event, dict) and event.get("kind") in OF_WORKERS:
-                self.send(event["kind"], f"step {event.get('step')}: {event.get('reason')}", step=event.get("step"))
+                step, reason = event.get("step"), event.get("reason") or event.get("path")
+                self.send(event["kind"], f"step {step}: {reason}" if step is not None else str(reason), step=step)
 
     def send(self, kind: str, text: str, **facts: Any) -> None:
         """Deliver in the background, unless this kind was sent lately."""
@@ -86,7 +87,9 @@ class Alerts:
 
     def _post(self, url: str, text: str, fields: dict[str, Any]) -> None:
         """JSON as Slack and Mattermost take it: the text, and the facts as the fields of an attachment."""
-        shown = [{"title": name, "value": str(value), "short": True} for name, value in fields.items()]
+        shown = [
+            {"title": name, "value": str(value), "short": True} for name, value in fields.items() if value is not None
+        ]
         body = json.dumps({"text": text, "attachments": [{"fallback": text, "fields": shown}]}).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.section.timeout_s):

@@ -82,29 +82,35 @@ class Attempt:
         self.workers = start_workers(nodes, nproc_per_node, ["train", *train_arguments], self.logs, env)
 
     def watch(self) -> Ended:
-        """Wait for the end of this attempt."""
+        """Wait for the end of this attempt; whatever happens here, no worker is left."""
+        try:
+            ended = self._follow()
+        finally:
+            self._kill()
+        return ended or self._outcome()
+
+    def _follow(self) -> Ended | None:
+        """Until the workers have ended by themselves (None), or have to be killed (how that ends the attempt)."""
         section, ranks = self.job.resilience, self.nproc_per_node * len(self.nodes or [""])
         self.hang = HangWatch(self.heartbeats, ranks, section.hang_timeout_s, section.start_timeout_s)
-        ended, told, next_look_s = None, False, 0.0
+        told, next_look_s = False, 0.0
         while self.workers.poll() is None:
             time.sleep(POLL_S)
             if self.stop.asked and not told:
-                (self.job.run / "stop").touch()
-                told = True
+                with suppress(OSError):  # a full disk: tried again
+                    (self.job.run / "stop").touch()
+                    told = True
             if self.stop.forced:
-                ended = Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
-            elif time.monotonic() >= next_look_s:
+                return Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
+            if time.monotonic() >= next_look_s:
                 next_look_s = time.monotonic() + interval_s(section.hang_timeout_s)
                 self._note_workers()
                 self.on_look()
                 if (waited_s := self.hang.look()) is not None:
                     if read_outcome(self.job.run) is not None or self._workers_are_gone():
-                        break  # a worker recorded why the job ends, or all have died, but not everything exits
-                    ended = self._on_hang(waited_s)
-            if ended:
-                break
-        self._kill()
-        return ended or self._outcome()
+                        return None  # a worker recorded why the job ends, or all have died, but not everything exits
+                    return self._on_hang(waited_s)
+        return None
 
     def _outcome(self) -> Ended:
         outcome = read_outcome(self.job.run)
@@ -131,7 +137,7 @@ class Attempt:
         self.hang.look()
         blamed, words = self.hang.blame()
         evidence = self.logs / "hang"
-        if self.heartbeats.is_dir():
+        with suppress(OSError):  # no rank reported, or a full disk
             shutil.copytree(self.heartbeats, evidence)
         beats = self.hang.beats
         facts = [{key: beats.get(rank, {"rank": rank}).get(key) for key in ("rank", "host", "pid", "step", "mark")}

@@ -14,19 +14,19 @@ from typing import TextIO
 from records.events import SUPERVISED
 from records.files import hold_lock
 
-OLD_WORKERS_S = 30.0  # until workers that were killed on other nodes are gone
+OLD_WORKERS_S = 120.0  # until killed workers are gone, and the file server has noticed that a node is
 
 
 def hold_run(run: Path) -> TextIO:
     """The lock of a run, held by this process: two jobs would delete each other's checkpoints. Held if taken."""
-    stop = f"stop that job (`touch {run}/stop`) or choose another job.dump_folder"
+    stop = "end it (SIGTERM saves a checkpoint first) or choose another job.dump_folder"
     return hold_lock(run / ".supervisor.lock", f"another supervisor or job runs {run}; {stop}")
 
 
 def no_ranks(run: Path) -> None:
     """Held if a worker of a supervisor that died is still alive."""
     for path in sorted((run / ".ranks").glob("*.lock")):
-        hold_lock(path, f"a worker of an earlier supervisor is alive in {run}; end it, or `touch {run}/stop`").close()
+        hold_lock(path, f"a worker of an earlier supervisor is alive in {run}; `touch {run}/stop` ends it").close()
 
 
 def hold_rank(run: Path, rank: int) -> tuple[TextIO, ...]:

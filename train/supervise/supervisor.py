@@ -12,6 +12,7 @@ import subprocess
 import textwrap
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from records.events import (
 from records.files import read_lines
 from records.job import JobSections
 
-from ..skips import add_windows, read_skip_list, windows_of
 from .alerts import Alerts
 from .attempt import Attempt, Ended, full_disks
 from .preflight import healthy_nodes, slow_nodes
@@ -39,7 +39,7 @@ from .signals import StopSignals
 
 MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
            REFUSED: "refused"}  # fmt: skip
-ALERTED = ("give_up", "bad_node", "skip")
+ALERTED = ("give_up", "bad_node")
 SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
 VARYING = re.compile(r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 CONSOLE_CHARS = 300  # the whole text is in events.jsonl
@@ -70,16 +70,21 @@ class Supervisor:
     def restart(self) -> int:
         """The loop of `run`."""
         while True:
-            before, began_s = newest_saved_step(self.job.checkpoints), time.monotonic()
-            ended = self.run_attempt(before)
+            began_s, progress = time.monotonic(), False
+            try:
+                before = newest_saved_step(self.job.checkpoints)
+                ended = self.run_attempt(before)
+                progress = newest_saved_step(self.job.checkpoints) > before
+            except (OSError, subprocess.TimeoutExpired) as problem:  # a file system or scheduler that does not answer
+                ended = Ended(CRASHED, 0, f"the attempt cannot be made: {problem}")
+                self.say("end", ended.reason, code=CRASHED, what="crash")
             self.count_reason(ended, time.monotonic() - began_s)
-            progress = newest_saved_step(self.job.checkpoints) > before
             self.fruitless = 0 if progress or ended.code == STOPPED else self.fruitless + 1
             if ended.code == DONE:
                 return DONE
             if self.stop.asked:
                 return STOPPED if ended.code == STOPPED else STOPPED_UNSAVED
-            if ended.code == BAD_STEP and not self.roll_back(ended):
+            if ended.code == BAD_STEP and self.job.resilience.unclean_policy == "stop":
                 return BAD_STEP
             if self.hopeless(ended):
                 return CRASHED
@@ -95,11 +100,8 @@ class Supervisor:
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
         where = f"on {','.join(nodes)}" if nodes else "on this machine"
         self.say("start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes)
-        try:
-            attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
-            ended = attempt.watch()
-        except (OSError, subprocess.TimeoutExpired) as problem:  # a full disk, or a scheduler that does not answer
-            ended = Ended(CRASHED, 0, f"the workers cannot be started: {problem}")
+        attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
+        ended = attempt.watch()
         self.look()
         what, step = MEANING.get(ended.code, ended.what), max(ended.step, checkpoint_step)
         facts = {"what": what, "suspects": ended.suspects, "failed_node": ended.failed_node}
@@ -108,7 +110,8 @@ class Supervisor:
 
     def look(self) -> None:
         """Alert on what the workers report, and on a full disk, of which they cannot."""
-        self.alerts.follow()
+        with suppress(OSError):
+            self.alerts.follow()
         for words in full_disks([self.job.run]):
             self.alerts.send("disk_full", words)
 
@@ -147,18 +150,6 @@ class Supervisor:
         except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
             self.say("network", f"not measured: {problem}")
             return {}
-
-    def roll_back(self, ended: Ended) -> bool:
-        """After a bad step: whether to restart, and with rollback_and_skip which data to leave out."""
-        policy = self.job.resilience.unclean_policy
-        if policy == "rollback_and_skip":
-            batch, reached = self.job.training.global_batch_size, max(0, newest_saved_step(self.job.checkpoints))
-            first = max(reached, ended.step - self.job.resilience.skip_steps)
-            skips = read_skip_list(self.job.run, self.job.resilience.skip_sequences)
-            windows = windows_of(skips.numbers(first * batch, (ended.step - first) * batch))
-            add_windows(self.job.run, windows, f"step {ended.step}: {ended.reason}")
-            self.say("skip", f"sequences {windows} will be left out", step=ended.step, windows=windows)
-        return policy != "stop"
 
     def hopeless(self, ended: Ended) -> bool:
         """Whether restarting cannot help: refused settings, one reason again and again, or no newer checkpoint."""

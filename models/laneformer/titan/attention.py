@@ -47,10 +47,10 @@ class TitanAttention(LaneAttention):
             return out
         if isinstance(mask, Segments):
             size, _, seq_len, _ = query.shape
-            query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B S, heads, d)
-            sees = (-1 if mask.window is None else mask.window - 1, 0)  # keys before and after the query's own
-            lengths = mask.ends, mask.ends, seq_len, seq_len
-            rows = varlen_attn(query, key, value, *lengths, window_size=sees, enable_gqa=True)
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B S, heads, d)
+            before = -1 if mask.window is None else mask.window - 1  # keys in front of the query's own
+            ends = mask.ends
+            rows = varlen_attn(q, k, v, ends, ends, seq_len, seq_len, window_size=(before, 0), enable_gqa=True)
             assert isinstance(rows, Tensor)
             return rows.unflatten(0, (size, seq_len)).transpose(1, 2)
         return super().attend(query, key, value, mask)
@@ -87,13 +87,14 @@ def training_masks(
 def segment_ends(input_ids: Tensor, documents: Tensor | None) -> Tensor:
     """Where sequences (B, S), or with `documents` (B, S) the documents in them, begin and end in one row of B S."""
     size, seq_len = input_ids.shape
-    first = torch.zeros_like(input_ids, dtype=torch.bool)
-    first[:, 0] = True
-    if documents is not None:
-        first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    ends = torch.cat((first.flatten().nonzero()[:, 0], first.new_full((1,), size * seq_len, dtype=torch.int64)))
+    if documents is None:
+        return torch.arange(0, size * seq_len + 1, seq_len, dtype=torch.int32, device=input_ids.device)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    begins = first.flatten().nonzero()[:, 0]
+    ends = torch.cat((begins, begins.new_full((1,), size * seq_len))).int()
     torch._dynamo.mark_dynamic(ends, 0)  # how many documents there are must not compile the layers again
-    return ends.int()
+    return ends
 
 
 def _causal(window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -24,27 +24,33 @@ IGNORE_INDEX = -100  # TorchTitan's, and PyTorch's default
 CHUNK_TOKENS = 2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """logits (L, n, v), labels (n,) -> losses (n,), 0 where ignored, and the softmax's log-denominators (n,)."""
+def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logits (L, n, v), labels (n,) -> losses (n,), 0 where ignored; the softmax's log-denominators, largest logits."""
     _, count, slice_size = logits.shape
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak = wide.amax((0, 2))
     denominator = (wide - peak[None, :, None]).exp().sum((0, 2)).log() + peak
     place = labels.clamp(min=0)
     chosen = wide[place // slice_size, torch.arange(count, device=labels.device), place % slice_size]
-    return torch.where(labels == IGNORE_INDEX, 0.0, denominator - chosen), denominator
+    return torch.where(labels == IGNORE_INDEX, 0.0, denominator - chosen), denominator, peak
 
 
-def logits_gradient(logits: Tensor, denominator: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each token's own gradient (n,)."""
+def logits_gradient(
+    logits: Tensor, denominator: Tensor, labels: Tensor, gradient: Tensor, z_loss_weight: float = 0.0
+) -> Tensor:
+    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each token's own gradient (n,).
+
+    With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too.
+    """
     lanes, _, slice_size = logits.shape
     wide = logits.to(denominator.dtype)
     columns = torch.arange(lanes * slice_size, device=labels.device).view(lanes, 1, slice_size)
     one_hot = columns == labels[None, :, None]
     weight = torch.where(labels == IGNORE_INDEX, 0.0, gradient)
-    return (((wide - denominator[None, :, None]).exp() - one_hot.to(wide.dtype)) * weight[None, :, None]).to(
-        logits.dtype
-    )
+    softmax = (wide - denominator[None, :, None]).exp()
+    if z_loss_weight:
+        softmax = softmax * (1 + 2 * z_loss_weight * denominator)[None, :, None]
+    return ((softmax - one_hot.to(wide.dtype)) * weight[None, :, None]).to(logits.dtype)
 
 
 @functools.cache
@@ -53,22 +59,29 @@ def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,)."""
+    """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,).
+
+    Returns log-denominators and largest logits (N,) as well, for the log. The losses leave the z-loss out, their
+    gradients contain it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, backend: str | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, backend: str | None, z_loss_weight: float = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         function = _compiled(token_losses, backend) if backend else token_losses
-        losses, denominators = [], []
-        for part, label in zip(x.split(chunk), labels.split(chunk), strict=True):
-            loss, denominator = function(torch.bmm(part.transpose(0, 1), weight.mT), label)
-            losses.append(loss)
-            denominators.append(denominator)
-        ctx.save_for_backward(x, weight, labels, torch.cat(denominators))
-        ctx.chunk, ctx.backend = chunk, backend
-        return torch.cat(losses)
+        parts = [
+            function(torch.bmm(part.transpose(0, 1), weight.mT), label)
+            for part, label in zip(x.split(chunk), labels.split(chunk), strict=True)
+        ]
+        losses, denominators, peaks = (torch.cat(each) for each in zip(*parts, strict=True))
+        ctx.save_for_backward(x, weight, labels, denominators)
+        ctx.mark_non_differentiable(denominators, peaks)
+        ctx.chunk, ctx.backend, ctx.z_loss_weight = chunk, backend, z_loss_weight
+        return losses, denominators, peaks
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, denominators = ctx.saved_tensors
         function = _compiled(logits_gradient, ctx.backend) if ctx.backend else logits_gradient
         x_gradient = torch.empty_like(x)
@@ -79,11 +92,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
         ):
             rows = part.transpose(0, 1)
-            d_logits = function(torch.bmm(rows, weight.mT), denominator, label, gradient)
+            d_logits = function(torch.bmm(rows, weight.mT), denominator, label, gradient, ctx.z_loss_weight)
             x_gradient[at : at + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
             weight_gradient += torch.bmm(d_logits.mT, rows)
             at += len(part)
-        return x_gradient, weight_gradient.to(weight.dtype), None, None, None
+        return x_gradient, weight_gradient.to(weight.dtype), None, None, None, None
 
 
 class TitanHead(LMHead):
@@ -93,6 +106,8 @@ class TitanHead(LMHead):
         super().__init__(config)
         self.chunk_tokens = CHUNK_TOKENS
         self.compile_backend: str | None = None  # set by parallelize when compile.components has "loss"
+        self.z_loss_weight = 0.0  # set by the trainer
+        self.seen: tuple[Tensor, Tensor] | None = None  # log-denominators and largest logits (N,) of the last losses
 
     def forward(self, h: Tensor, norm: LaneRMSNorm, labels: Tensor | None = None, trained: int | None = None) -> Tensor:
         """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S) in float32 or wider.
@@ -104,15 +119,19 @@ class TitanHead(LMHead):
             return super().forward(h, norm)
         if self.kind == "vocab_parallel":
             x, targets = norm(h).flatten(0, 1), labels.flatten()
-            chunks = self.chunk_tokens, self.compile_backend
+            options = self.chunk_tokens, self.compile_backend, self.z_loss_weight
             count = len(targets) if trained is None else -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
             if count >= len(targets):
-                return ChunkedCrossEntropy.apply(x, self.weight, targets, *chunks).view(labels.shape)
-            # the trained rows first, then ignored ones up to whole chunks: every chunk has the shape that is compiled
-            rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
-            found = ChunkedCrossEntropy.apply(x.index_select(0, rows), self.weight, targets[rows], *chunks)
-            losses = found.new_zeros(len(targets)).index_copy(0, rows, found)
+                losses, denominators, peaks = ChunkedCrossEntropy.apply(x, self.weight, targets, *options)
+            else:
+                # the trained rows first, then ignored ones up to whole chunks: every chunk has the compiled shape
+                rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
+                found = ChunkedCrossEntropy.apply(x.index_select(0, rows), self.weight, targets[rows], *options)
+                losses, denominators, peaks = (each.new_zeros(len(targets)).index_copy(0, rows, each) for each in found)
         else:
             logits = super().forward(h, norm).flatten(0, 1)
-            losses, _ = token_losses(logits[None], labels.flatten())
+            losses, denominators, peaks = token_losses(logits[None], labels.flatten())
+            z_loss = torch.where(labels.flatten() == IGNORE_INDEX, 0.0, self.z_loss_weight * denominators.square())
+            losses = losses + z_loss - z_loss.detach()
+        self.seen = denominators.detach(), peaks.detach()
         return losses.view(labels.shape)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
 from laneformer import LaneformerConfig
 from laneformer.config import BOS
 from laneformer.titan import attention
+from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
 CONFIG = LaneformerConfig.from_flavor(
-    "tiny", hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_lanes=8, num_attention_heads=8,
+    "tiny", hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_lanes=8, num_attention_heads=16,
     num_key_value_heads=8, sliding_window=24, swa_layers=(0,), broadcast_delay=1, use_early_comm=False, vocab_size=512,
 )  # fmt: skip
 SEQ_LEN = 64
@@ -55,37 +55,74 @@ def test_flex_attention_is_sdpa(tokens: torch.Tensor) -> None:
     assert (losses(narrower, tokens) - losses(build(), tokens)).abs().max() > 1e3 * rounding
 
 
-def lengths_attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any, **options: Any):
-    """`varlen_attn` as PyTorch documents it, one segment after the other; it has no kernel for CPUs."""
-    ends, _, longest, _ = given
-    left, right = options["window_size"]
-    assert right == 0
-    assert options["enable_gqa"]
+def seen_keys(ends: torch.Tensor, window: list[int]) -> torch.Tensor:
+    """Of rows laid end to end, bool (rows, rows): keys of the same segment, at most window[0] before, [1] behind."""
+    at = torch.arange(int(ends[-1]))
+    segment = torch.bucketize(at, ends, right=True)
+    distance = at[:, None] - at[None, :]
+    within = (distance >= -window[1]) & ((distance <= window[0]) if window[0] >= 0 else True)
+    return within & (segment[:, None] == segment[None, :])
+
+
+def probabilities(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """q and k (rows, heads, d) with as many heads -> (heads, rows, rows)."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
+
+
+calls: list[int] = []  # of the kernel below
+
+
+@varlen._varlen_attn.register_kernel("cpu")
+def _(q, k, v, ends, ends_k, longest, longest_k, causal, scale, window, *others):
+    """What PyTorch documents, as a kernel for CPUs, of which it has none: all around it is what runs on a GPU."""
     assert ends.dtype == torch.int32
     assert ends.diff().max() <= longest
-    parts = []
-    for start, end in itertools.pairwise(ends.tolist()):
-        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-        at = torch.arange(end - start)
-        distance = at[:, None] - at[None, :]
-        seen = (distance >= 0) & ((distance <= left) if left >= 0 else True)
-        part = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-        parts.append(part[0].transpose(0, 1))
-    return torch.cat(parts)
+    calls.append(len(ends))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = torch.einsum("hqk,khd->qhd", probabilities(q, k, seen_keys(ends, window)), v)
+    return out.contiguous(), q.new_zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
+
+
+@varlen._varlen_attn_backward.register_kernel("cpu")
+def _(gradient, q, k, v, out, lse, ends, ends_k, longest, longest_k, causal, rng, scale, window):
+    group, heads = q.shape[1] // k.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    p = probabilities(q, k, seen_keys(ends, window))
+    d_p = torch.einsum("qhd,khd->hqk", gradient, v)
+    d_scores = p * (d_p - (d_p * p).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    d_k, d_v = torch.einsum("hqk,qhd->khd", d_scores, q), torch.einsum("hqk,qhd->khd", p, gradient)
+    d_k, d_v = (x.unflatten(1, (heads, group)).sum(2) for x in (d_k, d_v))
+    return torch.einsum("hqk,khd->qhd", d_scores, k).contiguous(), d_k, d_v
+
+
+def losses_and_gradient(model: TitanLaneformer, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = model(tokens[:, :-1], tokens[:, 1:])
+    found.sum().backward()
+    return found.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_varlen_attention_is_sdpa(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch, documents: bool) -> None:
-    """Layout, windows and ends of the documents; the kernel itself needs a GPU."""
-    monkeypatch.setattr(attention, "varlen_attn", lengths_attended)
-    tokens = tokens.clone()
-    tokens[0, 20] = tokens[1, 40] = tokens[1, 0] = BOS
-    rounding = 100 * torch.finfo(torch.float32).eps
-    plain = losses(build("sdpa", documents), tokens)
-    assert (losses(build("varlen", documents), tokens) - plain).abs().max() < rounding * plain.max()
-    wrong = lambda *given, **options: lengths_attended(*given, **{**options, "window_size": (CONFIG.sliding_window, 0)})  # noqa: E731
-    monkeypatch.setattr(attention, "varlen_attn", wrong)
-    assert (losses(build("varlen", documents), tokens) - plain).abs().max() > 1e3 * rounding
+def test_varlen_attention_is_sdpa(tokens: torch.Tensor, documents: bool) -> None:
+    """Layout, windows and ends of the documents, compiled and checkpointed; the kernel itself needs a GPU."""
+    torch._dynamo.reset()
+    model, compiled = build("varlen", documents), CompileCounter()
+    apply_selective_checkpointing(model)
+    for layer in model.layers:
+        layer.compile(backend=compiled, fullgraph=True)
+    for boundaries in ((20,), (20, 40), (5, 20, 50)):
+        packed = tokens.clone()
+        packed[0, boundaries] = packed[1, 40] = packed[1, 0] = BOS
+        model.zero_grad()
+        calls.clear()
+        found = losses_and_gradient(model, packed)
+        wanted = losses_and_gradient(build("sdpa", documents), packed)
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).abs().max() < 100 * torch.finfo(torch.float32).eps * b.abs().max()
+        assert len(calls) == (2 if documents else 1), "of a windowed and a full layer, never computed twice"
+        if boundaries == (20,):
+            graphs = compiled.frame_count
+    assert compiled.frame_count == graphs == 2, "other documents compile nothing again"
 
 
 def test_block_masks_are_compiled_once(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_gradients_are_those_of_the_formula() -> None:
     weight = torch.randn(4, 5, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     labels = torch.randint(0, 20, (10,), generator=generator)
     labels[3] = IGNORE_INDEX
-    assert torch.autograd.gradcheck(lambda x, w: ChunkedCrossEntropy.apply(x, w, labels, 3, None), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: ChunkedCrossEntropy.apply(x, w, labels, 3, None)[0], (x, weight))
 
 
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
@@ -135,7 +135,7 @@ def test_bfloat16_sums_the_heads_gradient_in_float32() -> None:
 
     def gradient(chunk: int) -> torch.Tensor:
         leaf = weight.clone().requires_grad_()
-        ChunkedCrossEntropy.apply(x, leaf, labels, chunk, None).sum().backward()
+        ChunkedCrossEntropy.apply(x, leaf, labels, chunk, None)[0].sum().backward()
         return leaf.grad.float()
 
     one, many = gradient(256), gradient(4)
@@ -150,3 +150,29 @@ def gradient_of_magnitudes(x: torch.Tensor, weight: torch.Tensor, labels: torch.
     p = logits.transpose(0, 1).flatten(1).softmax(-1)
     d = (p - F.one_hot(labels, p.shape[1])).abs().view(len(x), *weight.shape[:2])
     return torch.einsum("nlo,nli->loi", d, x.float().abs())
+
+
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate"])
+def test_the_z_loss_joins_the_gradients_and_not_the_loss(head: str) -> None:
+    """Gradients are those of loss + weight * log-denominator ** 2 in float64; what the log shows is of the logits."""
+    config, z_weight = LaneformerConfig.from_dict({**SMALL.to_dict(), "lm_head_type": head}), 0.1
+    model, tokens = model_and_batch(config)
+    model.lm_head.chunk_tokens, model.lm_head.z_loss_weight = 7, z_weight
+    exact = Laneformer(config).double()
+    exact.load_state_dict(model.state_dict())
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[0, 5] = IGNORE_INDEX
+    losses = model(inputs, labels)
+    losses.sum().backward()
+    logits = exact(inputs).flatten(0, 1)
+    wanted = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    denominators = logits.logsumexp(-1)
+    z_loss = z_weight * denominators[labels.flatten() != IGNORE_INDEX].square().sum()
+    (wanted.sum() + z_loss).backward()
+    rounding = 100 * torch.finfo(torch.float32).eps
+    assert (losses.flatten() - wanted).abs().max() < rounding * wanted.max()
+    for (name, a), b in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert (a.grad - b.grad).abs().max() < rounding * b.grad.abs().max(), name
+    seen = model.lm_head.seen
+    assert (seen[0] - denominators).abs().max() < rounding * denominators.abs().max()
+    assert (seen[1] - logits.amax(-1)).abs().max() < rounding * logits.abs().max()

@@ -65,6 +65,13 @@ def test_incidents_are_listed_once_and_escaped(folder: Path, tmp_path: Path) -> 
     text = incidents_card(run)
     assert "28 earlier ones</summary>" in text
     assert text.index("call 39") < text.index("call 38") < text.index("<details>") < text.index("call 0")
+    ends = [
+        {**run.events[0], "kind": "supervisor_end", "x_step": None, "code": code, "text": f"{code}"} for code in (1, 0)
+    ]
+    run.events = ends
+    text = incidents_card(run)
+    assert text.count("<tr>") == 3, "the same place, other texts"
+    assert text.count('class="missing"') == 1, "the one that crashed"
     run.events = []
     assert "no event on record" in incidents_card(run)
 
@@ -83,6 +90,9 @@ def test_layers_are_heat_maps_that_keep_a_spike(folder: Path) -> None:
     text = layers_card(run)
     assert len(text) < 400_000
     assert "7.0" in text, "the spike is in none of the first rows"
+    assert max(v for v in layers_figure(many[700:800]).data[0].z[5] if v is not None) == pytest.approx(
+        math.log10(7), abs=1e-3
+    )
     many[3]["layer_grad_norm"] = [None, math.nan]
     many[4]["layer_grad_norm"] = None
     assert layers_figure(many[:9]).data[0].z[0][3] is layers_figure(many[:9]).data[0].z[0][4] is None

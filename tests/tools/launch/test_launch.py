@@ -225,6 +225,7 @@ def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
     [
         (signal.SIGUSR1, 85, True, ["requeue 9"]),
         (signal.SIGTERM, 85, True, ["requeue 9"]),
+        (signal.SIGTERM, 84, True, ["requeue 9"]),  # nothing new was saved: go on from the checkpoint before
         (signal.SIGUSR1, 85, False, []),
         (signal.SIGUSR1, 86, True, []),
         (signal.SIGUSR1, 0, True, []),

@@ -153,3 +153,22 @@ def test_ranks_stay_beside_their_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert ["--numa-binding=node" in command for command in commands] == [True, False]
     # torchrun knows the flag
     assert run.parse_args([*commands[0][commands[0].index("torch.distributed.run") + 1 :]]).numa_binding == "node"
+
+
+def test_no_worker_is_left_when_the_supervisor_stumbles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stale file handle while it looks: the error goes up, the workers do not live on."""
+    job = JobSections()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.run.mkdir()
+    monkeypatch.setattr(
+        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["sleep", "600"], start_new_session=True)
+    )
+
+    def stumble() -> None:
+        raise OSError(116, "Stale file handle")
+
+    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None), stumble)
+    attempt.start(None, 1, [])
+    with pytest.raises(OSError, match="Stale"):
+        attempt.watch()
+    assert attempt.workers.poll() is not None

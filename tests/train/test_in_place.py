@@ -1,0 +1,110 @@
+"""What does not end an attempt: refused batches that are skipped at once, a disk without room, another batch size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_mixtures.mixture import Mixture
+from records.files import read_lines
+from tests.train.runs import run_job
+from tests.train.supervised import (
+    GLOBAL_BATCH,
+    RANKS,
+    SEQ_LEN,
+    arguments,
+    assert_same,
+    faulty,
+    undisturbed,
+)
+
+SKIP = ("--resilience.unclean_policy", "skip", "--resilience.max_skips", "2")
+NAN = {"kind": "nan"}
+
+
+def windows(run: Path) -> list[list[int]]:
+    return [entry["window"] for entry in json.loads((run / "skip_sequences.json").read_text())]
+
+
+def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp_path: Path) -> None:
+    lock, steps = prepared_data / "phase1.lock.json", 8
+    faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
+    more = (*SKIP, "--resilience.spike_window", "4", "--resilience.max_skips", "3")
+    job = faulty(tmp_path / "a", lock, steps, 5, faults, *more)
+    run = tmp_path / "a/run"
+    assert job.returncode == 0, job.stdout[-4000:]
+    size = GLOBAL_BATCH
+    assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [7 * size, 8 * size]]
+    assert [e["step"] for e in read_lines(run / "events.jsonl") if e["kind"] == "bad_step"] == [4, 4, 6]
+    planned = undisturbed(
+        tmp_path / "b", lock, steps, 5, "--resilience.skip_sequences", *(str(n) for n in (12, 20, 28, 32))
+    )
+    assert_same(run, planned, steps)
+    # killed after the checkpoint of step 5: the restart reads what this run has read
+    shutil.rmtree(run / "checkpoint/step-8")
+    again = run_job(run, [*arguments(run, lock, steps, 5), *more], RANKS)
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert_same(run, planned, steps)
+
+
+def test_too_many_refused_steps_go_back(prepared_data: Path, tmp_path: Path) -> None:
+    """Two are skipped; the third ends the attempt for a roll-back, which leaves out that batch as well."""
+    job = faulty(
+        tmp_path, prepared_data / "phase1.lock.json", 8, 2, [{**NAN, "step": step} for step in (4, 4, 5)], *SKIP
+    )
+    assert job.returncode == 86
+    run, size = tmp_path / "run", GLOBAL_BATCH
+    assert json.loads((run / "outcome.json").read_text())["code"] == 86
+    assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [6 * size, 7 * size]]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB: room for a run of seven steps, full in a moment."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Path, small_disk: Path) -> None:
+    """Rows wait in memory; the save fails and is taken back; the numbers are those of an undisturbed run."""
+    lock, steps = prepared_data / "phase1.lock.json", 9
+    faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/run").symlink_to(small_disk)
+    job = faulty(tmp_path / "a", lock, steps, 3, faults, "--metrics.enable_tensorboard")
+    assert job.returncode == 0, job.stdout[-4000:]
+    assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
+    run = tmp_path / "a/run"
+    assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(1, steps + 1))
+    kinds = {e["kind"]: e for e in read_lines(run / "events.jsonl")}
+    assert 3 <= kinds["disk_full"]["step"] < 7, "the first row for which the file's last page had no room"
+    assert kinds["save_failed"]["step"] in (3, 6)
+    assert_same(run, undisturbed(tmp_path / "b", lock, steps, 3), steps)
+
+
+def test_another_batch_size_from_a_checkpoint_on(prepared_data: Path, tmp_path: Path) -> None:
+    """Four steps of 4 sequences, then four of 8: no sequence twice, none left out, tokens as they were read."""
+    lock = prepared_data / "phase1.lock.json"
+    run = undisturbed(tmp_path, lock, 4, 4)
+    job = run_job(run, [*arguments(run, lock, 8, 4), "--training.global_batch_size", "8"], RANKS)
+    assert job.returncode == 0, job.stdout[-4000:]
+    rows = read_lines(run / "metrics.jsonl")
+    sequences = [4, 8, 12, 16, 24, 32, 40, 48]
+    assert [row["tokens"] for row in rows] == [n * SEQ_LEN for n in sequences]
+    assert [row["tokens_total"] for row in rows] == [row["tokens"] for row in rows]
+    mixture = Mixture.open(lock)
+    for row, count in zip(rows, sequences, strict=True):
+        used = mixture.windows_per_source(count)
+        assert row["tokens_by_source"] == {name: n * SEQ_LEN for name, n in used.items()}
+    whole = undisturbed(tmp_path / "whole", lock, 4, 4, "--training.global_batch_size", "8")
+    assert read_lines(whole / "metrics.jsonl")[-1]["tokens"] == 32 * SEQ_LEN

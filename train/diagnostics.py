@@ -1,0 +1,78 @@
+"""What a logged step measures inside the model: its logits, and layer by layer its gradients and streams.
+
+Each rank fills one vector, and one all-gather a logged step brings them together; any other step pays one `if` a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import ParallelDims
+
+
+class Diagnostics:
+    """In this order at a logged step: `begin`, `see_logits` after each forward pass, `see_gradients`, `gather`."""
+
+    def __init__(self, model: Any, parallel_dims: ParallelDims):
+        self.model = model
+        self.replicas = parallel_dims.dp_replicate
+        self.watching = False
+        for layer in self.model.layers:
+            # FSDP's hooks are there as well: Dynamo compiles the forward method that they surround
+            layer.register_forward_hook(self._see_stream)
+
+    def begin(self) -> None:
+        """Watch the next micro-batch's streams; every micro-batch adds its logits."""
+        self.watching = True
+        self.mean_squares: list[Tensor] = []
+        self.logits: list[Tensor] = []  # (3,): sum of squared log-denominators, tokens, largest logit
+
+    def _see_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self.watching:
+            stream = outputs[0].detach()  # (B, S, L, D); the norm of a wide tensor without a wide copy of it
+            square = torch.linalg.vector_norm(stream, dtype=torch.float32).double().square()
+            self.mean_squares.append(square / stream.numel())
+
+    @torch.no_grad()
+    def see_logits(self, labels: Tensor) -> None:
+        """What the head has just seen; labels (B, S)."""
+        denominators, peaks = self.model.lm_head.seen
+        counts = (labels != IGNORE_INDEX).flatten()
+        squares = torch.where(counts, denominators, 0.0).double().square().sum()
+        peak = torch.where(counts, peaks, -math.inf).max().double()
+        self.logits.append(torch.stack([squares, counts.sum().double(), peak]))
+        self.watching = False
+
+    @torch.no_grad()
+    def see_gradients(self) -> None:
+        """The whole step's gradients, before they are clipped; this rank's shards of them."""
+        norms = []
+        for layer in self.model.layers:
+            shards = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in layer.parameters()]
+            norms.append(torch.stack(torch._foreach_norm(shards)).double().square().sum())
+        self.squared_norms = torch.stack(norms) / self.replicas
+
+    def gather(self) -> dict[str, Any]:
+        """The values of the row, equal on all ranks.
+
+        z_loss: mean squared log-denominator of the softmax, without its weight; max_logit; layer_grad_norm: L2 norms
+        before clipping; layer_stream_rms: root mean square of the streams after each layer, first micro-batch.
+        """
+        ranks, layers = torch.distributed.get_world_size(), len(self.squared_norms)
+        logits = torch.stack(self.logits)
+        rms = torch.stack(self.mean_squares) / ranks
+        mine = torch.cat([self.squared_norms, rms, logits[:, :2].sum(0), logits[:, 2].max()[None]])
+        everyone = mine.new_empty(ranks * len(mine))
+        torch.distributed.all_gather_into_tensor(everyone, mine)
+        table = everyone.view(ranks, -1)
+        *sums, peak = torch.cat([table[:, :-1].sum(0), table[:, -1].max()[None]]).tolist()
+        return {
+            "z_loss": sums[-2] / sums[-1] if sums[-1] else math.nan,
+            "max_logit": peak,
+            "layer_grad_norm": [math.sqrt(square) for square in sums[:layers]],
+            "layer_stream_rms": [math.sqrt(square) for square in sums[layers : 2 * layers]],
+        }
