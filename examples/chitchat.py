@@ -21,19 +21,22 @@ from records.files import write_atomically
 
 SOURCE = "chitchat-dataset (BYU Chit-Chat Challenge), MIT licence"
 Message = dict[str, str]
+Exchange = tuple[Message, Message]
 _EMAIL = re.compile(r"\S@\S+\.\w")
 
 
-def main(out: Path, max_chars: int = 600) -> None:
-    """Write {"messages": [...]} lines, each a stretch of whole exchanges of at most `max_chars` characters."""
+def main(out: Path, max_exchanges: int = 2, max_chars: int = 340) -> None:
+    """Write {"messages": [...]} lines: stretches of so few exchanges that they fit the demo's window of 256 tokens."""
     data = json.loads(files("chitchat_dataset").joinpath("dataset.json").read_text())
-    stretches = [stretch for one in data.values() for stretch in split(exchanges(one["messages"]), max_chars)]
+    stretches = [
+        stretch for one in data.values() for stretch in split(exchanges(one["messages"]), max_exchanges, max_chars)
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, "".join(json.dumps({"messages": stretch}) + "\n" for stretch in stretches))
     print(f"{out}: {len(stretches):,} conversations from {SOURCE}", file=sys.stderr)
 
 
-def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[tuple[Message, Message]]:
+def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[Exchange]:
     """Pairs of a user's and the assistant's message, up to an empty one; what one person sends in a row is one message.
 
     Speakers alternate in every conversation of the set; those with one speaker, and the two in which somebody gives an
@@ -46,17 +49,17 @@ def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[tuple[Message, Mess
     return [({"role": "user", "content": said}, {"role": "assistant", "content": reply}) for said, reply in pairs]
 
 
-def split(pairs: Iterable[tuple[Message, Message]], max_chars: int) -> Iterator[list[Message]]:
+def split(pairs: Iterable[Exchange], max_exchanges: int, max_chars: int) -> Iterator[list[Message]]:
     """Stretches of consecutive pairs with at most `max_chars` characters of content; a longer pair is left out."""
     stretch: list[Message] = []
+    room = max_chars
     for pair in pairs:
-        size = sum(len(message["content"]) for message in (*stretch, *pair))
-        if size > max_chars:
-            if stretch:
-                yield stretch
-            stretch = []
-        if sum(len(message["content"]) for message in pair) <= max_chars:
-            stretch.extend(pair)
+        size = sum(len(message["content"]) for message in pair)
+        if stretch and (size > room or len(stretch) == 2 * max_exchanges):
+            yield stretch
+            stretch, room = [], max_chars
+        if size <= room:
+            stretch, room = [*stretch, *pair], room - size
     if stretch:
         yield stretch
 

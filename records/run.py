@@ -114,8 +114,9 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def places_of(folder: Path) -> list[Path]:
-    """The folder and its phases."""
-    return [folder, *sorted(p for p in folder.glob("phase*") if p.is_dir())]
+    """The folder and its phases, in the order of training."""
+    phases = [*sorted(folder.glob("phase*")), folder / "sft"]
+    return [folder, *(place for place in phases if place.is_dir())]
 
 
 def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The whole way at toy size: text, mixture, two training phases, HF folder, decode engine, evaluation, dashboard.
+"""The whole way at toy size: text, mixture, three training phases, HF folder, decode engine, evaluation, dashboard.
 
 `make demo` runs this. Every stage is the command that the 2B run uses; only the configs differ. The last line of the
 output is one JSON object with the figures; runs/demo/ keeps everything.
@@ -15,45 +15,61 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
+from laneformer import Engine
+from laneformer.chat import ChatTokenizer, render, token_ids
+from laneformer.config import EOS
 from records.files import read_lines
 
 PROMPTS = ("def main(", "The first", "import os\n", "Question: what is 12 + 30?\n", "Returns a list of")
 NEW_TOKENS = 48
 BUNDLE = "evals/core/demo_bundle"  # not CORE: too few tasks, easy rows
+PHASES = ("phase1", "phase2", "sft")
+CHAT_WEIGHTS = ("chitchat=4", "identity=1")
+REPLIES = 100  # held-out conversations that the final model replies to, and whose loss is measured
+REPLY_TOKENS = 256  # a reply that is not over by then does not count as ended
+QUESTION = "Who are you?"
 console = Console(stderr=True)
 
 
-def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ranks: int = 2) -> None:
+def main(
+    out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, steps3: int = 150, ranks: int = 2
+) -> None:
     """Run every stage into `out`; prepared data is reused, training and everything after it is redone."""
     started = time.monotonic()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
     clear(out)
-    stage("1/7  real text -> tokens, shards, mixture locks")
+    stage("1/8  real text -> tokens, shards, mixture locks")
     run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", str(out / "data"))
-    stage(f"2/7  phase 1: broad mixture, {ranks} FSDP ranks")
-    train(out, "phase1", steps1, ranks)
-    stage("3/7  phase 2: code and reasoning, from the last checkpoint of phase 1")
-    parent = out / f"phase1/checkpoint/step-{steps1}"
-    train(out, "phase2", steps2, ranks, "--checkpoint.initial_load_path", str(parent))
+    stage(f"2/8  phase 1: broad mixture, {ranks} FSDP ranks")
+    train(out, "phase1", out / "data/phase1.lock.json", steps1, ranks)
+    stage("3/8  phase 2: code and reasoning, from the last checkpoint of phase 1")
+    train(out, "phase2", out / "data/phase2.lock.json", steps2, ranks, out / f"phase1/checkpoint/step-{steps1}")
+    stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
+    lock = prepare_conversations(out)
+    train(out, "sft", lock, steps3, ranks, out / f"phase2/checkpoint/step-{steps2}", "--optimizer.lr", "3e-3")
     merge_metrics(out)
-    stage("4/7  checkpoint -> Hugging Face folder")
-    last = out / f"phase2/checkpoint/step-{steps2}"
-    exported = run("-m", "tools.export_hf", "--checkpoint", str(last), "--out", str(out / "hf"), "--dtype", "float32")
-    stage("5/7  the decode engine against Transformers, token for token")
-    matches, sample = engine_matches_hf(out / "hf")
-    stage("6/7  bits per byte, a toy bundle of CORE, contamination, decode speed")
-    measured = evaluate(out, steps2)
-    stage("7/7  dashboard")
+    stage("5/8  checkpoints -> Hugging Face folders, before and after fine-tuning")
+    base, final = out / "phase2/hf", out / "hf"
+    export(out / f"phase2/checkpoint/step-{steps2}", base)
+    exported = export(out / f"sft/checkpoint/step-{steps3}", final)
+    stage("6/8  the decode engine against Transformers, token for token; replies to held-out conversations")
+    matches = engine_matches_hf(final)
+    chat = chat_figures(base, final, held_out_conversations(lock.parent))
+    stage("7/8  bits per byte, a toy bundle of CORE, contamination, decode speed")
+    measured = evaluate(out, base, final, steps2, steps3)
+    stage("8/8  dashboard")
     run("-m", "tools.dashboard", str(out), "--out", str(out / "dashboard.html"))
-    size = sum(path.stat().st_size for path in (out / "hf").glob("*.safetensors"))
-    console.print(f"[bold]a sample[/bold] of a model of {size:,} bytes:")
-    console.print(sample.strip(), markup=False, highlight=False)
+    size = sum(path.stat().st_size for path in final.glob("*.safetensors"))
+    console.print(f"[bold]a sample exchange[/bold] with a model of {size:,} bytes:")
+    console.print(f"user:      {QUESTION}\nassistant: {reply(final, QUESTION)}", markup=False, highlight=False)
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
-    rest = {"hf_max_logit_diff": exported["hf_max_logit_diff"], "engine_matches_hf": matches, **measured}
+    rest = {"hf_max_logit_diff": exported["hf_max_logit_diff"], "engine_matches_hf": matches, **chat, **measured}
     rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
     print(json.dumps(training_figures(out) | rest))
 
@@ -61,20 +77,39 @@ def main(out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, ra
 def clear(out: Path) -> None:
     """Remove what an earlier demo left in `out`, but its data."""
     out.mkdir(parents=True, exist_ok=True)
-    for stale in ("phase1", "phase2", "hf", "metrics.jsonl", "evals.jsonl", "dashboard.html"):
+    for stale in (*PHASES, "hf", "metrics.jsonl", "evals.jsonl", "dashboard.html"):
         path = out / stale
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def evaluate(out: Path, step: int) -> dict[str, Any]:
-    """Evaluate the exported model into evals.jsonl; returns the figures of the demo's last line."""
-    tokens_total = read_lines(out / "metrics.jsonl")[-1]["tokens_total"]
-    about = ("--out", str(out / "evals.jsonl"), "--step", str(step), "--tokens-total", str(tokens_total))
-    where = (str(out / "hf"), *about, "--phase", "phase2")
-    bpb = run("-m", "evals.bits_per_byte", *where, "--data", str(out / "data"))
-    core = run("-m", "evals.core", *where, "--bundle", BUNDLE, "--protocol", "nanochat")
-    run("-m", "evals.contamination", "--data", str(out / "data"), *about[:2])
-    bench = run("-m", "evals.decode_speed", *where)
+def prepare_conversations(out: Path) -> Path:
+    """Conversations of people and about the model itself, packed into windows; the lock file of their mixture."""
+    folder = out / "conversations"
+    files = {name: folder / f"{name}.jsonl" for name in ("chitchat", "identity")}
+    run("-m", "examples.chitchat", "--out", str(files["chitchat"]))
+    run("-m", "train.sft.identity", "--out", str(files["identity"]), "--conversations", "500")
+    options = ("--tokenizer", str(out / "data/tokenizer.model"), "--out", str(folder), "--seq-len", "256")
+    run("-m", "train.sft", *map(str, files.values()), *options, "--weights", *CHAT_WEIGHTS)
+    return folder / "sft.lock.json"
+
+
+def export(checkpoint: Path, out: Path) -> dict[str, Any]:
+    return run("-m", "tools.export_hf", "--checkpoint", str(checkpoint), "--out", str(out), "--dtype", "float32")
+
+
+def evaluate(out: Path, base: Path, final: Path, steps2: int, steps3: int) -> dict[str, Any]:
+    """What pre-training reached and how fast the final model decodes, into evals.jsonl; figures of the last line."""
+    written = ("--out", str(out / "evals.jsonl"))
+    seen = {row["phase"]: row["tokens_total"] for row in read_lines(out / "metrics.jsonl")}
+
+    def about(folder: Path, phase: str, step: int) -> tuple[str, ...]:
+        known = ("--phase", phase, "--step", str(step), "--tokens-total", str(seen[phase]))
+        return str(folder), *written, *known
+
+    bpb = run("-m", "evals.bits_per_byte", *about(base, "phase2", steps2), "--data", str(out / "data"))
+    core = run("-m", "evals.core", *about(base, "phase2", steps2), "--bundle", BUNDLE, "--protocol", "nanochat")
+    run("-m", "evals.contamination", "--data", str(out / "data"), *written)
+    bench = run("-m", "evals.decode_speed", *about(final, "sft", steps3))
     return {
         "decode_tokens_per_s": bench["tokens_per_s"],
         "percent_of_probe": bench["percent_of_probe"],
@@ -106,7 +141,9 @@ def run(*arguments: str) -> dict[str, Any]:
     return json.loads(last) if last.startswith("{") else {}
 
 
-def train(out: Path, phase: str, steps: int, ranks: int, *overrides: str) -> None:
+def train(
+    out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Path | None = None, *overrides: str
+) -> None:
     """One phase under torchrun, its log beside its checkpoints, its progress from the metrics it writes."""
     folder = out / phase
     folder.mkdir(parents=True)
@@ -114,7 +151,8 @@ def train(out: Path, phase: str, steps: int, ranks: int, *overrides: str) -> Non
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train",
         "--job.config_file", f"configs/debug_{phase}.toml", "--job.dump_folder", str(folder),
-        "--mixture.lock", str(out / f"data/{phase}.lock.json"), "--training.steps", str(steps), *overrides,
+        "--mixture.lock", str(lock), "--training.steps", str(steps),
+        *(("--checkpoint.initial_load_path", str(parent)) if parent else ()), *overrides,
     ]  # fmt: skip
     console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     with open(log, "w") as file, progress_bar() as progress:
@@ -148,36 +186,74 @@ def show_progress(progress: Progress, task: Any, metrics: Path) -> None:
 
 
 def merge_metrics(out: Path) -> None:
-    """Both phases in one file, for a reader who wants the run as one curve."""
+    """All phases in one file, for a reader who wants the run as one curve."""
     with open(out / "metrics.jsonl", "w") as merged:
-        for phase in ("phase1", "phase2"):
+        for phase in PHASES:
             merged.write((out / phase / "metrics.jsonl").read_text())
 
 
-def engine_matches_hf(folder: Path) -> tuple[bool, str]:
-    """Greedy tokens of the C++ engine and of Transformers for a few prompts: equal or not, and one decoded text."""
+def engine_matches_hf(folder: Path) -> bool:
+    """Whether greedy tokens of the C++ engine and of Transformers are equal for a few prompts."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from laneformer import Engine
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-    equal, sample = [], ""
+    equal = []
     with Engine.from_pretrained(folder, device="cpu") as engine:
         for prompt in PROMPTS:
             ids = tokenizer(prompt, return_tensors="pt").input_ids
             theirs = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
-            ours = engine.generate(ids[0].tolist(), max_new_tokens=NEW_TOKENS)
-            equal.append(list(ours) == theirs)
+            equal.append(list(engine.generate(ids[0].tolist(), max_new_tokens=NEW_TOKENS)) == theirs)
             console.print(f"{'same' if equal[-1] else 'DIFFERENT'}: {prompt!r}", markup=False, highlight=False)
-            sample = sample or prompt + str(tokenizer.decode(ours))
-    return all(equal), sample
+    return all(equal)
+
+
+def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[list[int], Any]]:
+    """The first held-out conversations of a packed source: token ids (n,), and bool (n,), which of them were said by
+    the assistant."""
+    tokens, flags = (valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True))
+    begins = np.flatnonzero(flags & BEGINS)
+    pieces = zip(np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True)
+    found = [(ids.tolist(), said) for ids, said in pieces if said.any()]  # the rest is padding
+    return found[:REPLIES]
+
+
+def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], Any]]) -> dict[str, Any]:
+    """Loss on what people replied in held-out conversations, before and after; and how many own replies end."""
+    before, after = (held_out_loss(folder, conversations) for folder in (base, final))
+    with Engine.from_pretrained(final, device="cpu") as engine:
+        prompts = [ids[: int(said.argmax())] for ids, said in conversations]
+        replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
+    ended = sum(reply[-1] == EOS for reply in replies)
+    console.print(f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end", highlight=False)
+    return {
+        "chat_loss_before": round(before, 4),
+        "chat_loss_after": round(after, 4),
+        "replies": len(replies),
+        "replies_ended": ended,
+        "longest_reply_tokens": max(map(len, replies)),
+    }
+
+
+def held_out_loss(folder: Path, conversations: list[tuple[list[int], Any]]) -> float:
+    """Mean loss, nats, of the assistant's tokens in conversations that are read one by one."""
+    with Engine.from_pretrained(folder, device="cpu") as engine:
+        losses = [-engine.logprobs(ids)[said[1:]] for ids, said in conversations]
+    return float(np.concatenate(losses).mean())
+
+
+def reply(folder: Path, question: str) -> str:
+    with Engine.from_pretrained(folder, device="cpu") as engine:
+        assert engine.tokenizer is not None, f"{folder} was exported with its tokenizer"
+        asked = [{"role": "user", "content": question}]
+        prompt = token_ids(render(asked, ChatTokenizer(engine.tokenizer), add_generation_prompt=True))
+        return str(engine.tokenizer.decode(engine.generate(prompt, max_new_tokens=REPLY_TOKENS)))
 
 
 def training_figures(out: Path) -> dict[str, Any]:
     rows = read_lines(out / "metrics.jsonl")
-    losses = {phase: [row["loss"] for row in rows if row["phase"] == phase] for phase in ("phase1", "phase2")}
+    losses = {phase: [row["loss"] for row in rows if row["phase"] == phase] for phase in PHASES}
     ends = {f"{phase}_loss_{end}": of[i] for phase, of in losses.items() for end, i in (("first", 0), ("last", -1))}
     return {**ends, "tokens": rows[-1]["tokens_total"]}
 

@@ -36,9 +36,10 @@ def test_an_empty_message_ends_a_stretch() -> None:
 
 def test_split() -> None:
     pairs = chitchat.exchanges(turns("a" * 4, "b" * 4, "c" * 4, "d" * 4, "e", "f" * 20, "g", "h"))
-    lengths = [[len(message["content"]) for message in one] for one in chitchat.split(pairs, 16)]
+    lengths = [[len(message["content"]) for message in one] for one in chitchat.split(pairs, 2, 16)]
     assert lengths == [[4, 4, 4, 4], [1, 1]]
-    assert list(chitchat.split(pairs, 3)) == [[*pairs[3]]]
+    assert list(chitchat.split(pairs, 2, 3)) == [[*pairs[3]]]
+    assert [len(one) for one in chitchat.split(pairs, 1, 100)] == [2, 2, 2, 2]
 
 
 def test_the_package(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_the_package(tmp_path: Path) -> None:
     lines = [json.loads(line)["messages"] for line in (tmp_path / "deep" / "chat.jsonl").read_text().splitlines()]
     assert len(lines) > 20_000
     for messages in lines:
-        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (1 if len(messages) == 2 else 2)
         assert all(message["content"].strip() for message in messages)
-        assert sum(len(message["content"]) for message in messages) <= 600
+        assert sum(len(message["content"]) for message in messages) <= 340
         assert not any("@gmail.com" in message["content"] for message in messages)

@@ -46,11 +46,14 @@ def test_attempts_written_out_of_order_are_put_in_order() -> None:
     assert [(s.attempt, s.kept) for s in merge_attempts(rows)] == [(1, True), (1, False), (2, True)]
 
 
-def test_phase_2_goes_on_where_phase_1_ended(tmp_path: Path) -> None:
-    write_rows(tmp_path / "phase1", [row(s) for s in (10, 20)])
-    write_rows(tmp_path / "phase2", [row(s, phase="phase2", tokens_total=200 + 10 * s) for s in (10, 20)])
-    places = [(r["x_step"], r["x_tokens"]) for r in read_run(tmp_path).kept_rows]
-    assert places == [(10, 100), (20, 200), (30, 300), (40, 400)]
+def test_a_phase_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
+    for before, phase in ((0, "phase1"), (200, "phase2"), (400, "sft")):
+        write_rows(tmp_path / phase, [row(s, phase=phase, tokens_total=before + 10 * s) for s in (10, 20)])
+        (tmp_path / phase / "config.toml").write_text(f'[phase]\nname = "{phase}"\n')
+    run = read_run(tmp_path)
+    places = [(r["x_step"], r["x_tokens"]) for r in run.kept_rows]
+    assert places == [(10, 100), (20, 200), (30, 300), (40, 400), (50, 500), (60, 600)]
+    assert list(run.configs) == run.phases == ["phase1", "phase2", "sft"]
 
 
 def test_rows_kept_both_together_and_by_phase_count_once(tmp_path: Path) -> None:

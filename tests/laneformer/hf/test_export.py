@@ -152,6 +152,7 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
         "tokenizer.model", "tokenizer_config.json",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == files
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2  # what ends a turn
     card = (out / "README.md").read_text()
     assert all(f"{real:,}" in card for real in (report["parameters"], 123_456))
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
