@@ -252,7 +252,8 @@ def steps_before(lineage: Mapping[str, Any]) -> int:
         above = json.loads((parent.parent.parent / "lineage.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         above = {}
-    return int(named[1]) + (steps_before(above) if isinstance(above, dict) else 0)
+    further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")  # not the run itself
+    return int(named[1]) + (steps_before(above) if further else 0)
 
 
 def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple]:

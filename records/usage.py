@@ -89,7 +89,8 @@ def cost(hours: float | None, metrics: Mapping[str, Any]) -> float | None:
 def money(hours: float | None, metrics: Mapping[str, Any]) -> str | None:
     """`cost` as text, such as "12,345 EUR"."""
     value = cost(hours, metrics)
-    return None if value is None else f"{value:,.0f} {metrics.get('currency') or ''}".strip()
+    digits = 0 if value is None or value >= 100 else 2
+    return None if value is None else f"{value:,.{digits}f} {metrics.get('currency') or ''}".strip()
 
 
 def duration(seconds: float) -> str:

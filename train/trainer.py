@@ -122,7 +122,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         """One line in attempts.jsonl; the first attempt leaves lineage.json."""
         source, tokens_before = self.checkpointer.started_from, self.metrics_processor.tokens_before
         if not (self.run / "lineage.json").is_file():
-            lineage = {"parent": str(source.resolve()) if source else None, "tokens_before": tokens_before}
+            # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
+            other = source is not None and self.run.resolve() not in source.resolve().parents
+            lineage = {"parent": str(source.resolve()) if source and other else None, "tokens_before": tokens_before}
             with survive_full_disk(self.run):
                 write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
         facts = {

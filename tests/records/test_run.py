@@ -194,3 +194,10 @@ def test_events_stand_at_their_step_on_both_axes(tmp_path: Path) -> None:
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     places = [(event["x_step"], event["x_tokens"]) for event in read_run(run).events]
     assert places == [(14, 1400), (15, 1500), (109, 10900), (None, None), (14, 1400), (None, None)]
+
+
+def test_a_run_that_names_itself_as_its_parent_is_read(tmp_path: Path) -> None:
+    write_rows(tmp_path / "run", [row(1), row(2)])
+    own = {"parent": str(tmp_path / "run/checkpoint/step-50"), "tokens_before": 0}
+    (tmp_path / "run/lineage.json").write_text(json.dumps(own))
+    assert len(read_run(tmp_path / "run").kept_rows) == 2

@@ -64,6 +64,7 @@ def test_a_price_gives_a_cost() -> None:
     assert cost(12.5, {"gpu_hour_price": 2.0}) == 25.0
     assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": "EUR"}) == "24,690 EUR"
     assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": ""}) == "24,690"
+    assert money(0.103, {"gpu_hour_price": 2.5, "currency": "EUR"}) == "0.26 EUR"
     assert cost(12.5, {"gpu_hour_price": 0.0}) is money(12.5, {}) is cost(None, {"gpu_hour_price": 2.0}) is None
 
 

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
 from records.files import append_line, read_lines
+from records.usage import money
 from tests.train.logged import (
     EPSILON,
     GLOBAL_BATCH,
@@ -92,7 +93,8 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> No
     said = next(logged_run.parent.glob(f"{logged_run.name}.*.log")).read_text()
     line = next(line for line in said.splitlines() if re.search(r"step:\s+5 ", line) and "GPU-hours" in line)
     used, left = rows[4]["gpu_hours"], rows[4]["gpu_hours_left"]
-    assert f"GPU-hours: {used:,.1f} of {used + left:,.1f}  cost: {3600 * used:,.0f} EUR of " in line
+    paid = money(used, {"gpu_hour_price": 3600, "currency": "EUR"})
+    assert f"GPU-hours: {used:,.1f} of {used + left:,.1f}  cost: {paid} of " in line
     assert re.search(r"tps: .*left: \d+ s, until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", line)
 
 

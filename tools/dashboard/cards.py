@@ -163,7 +163,7 @@ def bits_card(run: Run) -> str:
     body = f"<div>{bars}</div>"
     if len(points) > 1:
         body += chart(figures.checkpoint_figure(points, names, bits_of), f"bits-{run.name}")
-    caption = f"Held-out text through the decode engine, {escape(where_evaluated(last))}. Lower is better."
+    caption = f"Held-out text, {escape(where_evaluated(last))}. Lower is better."
     return card("Bits per byte", f'<div class="bits">{body}</div>', caption)
 
 

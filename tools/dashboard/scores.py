@@ -5,6 +5,7 @@ A missing score is red, and then there is no mean: the mean of the others would 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from statistics import fmean
@@ -23,7 +24,7 @@ LISTED = 40  # more evaluations than this are counted, not listed
 PREFERRED = ("core_v1", "core_v2", "pass@1_plus", "bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
 HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
        "limit": "limit ", "haystack": "haystack ", "not_core": ""}  # fmt: skip
-NOT_FIGURES = {*PROVENANCE, *HOW, *PREFERRED, "checkpoint_time"}
+NOT_FIGURES = {*PROVENANCE, *HOW, *PREFERRED, "checkpoint_time", "max_new_tokens", "temperature"}
 
 
 def score_cards(run: Run) -> str:
@@ -159,7 +160,9 @@ def samples_card(run: Run) -> str:
     for record in reversed(points_of(run, "samples")):
         for text in record.get("samples") or []:
             rows = prompts.setdefault(str(text.get("name")), (str(text.get("prompt")), []))[1]
-            written = (escape(str(text.get(way, ""))) for way in ("greedy", "sampled"))
+            # a model that has learned little writes pages of empty lines
+            written = (re.sub(r"\n{3,}", lambda run: f" ↵×{len(run[0])} ", escape(str(text.get(way, ""))))
+                       for way in ("greedy", "sampled"))  # fmt: skip
             rows.append([escape(where_evaluated(record)), *written])
     body = ""
     for name, (prompt, rows) in prompts.items():

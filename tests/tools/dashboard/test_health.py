@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from records.run import read_run
-from records.usage import usage_of, whole
+from records.usage import money, usage_of, whole
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.cards import tiles_of
 from tools.dashboard.health import incidents_card, layers_card, layers_figure, usage_card
 from tools.dashboard.scores import samples_card
+
+PRICE = {"gpu_hour_price": 2.5, "currency": "EUR"}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,8 @@ def test_gpu_hours_and_cost_by_phase_and_in_all(folder: Path) -> None:
     for phase in run.phases:
         assert usage[phase].gpu_hours == pytest.approx(192 * seconds[phase] / 3600, rel=0.01)
         assert f"<td>{phase}</td><td>{usage[phase].gpu_hours:,.1f}</td><td>{usage[phase].repeated:,.1f}</td>" in text
-        assert f"{2.5 * usage[phase].gpu_hours:,.0f} EUR" in text
-    assert f"{2.5 * whole(usage).gpu_hours:,.0f} EUR" in text
+        assert money(usage[phase].gpu_hours, PRICE) in text
+    assert money(whole(usage).gpu_hours, PRICE) in text
     assert "training.steps reached" in tiles_of(run)
 
 
@@ -117,5 +119,8 @@ def test_samples_by_prompt_newest_first_escaped(folder: Path, tmp_path: Path) ->
                "samples": [{"name": "a", "prompt": "p", "greedy": f"text of {step}", "sampled": "s"}]})  # fmt: skip
     shown = [int(step) for step in re.findall(r"text of (\d+)<", samples_card(read_run(other)))]
     assert (len(shown), shown[0], shown[-1]) == (8, 100, 1)
+    blank = {"name": "b", "prompt": "p", "greedy": "x" + "\n" * 40 + "y\nz", "sampled": ""}
+    append(other / "evals.jsonl", {"kind": "samples", "step": 101, "samples": [blank]})
+    assert "<td>x ↵×40 y\nz</td>" in samples_card(read_run(other))
     append(other / "evals.jsonl", {"kind": "samples"}, {"kind": "samples", "step": 3, "samples": [{}]})
     assert "text of 100" in samples_card(read_run(other))
