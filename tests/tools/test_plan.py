@@ -148,7 +148,7 @@ def test_checkpoints_and_failures() -> None:
     ("name", "said"),
     [
         ("other mesh", "24 x 8 = 192 GPUs, --gpus is 64"),
-        ("odd batch", "is not a multiple of 192 GPUs x local_batch_size = 7"),
+        ("odd batch", "it must be a multiple of 1344"),
         ("no file", "does not exist"),
     ],
 )
