@@ -22,7 +22,7 @@ USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers a
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters it, and
 # what it holds beyond what it has freed; counted by tools.bench train-traffic
-WIDE_IN_BACKWARD = 5.5
+WIDE_IN_BACKWARD = 4.0
 
 
 @dataclass(frozen=True)
