@@ -86,8 +86,9 @@ def layers_of(recorder: sm90.Recorder) -> list[Passes]:
     for label, graph in recorder.calls:
         if label.startswith("layer"):
             graphs.setdefault(label, []).append(graph)
-    assert all([g.backward for g in each] == [False, True] for each in graphs.values()), "one graph in each direction"
-    return [(forward, backward) for forward, backward in graphs.values()]
+    trained = [each[:2] for each in graphs.values()]  # a validation comes after them
+    assert all([graph.backward for graph in each] == [False, True] for each in trained), "one graph in each direction"
+    return [(forward, backward) for forward, backward in trained]
 
 
 def summary(options: Options, layers: list[Passes]) -> Result:
