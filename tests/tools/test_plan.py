@@ -88,6 +88,17 @@ def test_shipped_jobs_fit_their_gpus_and_their_data(published: dict) -> None:
     assert all(second[name] >= tokens for name, tokens in first.items()), "phase 2 goes on where phase 1 stopped"
 
 
+def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) -> None:
+    """The rows of all phases are the same model; what it assumes is held by tests/tools/bench/test_train_traffic.py."""
+    phase = published["phases"][0]
+    rates = phase["model_tokens_per_s"]
+    assert rates["pessimistic"] < rates["middle"] < rates["optimistic"] < CLUSTER.gpu.peak_flops / (6 * 2.12e9)
+    days = phase["compute"]["tokens"] / (192 * rates["middle"]) / 86_400
+    said = runs["published"][1]
+    assert f"{rates['middle']:,.0f} tokens/s/GPU" in said
+    assert f"= {days:.2f} days" in said
+
+
 def test_speed_follows_from_mfu() -> None:
     rate = sums.tokens_per_s_at(sums.compute(JOB, CLUSTER)["mfu_percent"], JOB, CLUSTER.gpu)
     assert rate == pytest.approx(17_000)
@@ -137,7 +148,7 @@ def test_checkpoints_and_failures() -> None:
     ("name", "said"),
     [
         ("other mesh", "24 x 8 = 192 GPUs, --gpus is 64"),
-        ("odd batch", "is not a multiple of 192 GPUs x local_batch_size = 7"),
+        ("odd batch", "it must be a multiple of 1344"),
         ("no file", "does not exist"),
     ],
 )

@@ -25,7 +25,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 CUDA = torch.device("cuda", 0)
 H100 = SimpleNamespace(
@@ -39,7 +38,7 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: bytes read and written in device memory, and the FLOPs of matrix products."""
+    """One launch: bytes read and written in device memory, and the FLOPs of a matrix product."""
 
     name: str
     kind: str  # "elementwise" (Triton, with reductions), "product" (cuBLAS) or "attention"
@@ -53,7 +52,9 @@ class Graph:
 
     backward: bool
     kernels: list[Kernel] = field(default_factory=list)
-    peak_bytes: int = 0  # held at once of what it allocates, outputs included
+    peak_bytes: int = 0  # held at once of what it allocates, outputs included, less what it has freed of its inputs
+    incoming_bytes: int = 0  # gradients that enter a backward pass
+    kept_bytes: int = 0  # what a backward pass needs from the forward pass, parameters excluded
     code: str = ""
 
     def bytes(self, kind: str) -> int:
@@ -88,14 +89,15 @@ class Recorder:
         """Give this to torch.compile; the compiled function returns tensors of the right shapes, without data."""
         from torch._inductor.compile_fx import compile_fx
 
-        lower_both: Any = functools.partial(self._lower, [])
+        weights = {f"primals_{i + 1}" for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter)}
+        lower_both: Any = functools.partial(self._lower, weights, [])
         compiled: Any = compile_fx(module, inputs, inner_compile=lower_both)
         return compiled
 
     def _lower(
-        self, labels: list[str], module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+        self, weights: set[str], labels: list[str], module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[[list[Any]], list[Any]]:
-        graph = lower(module, inputs, **options)
+        graph = lower(module, inputs, weights, **options)
         outputs = next(iter(module.graph.find_nodes(op="output"))).args[0]
         values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in outputs]
 
@@ -111,8 +113,11 @@ class Recorder:
         return run
 
 
-def lower(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Graph:
-    """Inductor's schedule and code of an AOTAutograd graph, on a fake H100; `options` as for compile_fx_inner."""
+def lower(module: torch.fx.GraphModule, inputs: Sequence[Any], weights: set[str], **options: Any) -> Graph:
+    """Inductor's schedule and code of an AOTAutograd graph, on a fake H100.
+
+    `weights`: names of inputs that are parameters. `options`: those of compile_fx_inner.
+    """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
@@ -121,7 +126,10 @@ def lower(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -
     def stop_here(self: GraphLowering) -> SimpleNamespace:
         graph.code = self.codegen()[0].value
         graph.kernels = list(filter(None, map(_kernel, self.scheduler.nodes)))
-        graph.peak_bytes = _peak_bytes(self, graph.code)
+        entering = {name: _bytes(buffer) for name, buffer in self.graph_inputs.items() if name not in weights}
+        graph.incoming_bytes = sum(size for name, size in entering.items() if name.startswith("tangents"))
+        graph.kept_bytes = sum(entering.values()) - graph.incoming_bytes
+        graph.peak_bytes = _peak_bytes(self, graph.code, entering)
         return SimpleNamespace(call=None, __file__="")
 
     module = copy.deepcopy(module)  # Inductor's passes change it, and AOTAutograd still needs its own
@@ -135,12 +143,12 @@ def _move_to_cuda(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[A
     from torch._guards import detect_fake_mode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    mode = detect_fake_mode(inputs)
-    assert isinstance(mode, FakeTensorMode), "AOTAutograd traces fake tensors"
     for node in module.graph.nodes:
         node.args, node.kwargs = torch.fx.node.map_aggregate(
             (node.args, node.kwargs), lambda value: CUDA if isinstance(value, torch.device) else value
         )
+    mode = detect_fake_mode(inputs)
+    assert mode is not None, "AOTAutograd traces fake tensors"
     with mode:
         moved = [_empty_like(value, CUDA) if isinstance(value, Tensor) else value for value in inputs]
     FakeTensorProp(module, mode).propagate_dont_convert_inputs(*moved)
@@ -156,58 +164,48 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _kernel(node: Any) -> Kernel | None:
-    """What one node of Inductor's schedule launches; None for views and for what was optimized away."""
-    from torch._inductor import scheduler
+    """What one node of Inductor's schedule launches; None for what was optimized away."""
+    from torch._inductor import ir, scheduler
 
     if isinstance(node, scheduler.NopKernelSchedulerNode):
         return None
-    if node.is_extern():
-        return _extern(node, node.node)
-    if node.is_template():
-        return Kernel(node.get_name(), "attention", sum(_touched(node).values()))
-    return Kernel(node.get_name(), "elementwise", sum(_touched(node).values()))
-
-
-def _touched(node: Any) -> dict[str, int]:
-    """Bytes that a Triton kernel touches of each buffer in device memory; what its own kernel consumes is not one."""
-    from torch._inductor.virtualized import V
-
-    gone = V.graph.removed_buffers | V.graph.inplaced_to_remove
-    written = {dep.name for dep in node.read_writes.writes}
-    bytes_of: dict[str, int] = {}
-    for dep in {*node.read_writes.writes, *(dep for dep in node.read_writes.reads if dep.name not in written)}:
-        if dep.name not in gone and V.graph.try_get_buffer(dep.name) is not None:
-            bytes_of[dep.name] = bytes_of.get(dep.name, 0) + dep.numbytes_hint()
-    return {name: min(size, _bytes(V.graph.try_get_buffer(name))) for name, size in bytes_of.items()}
-
-
-def _extern(node: Any, call: Any) -> Kernel | None:
-    """A call into a library, or a Triton kernel of the model's own: its operands and results, each once."""
-    from torch._inductor import ir
-
-    name = str(call.python_kernel_name or call.op_overload or type(call).__name__)
-    if isinstance(call, ir.MultiOutput):  # a result of the call before; its bytes belong to that call's kind
-        owner: Any = call.inputs[0]
-        return Kernel(node.get_name(), _kind(str(owner.python_kernel_name or owner.op_overload)), _bytes(call))
+    if not node.is_extern():  # a template is FlexAttention's
+        return Kernel(node.get_name(), "attention" if node.is_template() else "elementwise", _touched(node))
+    call = node.node
+    if isinstance(call, ir.MultiOutput):  # one result of the call that it names
+        return Kernel(node.get_name(), _kind(call.inputs[0]), _bytes(call))
+    # a library's kernel, or one of the model's own: its operands and its result, each once
     operands = [operand for operand in call.inputs if isinstance(operand, ir.IRNode)]
     results = [] if isinstance(call.layout, ir.NoneLayout | ir.MultiOutputLayout) else [call]
-    size, flops = sum(map(_bytes, [*operands, *results])), 0
-    if _kind(name) == "product":
-        flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2])
-    return Kernel(f"{node.get_name()} {name}", _kind(name), size, flops)
+    kind, size = _kind(call), sum(map(_bytes, [*operands, *results]))
+    flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2]) if kind == "product" else 0
+    return Kernel(node.get_name(), kind, size, flops)
 
 
-def _kind(name: str) -> str:
+def _kind(call: Any) -> str:
+    name = str(call.python_kernel_name or call.op_overload)
     if name.removeprefix("extern_kernels.") in PRODUCTS:
         return "product"
     return "attention" if "attention" in name else "elementwise"
 
 
+def _touched(node: Any) -> int:
+    """Bytes that a Triton kernel touches in device memory; what it consumes of its own results does not count."""
+    from torch._inductor.virtualized import V
+
+    gone = V.graph.removed_buffers | V.graph.inplaced_to_remove
+    written = {dep.name for dep in node.read_writes.writes}
+    touched: dict[str, int] = {}
+    for dep in {*node.read_writes.writes, *(dep for dep in node.read_writes.reads if dep.name not in written)}:
+        if dep.name not in gone and V.graph.try_get_buffer(dep.name) is not None:
+            touched[dep.name] = touched.get(dep.name, 0) + dep.numbytes_hint()
+    return sum(min(size, _bytes(V.graph.try_get_buffer(name))) for name, size in touched.items())
+
+
 def _numel(buffer: Any) -> int:
     """Elements in memory: a broadcast axis, of stride 0, has one."""
     stride = buffer.maybe_get_stride() or [1] * len(buffer.get_size())
-    sizes = [size for size, step in zip(buffer.get_size(), stride, strict=True) if step != 0]
-    return math.prod(map(_int, sizes))
+    return math.prod(_int(size) for size, step in zip(buffer.get_size(), stride, strict=True) if step != 0)
 
 
 def _int(size: Any) -> int:
@@ -217,30 +215,27 @@ def _int(size: Any) -> int:
 
 
 def _bytes(buffer: Any) -> int:
-    return _numel(buffer) * buffer.get_dtype().itemsize if buffer.has_tensor_output() else 0
+    is_tensor = hasattr(buffer, "has_tensor_output") and buffer.has_tensor_output()
+    return _numel(buffer) * buffer.get_dtype().itemsize if is_tensor else 0
 
-
-# --- memory -------------------------------------------------------------------------------------------------------
 
 ALLOCATE = re.compile(r"\s+(buf\d+) = (?:empty_strided|torch\.ops|buf\d+\[)")
-REUSE = re.compile(r"\s+(buf\d+) = .*; del (buf\d+)  # reuse")
-FREE = re.compile(r"\s+del (buf\d+)$")
+REUSE = re.compile(r"\s+(buf\d+) = .*; del (\w+)  # reuse")
+FREE = re.compile(r"\s+del (\w+)$")
 
 
-def _peak_bytes(graph: Any, code: str) -> int:
-    """The most that a graph holds at once of what it allocates itself, read off the lines of its code in order."""
-    held: dict[str, int] = {}
-    peak = 0
+def _peak_bytes(graph: Any, code: str, inputs: dict[str, int]) -> int:
+    """What a graph holds at most beyond `inputs`, which it frees, read off the lines of its code in order."""
+    held, peak = dict(inputs), 0
     for line in code.splitlines():
         if found := REUSE.match(line):
             held[found[1]] = held.pop(found[2], 0)
         elif found := FREE.match(line):
             held.pop(found[1], None)
         elif found := ALLOCATE.match(line):
-            buffer = graph.try_get_buffer(found[1])
-            held[found[1]] = _bytes(buffer) if buffer is not None else 0
+            held[found[1]] = _bytes(graph.try_get_buffer(found[1]))
         peak = max(peak, sum(held.values()))
-    return peak
+    return peak - sum(inputs.values())
 
 
 # --- the fake device ----------------------------------------------------------------------------------------------
@@ -265,21 +260,19 @@ class _Driver:
 def _fake_h100() -> Iterator[None]:
     """PyTorch, Inductor and Triton see one H100, whatever the machine has."""
     from torch._dynamo.device_interface import CudaInterface
-
-    flex = importlib.import_module("torch._higher_order_ops.flex_attention")  # a package attribute hides the module
     from torch._inductor import config, scheduler
     from triton.runtime.driver import driver
 
+    flex: Any = importlib.import_module("torch._higher_order_ops.flex_attention")  # its package hides the module
+    permute, state = flex._permute_strides, torch.zeros(16, dtype=torch.uint8)
+
     def properties(device: Any = None) -> Any:
         return H100
-
-    permute = flex._permute_strides
 
     def permute_strides(out: Tensor, strides: tuple[int, ...]) -> Tensor:
         # its copy_ would enter the device
         return _empty_like(permute(_empty_like(out, torch.device("cpu")), strides), out.device)
 
-    state = torch.zeros(16, dtype=torch.uint8)
     fakes: dict[str, Any] = {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "get_device_properties": properties, "get_device_capability": lambda device=None: (H100.major, H100.minor),

@@ -5,15 +5,15 @@
 
 One micro-batch of the job's model, prepared as `train` prepares it (compiled layers and loss, selective checkpointing,
 bf16 parameters, FlexAttention where a layer has a window), is lowered forward and backward by Inductor for sm_90; so is
-TorchTitan's Llama of the same shape. `tools/bench/sm90.py` says how. Bytes and FLOPs are counted. Times are a model:
-they follow from the rates of `RATES`, which are assumptions.
+a dense Llama of the same shape, which is the same model with one lane. `tools/bench/sm90.py` says how. Bytes and FLOPs
+are counted. Times are a model: they follow from the rates of `tools/plan/speed.py`, which are assumptions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from laneformer.config import LaneformerConfig, flops_per_token
+from laneformer.config import LaneformerConfig
 from tools.bench import harness, sm90
 from tools.bench.harness import Result
+from tools.plan.speed import RATES, Rates, step_ms
 from train.job_config import load_job
 
 FILE_START = """# Traffic of a training step
@@ -34,28 +35,7 @@ H100 (sm_90), and the tokens/s that follow from assumed rates. Nothing ran on a 
 the residual streams of all lanes, in bf16; elementwise kernels include norms and reductions."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What one H100 is assumed to reach. `head_ms` and `step_ms` are of 16,384 tokens of the 2B model."""
-
-    product_tflops: float
-    """Matrix products, where their bytes are not the limit."""
-    memory_tb_per_s: float
-    """Elementwise kernels, and products whose bytes are the limit; the datasheet says 3.35."""
-    attention_tflops: float
-    """FlexAttention and flash attention, forward and backward; of the causal and windowed keys alone."""
-    head_ms: float
-    """Head and loss, whose products are computed twice."""
-    step_ms: float
-    """Optimizer, and communication that nothing hides."""
-
-
-RATES = {
-    "pessimistic": Rates(480, 2.5, 193, 40, 40),
-    "middle": Rates(600, 2.8, 258, 32, 20),
-    "optimistic": Rates(680, 3.0, 309, 28, 12),
-}
-REFERENCE_TOKENS = 16_384
+DENSE = ("--architecture.num_lanes", "1", "--architecture.broadcast_delay", "0")
 
 
 @dataclass(kw_only=True)
@@ -83,55 +63,59 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(options: Options, console: Any) -> Result:
     """Both models' layers, totals and tokens/s."""
     options.check()
-    config = LaneformerConfig.from_flavor(options.flavor)
     models = {}
-    for name, count in {"laneformer": count_laneformer, "llama": count_llama}.items():
+    for name, more in {"laneformer": (), "dense": DENSE}.items():
         with console.status(f"lowering {name}"):
-            models[name] = summary(config, options, layers_of(count(options), config.num_hidden_layers))
-    ours, dense = (models[name]["tokens_per_s"] for name in ("laneformer", "llama"))
+            models[name] = summary(options, layers_of(count(options, *more)))
+    ours, dense = (models[name]["tokens_per_s"] for name in models)
+    config = LaneformerConfig.from_flavor(options.flavor)
     return {
         "torch": torch.__version__, "flavor": options.flavor, "batch": options.batch, "seq_len": options.seq_len,
-        "wide_bytes": wide_bytes(config, options), "rates": {n: dataclasses.asdict(r) for n, r in RATES.items()},
+        "wide_bytes": 2 * options.batch * options.seq_len * config.num_lanes * config.hidden_size,
+        "rates": {name: dataclasses.asdict(rates) for name, rates in RATES.items()},
         "models": models, "ratio": {name: ours[name] / dense[name] for name in RATES},
     }  # fmt: skip
-
-
-def wide_bytes(config: LaneformerConfig, options: Options) -> int:
-    """W: the streams of all lanes in bf16."""
-    return 2 * options.batch * options.seq_len * config.num_lanes * config.hidden_size
 
 
 Passes = tuple[sm90.Graph, sm90.Graph]  # forward and backward
 
 
-def layers_of(recorder: sm90.Recorder, count: int) -> list[Passes]:
-    """Both passes of each layer; a recorder with a single layer stands for all of them."""
-    seen = [
-        [graph for label, graph in recorder.calls if label == f"layer {index}" and graph.backward == backward]
-        for index in range(count)
-        for backward in (False, True)
-    ]
-    if not any(seen[2:]):
-        seen = seen[:2] * count
-    assert all(len(graphs) == 1 for graphs in seen), "a layer is one graph in each direction"
-    return [(forward[0], backward[0]) for forward, backward in zip(seen[::2], seen[1::2], strict=True)]
+def layers_of(recorder: sm90.Recorder) -> list[Passes]:
+    """Both passes of each layer, in order."""
+    graphs: dict[str, list[sm90.Graph]] = {}
+    for label, graph in recorder.calls:
+        if label.startswith("layer"):
+            graphs.setdefault(label, []).append(graph)
+    trained = [each[:2] for each in graphs.values()]  # a validation comes after them
+    assert all([graph.backward for graph in each] == [False, True] for each in trained), "one graph in each direction"
+    return [(forward, backward) for forward, backward in trained]
 
 
-def summary(config: LaneformerConfig, options: Options, layers: list[Passes]) -> Result:
+def summary(options: Options, layers: list[Passes]) -> Result:
     """Kinds of layers, sums of a micro-batch, and tokens/s by the model."""
     graphs = [graph for passes in layers for graph in passes]
-    elementwise = sum(graph.bytes("elementwise") for graph in graphs)
-    products = [kernel for graph in graphs for kernel in graph.kernels if kernel.kind == "product"]
+    products = [(k.flops, k.bytes) for graph in graphs for k in graph.kernels if k.kind == "product"]
+    moved = sum(graph.bytes("elementwise") for graph in graphs)
+    shape = LaneformerConfig.from_flavor(options.flavor), options.batch, options.seq_len
+    ms = {name: step_ms(*shape, rates, moved, products) for name, rates in RATES.items()}
     tokens = options.batch * options.seq_len
-    tokens_per_s, times = {}, {}
-    for name, rates in RATES.items():
-        ms = times[name] = step_ms(config, options, rates, elementwise, products)
-        tokens_per_s[name] = 1e3 * tokens / sum(ms.values())
     return {
-        "kinds": kinds(layers), "elementwise_bytes": elementwise,
-        "product_bytes": sum(kernel.bytes for kernel in products), "flops": sum(graph.flops for graph in graphs),
-        "ms": times, "tokens_per_s": tokens_per_s,
+        "kinds": kinds(layers), "elementwise_bytes": moved, "product_bytes": sum(size for _, size in products),
+        "flops": sum(flops for flops, _ in products), "peak_bytes": peak_bytes(layers, shape[0].broadcast_delay),
+        "ms": ms, "tokens_per_s": {name: 1e3 * tokens / sum(parts.values()) for name, parts in ms.items()},
     }  # fmt: skip
+
+
+def peak_bytes(layers: list[Passes], delay: int) -> int:
+    """The most that the layers' backward passes hold: kept activations, gradients on their way, temporaries."""
+    kept = [backward.kept_bytes for _, backward in layers]
+    incoming = [backward.incoming_bytes for _, backward in layers]
+    held = []
+    for i, (_, backward) in enumerate(layers):
+        # of the last layer only the streams have a gradient; those of earlier partials wait for their layers
+        waiting = sum(max(size - incoming[-1], 0) for size in incoming[max(i - delay + 1, 0) : i])
+        held.append(sum(kept[: i + 1]) + incoming[i] + waiting + backward.peak_bytes)
+    return max(held)
 
 
 def kinds(layers: list[Passes]) -> list[Result]:
@@ -154,101 +138,44 @@ def kinds(layers: list[Passes]) -> list[Result]:
     return rows
 
 
-def step_ms(
-    config: LaneformerConfig, options: Options, rates: Rates, elementwise: int, products: list[sm90.Kernel]
-) -> dict[str, float]:
-    """The model: milliseconds of one micro-batch by part, one after the other."""
-    tokens, share = options.batch * options.seq_len, config_share(config, options)
-    counts = config.parameter_count()
-    matrices = counts["total"] - counts["embedding"] - counts["norms"]
-    attention = tokens * (flops_per_token(config, options.seq_len) - 6 * matrices)
-    product_s = sum(
-        max(kernel.flops / rates.product_tflops, kernel.bytes / rates.memory_tb_per_s) for kernel in products
-    )
-    return {
-        "products": product_s / 1e9,
-        "elementwise": elementwise / rates.memory_tb_per_s / 1e9,
-        "attention": attention / rates.attention_tflops / 1e9,
-        "head": rates.head_ms * share,
-        "step": rates.step_ms * share,
-    }
-
-
-def config_share(config: LaneformerConfig, options: Options) -> float:
-    """Size of this head and micro-batch, as a part of the one that `Rates` speaks of."""
-    reference = LaneformerConfig.from_flavor("2b")
-    tokens = options.batch * options.seq_len / REFERENCE_TOKENS
-    return tokens * config.parameter_count()["lm_head"] / reference.parameter_count()["lm_head"]
-
-
 # --- counting -----------------------------------------------------------------------------------------------------
 
 
-def count_laneformer(options: Options) -> sm90.Recorder:
-    """Every compiled call of one micro-batch, forward and backward, of the job's own model."""
-    from laneformer.titan.parallelize import checkpoint_and_compile
+def count(options: Options, *more: str, validate: bool = False) -> sm90.Recorder:
+    """Every compiled call of one micro-batch of the shipped job, forward and backward, and of its validation.
 
-    recorder, job = sm90.Recorder(), shipped_job(options)
-    job.compile.backend = recorder.backend
-
-    def step(model: Any, ids: Tensor) -> None:
-        checkpoint_and_compile(model, job)
-        for index, layer in enumerate(model.layers):
-            recorder.label_calls(layer, f"layer {index}")
-        recorder.label_calls(model.norm, "norm")
-        model(ids, ids).sum().backward()
-
-    on_fake_tensors(job, options, step)
-    return recorder
-
-
-def count_llama(options: Options) -> sm90.Recorder:
-    """The same of one layer of TorchTitan's Llama, prepared as TorchTitan does; they are all alike."""
-    from torchtitan.distributed.activation_checkpoint import apply_ac
-    from torchtitan.models.llama3.infra import parallelize
-
-    import tools.bench.llama
-
-    one_layer = ("--architecture.num_hidden_layers", "1", "--architecture.swa_layers", "0")
-    recorder, job = sm90.Recorder(), shipped_job(options, *one_layer)
-    job.model.name, job.compile.backend = tools.bench.llama.NAME, recorder.backend
-    saved = parallelize._op_sac_save_list
-
-    def step(model: Any, ids: Tensor) -> None:
-        apply_ac(model, job.activation_checkpoint, model_compile_enabled=True, op_sac_save_list=saved)
-        (layer,) = model.layers.values()
-        layer.compile(backend=recorder.backend, fullgraph=True)
-        recorder.label_calls(layer, "layer 0")
-        model(ids).sum().backward()
-
-    on_fake_tensors(job, options, step)
-    return recorder
-
-
-def shipped_job(options: Options, *more: str) -> Any:
-    """configs/phase1.toml with another shape, and the attention kernel that a GPU would get."""
-    return load_job([
-        "--job.config_file", str(harness.ROOT / "configs/phase1.toml"), "--model.flavor", options.flavor,
-        "--model.attention", "flex", "--training.seq_len", str(options.seq_len), *more,
-    ])  # fmt: skip
-
-
-def on_fake_tensors(job: Any, options: Options, step: Callable[[Any, Tensor], None]) -> None:
-    """Build the job's model in its compute dtype and call step(model, ids); no tensor has data."""
+    `more`: further flags of `train`. No tensor has data.
+    """
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.protocols.train_spec import get_train_spec
 
-    spec = get_train_spec(job.model.name)
+    from laneformer.titan.parallelize import checkpoint_and_compile
+
+    recorder, job = sm90.Recorder(), load_job([
+        "--job.config_file", str(harness.ROOT / "configs/phase1.toml"), "--model.flavor", options.flavor,
+        "--training.seq_len", str(options.seq_len), *more,
+    ])  # fmt: skip
+    job.compile.backend = recorder.backend
+    spec, dtype = get_train_spec(job.model.name), torch.get_default_dtype()
     arguments: Any = spec.model_args[job.model.flavor]
-    arguments.update_from_config(job)
-    dtype = torch.get_default_dtype()
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        arguments.update_from_config(job)  # chooses the kernels of a GPU
+    torch._dynamo.reset()
     with FakeTensorMode(), attention_of_a_gpu():
         try:
-            torch.set_default_dtype(TORCH_DTYPE_MAP[job.training.mixed_precision_param])
-            model = spec.model_cls(arguments)
+            torch.set_default_dtype(TORCH_DTYPE_MAP[job.training.mixed_precision_param])  # as FSDP casts them
+            model: Any = spec.model_cls(arguments)
         finally:
             torch.set_default_dtype(dtype)
-        step(model, torch.zeros(options.batch, options.seq_len, dtype=torch.int64))
+        checkpoint_and_compile(model, job)
+        for index, layer in enumerate(model.layers):
+            recorder.label_calls(layer, f"layer {index}")
+        ids = torch.zeros(options.batch, options.seq_len, dtype=torch.int64)
+        model(ids, ids).sum().backward()
+        if validate:
+            with torch.no_grad():
+                model(ids, ids)
+    return recorder
 
 
 @contextlib.contextmanager
@@ -282,7 +209,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     speeds = [
         *([f"{name}, tokens/s", *(f"{model['tokens_per_s'][n]:,.0f}" for n in RATES)]
           for name, model in result["models"].items()),
-        ["laneformer / llama", *(f"{result['ratio'][name]:.2f}" for name in RATES)],
+        ["laneformer / dense", *(f"{result['ratio'][name]:.2f}" for name in RATES)],
         *([f"{part}, ms", *(f"{result['models']['laneformer']['ms'][name][part]:.0f}" for name in RATES)]
           for part in result["models"]["laneformer"]["ms"]["middle"]),
     ]  # fmt: skip
@@ -303,10 +230,11 @@ def model_table(name: str, model: Result, wide: int) -> str:
          f"{kind['flops'] / 1e12:.2f}", f"{kind['backward_peak_bytes'] / 1e9:.2f}"]
         for kind in model["kinds"]
     ]  # fmt: skip
-    moved, flops = model["elementwise_bytes"], model["flops"]
+    moved, products, held = (model[key] / 1e9 for key in ("elementwise_bytes", "product_bytes", "peak_bytes"))
     return (
-        f"{name}:\n\n{harness.table(columns, rows)}\n\nAll layers: {moved / wide:.0f} W = {moved / 1e9:.0f} GB "
-        f"elementwise, {model['product_bytes'] / 1e9:.0f} GB in and out of products, {flops / 1e12:.1f} TFLOPs."
+        f"{name}:\n\n{harness.table(columns, rows)}\n\nAll layers: {1e9 * moved / wide:.0f} W = {moved:.0f} GB "
+        f"elementwise, {products:.0f} GB in and out of products, {model['flops'] / 1e12:.1f} TFLOPs. What backward "
+        f"passes need at once, kept activations included: {held:.1f} GB."
     )
 
 

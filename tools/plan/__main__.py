@@ -32,7 +32,7 @@ from laneformer.config import LaneformerConfig
 from records.files import read_lines
 from records.usage import cost, money
 from tools.bench.train import write_synthetic_lock
-from tools.plan import sums
+from tools.plan import speed, sums
 from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +172,7 @@ def phase_plan(job: sums.Job, cluster: sums.Cluster, sources: list[Result], take
         "tokens_per_s_per_gpu": cluster.tokens_per_s_per_gpu,
         "parameters": sums.parameters(job.config),
         "compute": compute,
+        "model_tokens_per_s": speed.tokens_per_s(job.config, job.local_batch, job.seq_len),
         "memory": sums.memory(job),
         "largest_local_batch": sums.largest_local_batch(job, cluster.gpu),
         "checkpoints": sums.checkpoints(job, cluster),
@@ -263,6 +264,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
         ["FLOPs", f"{c['flops_per_token'] / 1e9:.2f}e9 a token (causal and windowed keys only) = {c['flops']:.4g}"],
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
         ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days = {c['gpu_hours']:,.0f} GPU-hours"],
+        ["model of one H100, not measured", modelled(phase["model_tokens_per_s"], phase)],
         ["cost", money(c["gpu_hours"], phase["pricing"]) or "set metrics.gpu_hour_price"],
     ]  # fmt: skip
     yield memory_table(phase, result["gpu"])
@@ -277,6 +279,13 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
     yield traffic_table(phase, result["network_gbit_per_s"])
     if phase["data"]:
         yield data_table(phase["data"])
+
+
+def modelled(tokens_per_s: dict[str, float], phase: Result) -> str:
+    """Speed and days by tools/plan/speed.py; assumptions: `python -m tools.bench train-traffic`."""
+    low, middle, high = (tokens_per_s[name] for name in speed.RATES)
+    days = phase["compute"]["days"] * phase["tokens_per_s_per_gpu"] / middle
+    return f"{middle:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}) = {days:.2f} days"
 
 
 def memory_table(phase: Result, gpu: str) -> tuple[str, list[str], list[list[str]]]:

@@ -1,7 +1,7 @@
 """The arithmetic of a training run before it runs: tokens, FLOPs, time, memory, checkpoints, data, network traffic.
 
-Everything follows from the job file, the architecture and a datasheet, but for two estimates, named as such: the
-tensors alive inside a layer's backward pass, and the usable share of a GPU's memory.
+Everything follows from the job file, the architecture and a datasheet, but for an estimate, named as such, the usable
+share of a GPU's memory, and one figure counted in generated code, what a layer's backward pass allocates.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
@@ -20,7 +20,9 @@ MOMENTS = 2
 SHARD_TOKEN_BYTES = 2
 USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
-WIDE_IN_BACKWARD = 10  # streams alive inside one layer's backward pass: recomputed, their gradients, delayed gradients
+# streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters it, and
+# what it holds beyond what it has freed; counted by tools.bench train-traffic
+WIDE_IN_BACKWARD = 4.0
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,6 @@ def memory(job: Job) -> dict[str, float]:
     chunk = min(CHUNK_TOKENS, micro) if config.lm_head_type == "vocab_parallel" else micro
     # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams, normed, their gradient
     head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
-    layer = WIDE_IN_BACKWARD * wide + 2 * micro * config.intermediate_size * job.param_bytes
     kept = sum(kept_per_token(job, i) for i in range(config.num_hidden_layers)) * micro * job.param_bytes
     in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)  # unsharded gradients
     parts = {
@@ -169,7 +170,7 @@ def memory(job: Job) -> dict[str, float]:
         "gradients": FP32 * own,
         "gathered": job.param_bytes * gathered + in_flight,
         "kept_activations": kept,
-        "working_set": max(head, layer),
+        "working_set": max(head, WIDE_IN_BACKWARD * wide),
     }
     return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
 
