@@ -155,7 +155,9 @@ def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Res
     count = re.search(r"size: ([\d,]+) total parameters", done.stdout + done.stderr)
     assert count, "TorchTitan logs the parameter count"
     step_s = [row["seconds"] for row in rows]
+    joins = re.search(r"Joins and norms: (\w+)", done.stdout + done.stderr)
     return {
+        "join_norm": joins and joins[1],
         "parameters": int(count[1].replace(",", "")),
         "tokens_per_s_per_gpu": batch * options.seq_len / float(np.median(step_s)),
         "step_s": step_s,
@@ -173,7 +175,7 @@ def summary(trials: list[Result]) -> Result:
         "parameters": trials[0]["parameters"], "tokens_per_s_per_gpu": float(np.median(rates)),
         "mfu": None if None in mfus else float(np.median(mfus)), "step_s_p50": p50, "step_s_p90": p90,
         "peak_memory_gib": max((t["peak_memory_gib"] for t in trials if t["peak_memory_gib"]), default=None),
-        "last_loss": trials[-1]["last_loss"],
+        "last_loss": trials[-1]["last_loss"], "join_norm": trials[-1]["join_norm"],
     }  # fmt: skip
 
 
@@ -188,6 +190,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     ]  # fmt: skip
     shape = f"{result['gpus']} x {result['device']}, local batch {result['local_batch']} x {result['seq_len']}"
     how = f"{result['dtype']}, checkpointing {result['checkpointing']}, compile {'on' if result['compile'] else 'off'}"
+    how += f", joins and norms {result['models']['laneformer']['join_norm']}"
     body = (
         f"{how}; {result['steps']} timed steps per trial, {len(result['ratios'])} rounds. torch {result['torch']}.\n\n"
         f"{harness.table(columns, rows)}\n\n"

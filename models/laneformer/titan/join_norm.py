@@ -78,8 +78,9 @@ def join_norm_backward(
     d_streams: Tensor, d_normed: Tensor | None, d_handed_on: Tensor | None,
     streams: Tensor | None, weight: Tensor | None, rstd: Tensor | None, delayed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of h, partial, delayed and weight; empty where there is none or, for the partial, where it is h's.
+    """Gradients of h, partial, delayed and weight; empty where there is none or where it is another one.
 
+    h's is d_streams for a join alone, the partial's is h's if nothing was handed on.
     d_normed, streams, weight and 1/rms belong to the norm, and are None for a join alone. The scale's gradient is
     summed in float32, in an order that depends on the number of the device's SMs alone.
     """
@@ -111,7 +112,9 @@ def _outputs(
     like: Tensor, handed_on: bool, weight: Tensor | None, delayed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialized results of the backward kernel."""
-    d_h, d_partial, d_delayed = (like.new_empty(like.shape if has else 0) for has in (True, handed_on, delayed))
+    d_h, d_partial, d_delayed = (
+        like.new_empty(like.shape if has else 0) for has in (weight is not None, handed_on, delayed)
+    )
     return d_h, d_partial, d_delayed, like.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
@@ -140,12 +143,14 @@ class JoinNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_streams, d_normed, d_handed_on = gradients
+        if not (ctx.normed or ctx.delayed or ctx.hand_on):
+            return d_streams, d_streams, None, None, None, None
         d_h, d_partial, d_delayed, d_weight = join_norm_backward(
             d_streams, d_normed if ctx.normed else None, d_handed_on if ctx.hand_on else None,
             *(ctx.saved_tensors if ctx.normed else (None, None, None)), ctx.delayed,
         )  # fmt: skip
-        if not ctx.hand_on:
-            d_partial = d_h
+        d_h = d_h if ctx.normed else d_streams
+        d_partial = d_partial if ctx.hand_on else d_h
         found = (d_h, True), (d_partial, ctx.joined), (d_delayed, ctx.delayed), (d_weight, ctx.normed)
         return (*(gradient if has else None for gradient, has in found), None, None)
 
@@ -179,9 +184,10 @@ class FuseJoinNorm(CustomGraphPass):
         return "laneformer join_norm 1"
 
 
-def available() -> bool:
-    """Whether the kernels can run: on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)."""
-    return torch.cuda.is_available() or not isinstance(kernels.forward_kernel, triton.JITFunction)
+def check_kernels() -> None:
+    """ValueError where they cannot run: without a GPU, unless in Triton's interpreter (TRITON_INTERPRET=1)."""
+    if not torch.cuda.is_available() and isinstance(kernels.forward_kernel, triton.JITFunction):
+        raise ValueError("model.join_norm = 'triton' needs a GPU, and torch sees none; use 'auto' or 'plain'")
 
 
 def _strided(x: Tensor | None) -> Any:

@@ -106,9 +106,9 @@ def backward_kernel(
     """Gradients of a join and the norm after it; of P programs, program p does tokens p, p + P, p + 2 P, ...
 
     Read are the gradients of the streams, of normed, and, where a later layer receives the partial output as well
-    (handed on), that layer's gradient of it. d_h is the whole gradient of the streams, and so the partial's, too:
-    d_partial is written only if something was handed on. d_weight, (P, D) or (P, L, D) float32 and zero before, takes
-    each program's sum over its tokens.
+    (handed on), that layer's gradient of it. d_h, the whole gradient of the streams, is written only with NORM: else it
+    is d_streams. It is the partial's, too: d_partial is written only if something was handed on. d_weight, (P, D) or
+    (P, L, D) float32 and zero before, takes each program's sum over its tokens.
     """
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     lane = tl.arange(0, LANES)
@@ -139,11 +139,11 @@ def backward_kernel(
                 else:
                     sums = d_weight + program * D + column
                     tl.store(sums, tl.load(sums, mask=column < D, other=0) + tl.sum(dy * x, 0), mask=column < D)
-            tl.store(d_h + own + column[None, :], g.to(d_h.dtype.element_ty), mask=inside)
-            if HANDED_ON:
-                dp = g + wide(d_handed_on, token, d_handed_on_token, lane, d_handed_on_lane, column, inside)
-                tl.store(d_partial + own + column[None, :], dp.to(d_partial.dtype.element_ty), mask=inside)
+                tl.store(d_h + own + column[None, :], g.to(d_h.dtype.element_ty), mask=inside)
             if DELAYED:
                 dd = tl.sum(g, 0)[None, :] - g
                 tl.store(d_delayed + own + column[None, :], dd.to(d_delayed.dtype.element_ty), mask=inside)
+            if HANDED_ON:
+                dp = g + wide(d_handed_on, token, d_handed_on_token, lane, d_handed_on_lane, column, inside)
+                tl.store(d_partial + own + column[None, :], dp.to(d_partial.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # the next token adds to the sums that other threads of this program may have written

@@ -26,7 +26,8 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.logging import logger
 
 from ..model import Laneformer
-from .join_norm import fuse_join_norm
+from .fused_layer import FusedLayer
+from .join_norm import check_kernels, fuse_join_norm
 from .products import lower_keep_to_nothing
 
 RECOMPILE_LIMIT = 64
@@ -46,6 +47,8 @@ KEPT_OPS = {
 def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """Prepare the (meta) model for its mesh. Raises ValueError for parallelisms that the Laneformer does not have."""
     check_parallelism(parallel_dims)
+    if isinstance(model.layers[0], FusedLayer):
+        check_kernels()
     checkpoint_and_compile(model, job_config)
     if parallel_dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]

@@ -42,4 +42,6 @@ def test_toy_run(tmp_path: Path) -> None:
     assert ours["step_s_p50"] <= ours["step_s_p90"]
     assert ours["mfu"] is None, "a CPU has no datasheet peak to compare with"
     assert ours["peak_memory_gib"] > 0
+    assert ours["join_norm"] == "plain", "the kernels need a GPU"
+    assert "joins and norms plain" in out.read_text()
     assert f"| laneformer | {ours['parameters']:,} |" in out.read_text()
