@@ -90,7 +90,7 @@ def test_failures_are_events_without_the_url(job: JobSections, posts: list, monk
     job.alerts.command = "echo no mail here >&2; exit 3"
     alerts = Alerts(job)
     alerts.send("crash", "broken")
-    monkeypatch.setenv("OUR_WEBHOOK", "htp://nowhere/a-secret")
+    monkeypatch.setenv("OUR_WEBHOOK", "no-scheme/a-secret")
     alerts.send("bad_node", "x")
     alerts.close()
     reasons = sorted(e["reason"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "alert_failed")
