@@ -68,6 +68,7 @@ def test_a_kind_is_sent_once_and_counted(job: JobSections, posts: list[dict[str,
 
 
 def test_workers_reports_become_alerts(job: JobSections, posts: list[dict[str, Any]]) -> None:
+    job.alerts.min_interval_s = 0.0
     record_event(job.run, "save_failed", step=1, reason="of an earlier supervisor")
     alerts = Alerts(job)
     record_event(job.run, "checkpoint_removed", step=2)
