@@ -68,6 +68,7 @@ def test_a_kind_is_sent_once_and_counted(job: JobSections, posts: list[dict[str,
 
 
 def test_workers_reports_become_alerts(job: JobSections, posts: list[dict[str, Any]]) -> None:
+    job.alerts.min_interval_s = 0.0
     record_event(job.run, "save_failed", step=1, reason="of an earlier supervisor")
     alerts = Alerts(job)
     record_event(job.run, "checkpoint_removed", step=2)
@@ -90,7 +91,7 @@ def test_failures_are_events_without_the_url(job: JobSections, posts: list, monk
     job.alerts.command = "echo no mail here >&2; exit 3"
     alerts = Alerts(job)
     alerts.send("crash", "broken")
-    monkeypatch.setenv("OUR_WEBHOOK", "htp://nowhere/a-secret")
+    monkeypatch.setenv("OUR_WEBHOOK", "no-scheme/a-secret")
     alerts.send("bad_node", "x")
     alerts.close()
     reasons = sorted(e["reason"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "alert_failed")
