@@ -191,30 +191,6 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         """
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         logged = self.metrics_processor.should_log(self.step)
-        while True:
-            loss, max_loss, norm, by_source = self._forward_backward(data_iterator, logged)
-            try:
-                self.guard.check(loss, norm)
-                break
-            except BadStep as problem:
-                self._refuse(problem, loss, norm)
-        self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
-        self.lr_schedulers.step()
-        if logged:
-            self.metrics_processor.log_step(
-                self.step, loss, max_loss, norm, lr, torch.stack(by_source).sum(0), self.dataloader,
-                self.checkpointer.times, self.diagnostics.gather(),
-            )  # fmt: skip
-        self._after_step()
-
-    def _forward_backward(
-        self, data_iterator: Iterator[Batch], logged: bool
-    ) -> tuple[float, float, float, list[torch.Tensor]]:
-        """Clipped gradients of the next batch: (mean loss, highest loss of a rank, gradient norm before clipping).
-
-        The fourth value are the loss sums by source, empty unless the step is logged.
-        """
         (model,) = self.model_parts
         self.optimizers.zero_grad()
         batches, tokens, all_tokens = self._read_step(data_iterator)
@@ -240,7 +216,21 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.heartbeat.enter(f"the gradient norm of step {self.step}")
         max_norm = self.job_config.training.max_norm
         grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        return *self._exchange(torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm), by_source
+        loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm)
+        try:
+            self.guard.check(loss, norm)
+        except BadStep as problem:
+            self._refuse(problem, loss, norm)
+            return self.train_step(data_iterator)
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        if logged:
+            self.metrics_processor.log_step(
+                self.step, loss, max_loss, norm, lr, torch.stack(by_source).sum(0), self.dataloader,
+                self.checkpointer.times, self.diagnostics.gather(),
+            )  # fmt: skip
+        self._after_step()
 
     def _read_step(self, data_iterator: Iterator[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
         """This rank's micro-batches of one step, their tokens that count in the loss, and those of all ranks."""
