@@ -17,10 +17,11 @@ INSIDE = {
     "model": {"config"},
     "hf": {"config", "model"},
     "titan": {"config", "model"},
+    "chat": {"config"},
     "engine": {"config"},
     "engine/cuda": {"config", "model", "engine"},
-    "serve": {"config", "engine"},
-    "cli": {"config", "engine", "serve"},
+    "serve": {"chat", "config", "engine"},
+    "cli": {"chat", "config", "engine", "serve"},
 }
 ONLY_IN = {
     "torchtitan": {"titan"},

@@ -69,7 +69,8 @@ def in_wandb(run: Path) -> Logged:
     assert (about.display_name, about.run_group, about.job_type) == (f"{run.name}-evals", run.name, "evals")
     for record in records:
         if record.HasField("history"):
-            row = {"/".join([i.key, *i.nested_key]).strip("/"): json.loads(i.value_json) for i in record.history.item}
+            items = [i for i in record.history.item if i.nested_key[:1] != ["samples"]]  # a table: below
+            row = {"/".join([i.key, *i.nested_key]).strip("/"): json.loads(i.value_json) for i in items}
             step = row.pop("step")
             logged += [(k, step, v) for k, v in row.items() if not k.startswith("_") and k != "tokens_total"]
     return sorted(logged)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -202,11 +202,11 @@ def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path: Path) -> Non
 
 def test_a_checkpoint_deleted_meanwhile_is_skipped_and_said(tmp_path: Path) -> None:
     class Deleting(Played):
-        def call(self, step: int, words: list[str]) -> int:
+        def call(self, step: int, words: list[str], *locks: TextIO) -> int:
             for path in (tmp_path / "checkpoint").glob("step-*"):
                 if path.name != "step-35":
                     shutil.rmtree(path)
-            return int(step != 35) or super().call(step, words)
+            return int(step != 35) or super().call(step, words, *locks)
 
     for step in (10, 20, 35):
         save(tmp_path, step)

@@ -109,7 +109,7 @@ def test_memory_parts() -> None:
     states = memory["weights"] + memory["moments"] + memory["gradients"]
     assert states == 16 * 2_320_069_632 / 8
     assert sums.memory(dataclasses.replace(JOB, checkpointing="full"))["total"] < memory["total"]
-    assert memory["total"] < sums.memory(dataclasses.replace(JOB, checkpointing="none"))["total"]
+    assert memory["total"] <= sums.memory(dataclasses.replace(JOB, checkpointing="none"))["total"]
     assert memory["total"] > sums.USABLE * CLUSTER.gpu.memory_bytes, "eight sequences do not fit 80 GB"
     batch = sums.largest_local_batch(JOB, CLUSTER.gpu)
     fits = [sums.memory(dataclasses.replace(JOB, local_batch=n))["total"] <= 73.6e9 for n in (batch, 2 * batch)]
@@ -148,7 +148,7 @@ def test_checkpoints_and_failures() -> None:
     ("name", "said"),
     [
         ("other mesh", "24 x 8 = 192 GPUs, --gpus is 64"),
-        ("odd batch", "it must be a multiple of 1344"),
+        ("odd batch", "choose a local batch that divides 8"),
         ("no file", "does not exist"),
     ],
 )

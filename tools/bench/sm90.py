@@ -179,11 +179,15 @@ def _kernel(node: Any) -> Kernel | None:
     results = [] if isinstance(call.layout, ir.NoneLayout | ir.MultiOutputLayout) else [call]
     kind, size = _kind(call), sum(map(_bytes, [*operands, *results]))
     flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2]) if kind == "product" else 0
-    return Kernel(node.get_name(), kind, size, flops)
+    return Kernel(_operation(call), kind, size, flops)
+
+
+def _operation(call: Any) -> str:
+    return str(call.python_kernel_name or call.op_overload)
 
 
 def _kind(call: Any) -> str:
-    name = str(call.python_kernel_name or call.op_overload)
+    name = _operation(call)
     if name.removeprefix("extern_kernels.") in PRODUCTS:
         return "product"
     return "attention" if "attention" in name else "elementwise"

@@ -22,7 +22,7 @@ USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers a
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters it, and
 # what it holds beyond what it has freed; counted by tools.bench train-traffic
-WIDE_IN_BACKWARD = 4.0
+WIDE_IN_BACKWARD = 3.0
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
 def kept_per_token(job: Job, layer: int) -> int:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
-    Its input streams, which are one as long as the lanes' are equal. Selective adds the streams between attention and
-    MLP and the narrow products; without checkpointing both normed inputs are kept as well (at most: the compiler may
-    recompute them). Full keeps inputs alone, and so the delayed attention output.
+    Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP, both also
+    normed, and the narrow products; without checkpointing that is the most, as the compiler may recompute some. Full
+    keeps inputs alone, and so the delayed attention output.
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
@@ -149,7 +149,7 @@ def kept_per_token(job: Job, layer: int) -> int:
     between = d if equal and config.join(layer, "attention") == Join.PRESENT else wide
     kv = config.head_dim * config.num_key_value_heads
     narrow = 2 * d + 2 * kv + 2 * config.intermediate_size
-    return (before + between) * (2 if job.checkpointing == "none" else 1) + narrow
+    return 2 * (before + between) + narrow
 
 
 def memory(job: Job) -> dict[str, float]:

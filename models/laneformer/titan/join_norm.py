@@ -1,8 +1,7 @@
 """Join + RMSNorm for training as operators around the Triton kernels, with one backward kernel for both.
 
-The forward is two operators, `join` and `rms_norm`, although one kernel does both: selective checkpointing can so keep
-the streams, which the join gives, and compute their norm again, which is as wide and cheap. Where the compiler finds
-both together, in the forward graph, `FuseJoinNorm` puts the single kernel in their place.
+The forward is two operators, `join` and `rms_norm`, although one kernel does both: so selective checkpointing can keep
+the results of either. Where the compiler finds both together, `FuseJoinNorm` puts the single kernel in their place.
 
 A partial output that a later layer receives as well has two gradients. `JoinNorm` hands it on as an output of its own,
 so that its backward kernel adds the second gradient on the way; autograd's addition would read and write it again.

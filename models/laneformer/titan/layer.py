@@ -15,16 +15,25 @@ class TitanFeedForward(LaneFeedForward):
         return one_product(x, self.w1, self.w3)
 
 
+class KeptRMSNorm(LaneRMSNorm):
+    """The norm, held for the backward pass: the gradients of the product after it read it, as wide as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return keep(super().forward(x))
+
+
 class TitanLayer(LaneformerLayer):
     """The model's layer.
 
     Its backward pass starts from the streams between attention and MLP: without them it would compute wo again, and the
-    join, which reads two more wide tensors. Where every lane adds the sum of all partials at once and nobody needs
+    join, which reads two more wide tensors. The normed streams are held, too: there is room for them, and to compute
+    them again is to read and write the streams. Where every lane adds the sum of all partials at once and nobody needs
     them one by one, they are never made: the layer is a dense Transformer's as long as the streams are equal.
     """
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__(config, layer)
+        self.attention_norm, self.ffn_norm = KeptRMSNorm(config), KeptRMSNorm(config)
         self.attention: LaneAttention = TitanAttention(config, layer)
         self.feed_forward: LaneFeedForward = TitanFeedForward(config)
         lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size

@@ -6,7 +6,8 @@ degree divides; with 8 shards (HSDP, one node) that is the lane axis itself, one
 
 The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is D or F
 wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective checkpointing keeps the first
-kind, the streams between attention and MLP, and what attention returns, and computes the rest again: no product is.
+kind, the streams between attention and MLP, what the norms and attention return, and computes the rest again: no
+product is, and nothing that is as wide as the streams but the join in front of the MLP's output.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ RECOMPILE_LIMIT = 64
 KEPT_OPS = {
     torch.ops.laneformer.keep.default,
     torch.ops.laneformer.join.default,
+    torch.ops.laneformer.rms_norm.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -107,13 +107,10 @@ def test_a_layer_moves_what_its_kernels_read_and_write() -> None:
     wide = 2 * math.prod(shape)
     graphs = {graph.backward: graph for _, graph in recorder.calls}
     assert reads(graphs[False], wide) == [("rms_norm", 1), ("join_norm", 3), ("join", 3)]
-    assert reads(graphs[True], wide) == [
-        ("join_norm_backward", 2), ("rms_norm", 1), ("join_norm_backward", 4), ("rms_norm", 1),
-        ("join_norm_backward", 3),
-    ]  # fmt: skip
+    assert reads(graphs[True], wide) == [("join_norm_backward", count) for count in (2, 4, 3)], "no norm again"
     # what they read and write, and below it the narrow rest: SwiGLU, RoPE, concatenated weights
     assert 11 < graphs[False].bytes("elementwise") / wide < 11 + 4
-    assert 19 < graphs[True].bytes("elementwise") / wide < 19 + 7
+    assert 15 < graphs[True].bytes("elementwise") / wide < 15 + 7
 
 
 def reads(graph: sm90.Graph, wide: int) -> list[tuple[str, int]]:
