@@ -73,14 +73,15 @@ def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Ten
     return *plain(h, partial, delayed, weight, how), None if partial is None else partial * 1
 
 
-def largest_error(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> float:
+def largest_error(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: Join | None = None) -> float:
     """In units of what rounding explains, relative to the largest value of each result.
 
     A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded streams), and
     the partial where a plain operation prepares it: half an eps each. Float32 sums over a few dozen values add a few of
     float32's.
     """
-    allowed = 1.5 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
+    roundings = 3 if how in (Join.PRESENT, Join.NO_REDUCE) else 2
+    allowed = roundings / 2 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
     assert all(a.dtype == dtype for a in found)
     return max(
         ((a.cpu().double() - b).abs().max() / b.abs().max() / allowed).item()
@@ -106,7 +107,7 @@ def test_every_join_and_norm_is_the_models(lanes: int, dtype: torch.dtype) -> No
         found = results(inputs, gradients, how, fused)
         wide = [None if t is None else t.double() for t in inputs]
         wanted = results(wide, [g.double() for g in gradients], how, exact)
-        assert largest_error(found, wanted, dtype) <= 1, (how, delay, scale)
+        assert largest_error(found, wanted, dtype, how) <= 1, (how, delay, scale)
 
 
 def test_faults_would_be_seen() -> None:
@@ -124,7 +125,7 @@ def test_faults_would_be_seen() -> None:
     found = results(inputs, gradients, Join.PAST, fused)
     wide, wide_gradients = [t.double() for t in inputs], [g.double() for g in gradients]
     for fault in (own_lane_twice, unscaled):
-        assert largest_error(found, results(wide, wide_gradients, Join.PAST, fault), torch.bfloat16) > 5
+        assert largest_error(found, results(wide, wide_gradients, Join.PAST, fault), torch.bfloat16, Join.PAST) > 5
 
 
 def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
         losses.sum().backward()
         computed.append([losses.detach(), *(p.grad for p in model.parameters())])
     # float32 through five layers, each a chain of a few dozen roundings
-    assert largest_error(*computed, torch.float32) <= 100 / 9.5
+    assert largest_error(*computed, torch.float32) <= 100 / 9
 
 
 # --- in a graph of the compiler -------------------------------------------------------------------------------------

@@ -146,6 +146,6 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         found = results(inputs, gradients, how, fused)
         wide = [None if t is None else t.cpu().double() for t in inputs]
         wanted = results(wide, [g.cpu().double() for g in gradients], how, exact)
-        assert largest_error(found, wanted, dtype) <= 1, (how, delay, scale)
+        assert largest_error(found, wanted, dtype, how) <= 1, (how, delay, scale)
         again = results(inputs, gradients, how, fused)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "a step must repeat bit for bit"
