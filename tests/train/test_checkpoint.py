@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from data_mixtures.mixture import Mixture
@@ -108,6 +109,7 @@ def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, t
     assert "holds, beyond this model's, 9 tensors, first 'layers.3." in fail(run, lock, *shallow)
 
 
+@pytest.mark.slow
 def test_a_phase_may_change_what_it_names(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     lock, parent = prepared_data / "phase2.lock.json", str(whole_run / "checkpoint/step-4")
     longer = ("--checkpoint.initial_load_path", parent, "--architecture.rope_theta", "5e5", "--training.steps", "1")

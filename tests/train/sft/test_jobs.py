@@ -97,6 +97,7 @@ def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path)
     supervised.assert_same(run, reference, 6)
 
 
+@pytest.mark.slow
 def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
     """Thirty-two steps of a tiny model on conversations about who it is: unseen ones become likelier as well."""
     more = ("--training.local_batch_size", "4", "--optimizer.lr", "1e-2")
