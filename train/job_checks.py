@@ -186,9 +186,18 @@ def misfits(job: Any, world_size: int | None) -> Iterator[str]:
             f"{ranks} workers do not form a mesh of data_parallel_replicate_degree = {replicas} times "
             f"data_parallel_shard_degree = {shards}; start {replicas * max(shards, 1)}, or change the degrees"
         )
-    if training.global_batch_size % (training.local_batch_size * ranks):
-        yield (
-            f"training.global_batch_size = {training.global_batch_size} is not a multiple of {ranks} GPUs x "
-            f"local_batch_size = {training.local_batch_size}; choose a local batch that divides "
-            f"{training.global_batch_size / ranks:g}"
-        )
+    if problem := batch_problem(training.global_batch_size, training.local_batch_size, ranks):
+        yield problem
+
+
+def batch_problem(global_batch: int, local_batch: int, ranks: int) -> str | None:
+    """Why a step's sequences cannot be dealt to the ranks in whole micro-batches; None if they can."""
+    if global_batch % (local_batch * ranks) == 0:
+        return None
+    fix = f"a number of GPUs that divides {global_batch}"
+    if global_batch % ranks == 0:
+        fix = f"a local batch that divides {global_batch // ranks}"
+    return (
+        f"training.global_batch_size = {global_batch} is not a multiple of {ranks} GPUs x local_batch_size = "
+        f"{local_batch}; choose {fix}"
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from laneformer.config import MODULES, Join, LaneformerConfig, flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
+from train.job_checks import batch_problem
 
 Facts = dict[str, float]
 FP32, BF16 = 4, 2
@@ -89,11 +90,8 @@ def check(job: Job, cluster: Cluster) -> None:
             f"the mesh has {job.replicate} x {job.shard} = {mesh} GPUs, --gpus is {cluster.gpus}; give --gpus {mesh} "
             "or --parallelism.data_parallel_replicate_degree and --parallelism.data_parallel_shard_degree"
         )
-    if job.global_batch % (job.local_batch * mesh):
-        raise ValueError(
-            f"training.global_batch_size = {job.global_batch} is not a multiple of {mesh} GPUs x local_batch_size = "
-            f"{job.local_batch}; choose a local batch that divides {job.global_batch / mesh:g}"
-        )
+    if problem := batch_problem(job.global_batch, job.local_batch, mesh):
+        raise ValueError(problem)
 
 
 def compute(job: Job, cluster: Cluster) -> Facts:
