@@ -50,20 +50,17 @@ class MixtureLoader(BaseDataLoader):
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.reader_threads = reader_threads
 
-    def _read(self, first: int, skips: SkipList) -> Batch | Exception:
-        try:
-            runs = windows_of(skips.numbers(first + self.local.start, len(self.local)))
-            parts, sources = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
-            tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
-            source = torch.from_numpy(np.concatenate(sources))
-            marks = [self.mixture.flags(number, last - number) for number, last in runs] if self.mixture.packed else []
-            flags = torch.from_numpy(np.concatenate(marks)) if marks else None
-            if torch.cuda.is_available():  # in a context that the process has already, whatever device it is on
-                tokens, source = tokens.pin_memory(), source.pin_memory()
-            inputs, labels = inputs_and_labels(tokens, flags)
-            return {**inputs, "source": source}, labels
-        except Exception as problem:  # for the training thread, which ends the job with it
-            return problem
+    def _read(self, first: int, skips: SkipList) -> Batch:
+        runs = windows_of(skips.numbers(first + self.local.start, len(self.local)))
+        parts, sources = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
+        tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
+        source = torch.from_numpy(np.concatenate(sources))
+        marks = [self.mixture.flags(number, last - number) for number, last in runs] if self.mixture.packed else []
+        flags = torch.from_numpy(np.concatenate(marks)) if marks else None
+        if torch.cuda.is_available():  # in a context that the process has already, whatever device it is on
+            tokens, source = tokens.pin_memory(), source.pin_memory()
+        inputs, labels = inputs_and_labels(tokens, flags)
+        return {**inputs, "source": source}, labels
 
     def __iter__(self) -> Iterator[Batch]:
         # the skip list of now: what `leave_out` adds later is exactly what has been read ahead past
@@ -71,8 +68,6 @@ class MixtureLoader(BaseDataLoader):
         for batch in read_ahead(
             lambda number: self._read(first + number * self.micro_batch, skips), self.reader_threads
         ):
-            if isinstance(batch, Exception):
-                raise batch
             self.sequences += self.micro_batch
             yield batch
 
@@ -166,7 +161,7 @@ def of_packed(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str
 
 
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
-    """read(0), read(1), ... in this order, each done by a thread before it is asked for.
+    """read(0), read(1), ... in this order, each done by a thread before it is asked for; raises what `read` raises.
 
     Thread t does every number with remainder t, so nothing has to be put back into order. Queues of C, one pair a
     thread: taking a batch costs the training thread no lock that a reader can hold.
@@ -176,7 +171,10 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
 
     def serve(asked: SimpleQueue, done: SimpleQueue) -> None:
         while (number := asked.get()) is not None:
-            done.put(read(number))
+            try:
+                done.put((read(number), None))
+            except Exception as problem:  # without it the training thread would wait until it counts as a hang
+                done.put((None, problem))
 
     for queues in zip(asked, done, strict=True):
         Thread(target=serve, args=queues, name="reader", daemon=True).start()
@@ -184,7 +182,9 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
         for number in range(threads * READ_AHEAD_BATCHES):
             asked[number % threads].put(number)
         for number in count():
-            result = done[number % threads].get()
+            result, problem = done[number % threads].get()
+            if problem is not None:
+                raise problem
             asked[number % threads].put(number + threads * READ_AHEAD_BATCHES)
             yield result
     finally:

@@ -231,3 +231,15 @@ def test_reading_ahead_keeps_the_order_and_its_bound(threads: int) -> None:
     results.close()
     assert len(set(started)) == len(started), "none twice"
     assert max(started) < 50 + threads * READ_AHEAD_BATCHES
+
+
+def test_what_a_reader_raises_reaches_the_training_thread() -> None:
+    def read(number: int) -> int:
+        if number == 3:
+            raise TypeError("no batch 3")
+        return number
+
+    results = read_ahead(read, 2)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(TypeError, match="no batch 3"):
+        next(results)
