@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ PLAN, RECEIPT = "plan.json", "receipt.json"
 PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch and hydrate
 DOCUMENTS = "documents.parquet"  # of filter
+# what a document's origin says of it besides its file and row, where the input has such columns or fields
+ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
 TOKENIZER = "tokenizer.model"
 Entry = dict[str, Any]
 T = TypeVar("T")
@@ -109,6 +111,12 @@ def raw_text(out: Path, unit: Unit) -> tuple[str, str]:
     if entry["kind"] == "parquet" and entry["text_column"] is not None:
         return "fetch", entry["text_column"]
     return ("fetch" if entry["kind"] == "local" else "hydrate"), "text"
+
+
+def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
+    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and Parquet), and its fields."""
+    known = {name: fields[name] for name in ORIGIN_FIELDS if fields.get(name) is not None}
+    return json.dumps({"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
