@@ -1,23 +1,26 @@
 """What a recipe TOML may say, read into frozen dataclasses and checked once; everything after this trusts it.
 
-A recipe names sources (local text, or hub datasets for the big runs), a tokenizer, what to filter, how to hydrate, and
-one table of integer weights per phase. Unknown keys are refused with the nearest known name.
+A recipe names sources (files of one's own, here or behind a URL, and datasets of the hub), a tokenizer, what to filter,
+and one table of integer weights per phase. A key is a field of a dataclass here, with its help text below it:
+docs/recipe-keys.md is made from them. Unknown keys are refused with the nearest known name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import tomllib
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from data_mixtures import order
 
-CATEGORIES = ("web", "code", "math", "multilingual", "qa")
 KINDS = ("text", "jsonl", "docstrings")
 RESERVED_FOLDERS = ("corpus", "fetch", "hydrate", "filter", "tokenize", "order", "shuffle")
 T = TypeVar("T")
@@ -26,102 +29,154 @@ MAX_VOCAB_SIZE = 65_536  # tokens are stored as uint16
 
 @dataclass(frozen=True)
 class Input:
-    """One stream of local text: a reader (`kind`), the files it reads, and a cap in bytes of extracted text.
-
-    paths, exclude: globs, where {stdlib} and {site_packages} are the running Python's folders and {corpus} is what the
-    recipe's `corpus` writes. field: of a JSON line, the one that holds the text. A capped input is read in sequence, by
-    one process; without max_bytes all files are read, many at a time.
-    """
+    """Files of one kind, in `inputs` of a source."""
 
     kind: str
+    """text (a document each), jsonl (one JSON object with the text a line) or parquet (a row each). Text and JSON lines
+    may be compressed (.gz, .zst, .bz2, .xz)"""
     paths: tuple[str, ...]
-    max_bytes: int | None = None
-    exclude: tuple[str, ...] = ()
+    """Globs (`**` for any folders), each of which must match: relative to the recipe's folder, absolute, or URLs that
+    fsspec knows, such as s3://bucket/a/*.parquet, gs://..., hf://datasets/owner/name/*.jsonl. {stdlib}, {site_packages}
+    and {corpus} are folders of the running Python, and what the recipe's `corpus` writes"""
     field: str = "text"
+    """Field (JSON lines) or column (Parquet) that holds the text"""
+    exclude: tuple[str, ...] = ()
+    """Patterns of paths to leave out"""
+    files: int | None = None
+    """Read the first so many files alone, in the order of a hash of their names: a fair sample that can be extended"""
+    max_bytes: int | None = None
+    """Cap on the extracted text, in bytes (not of Parquet); the input is then read in sequence, by one process"""
 
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)
-        if self.max_bytes is not None:
-            check_integer("max_bytes", self.max_bytes)
+        for name in ("files", "max_bytes"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
         if not self.paths:
             raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = {list(self.paths)}")
+        if self.kind == "parquet" and self.max_bytes is not None:
+            raise ValueError("max_bytes caps text that is extracted, and Parquet is read as it is; use files = N")
 
 
 @dataclass(frozen=True)
-class LocalSource:
-    """A source made of text on this machine."""
+class Source:
+    """Keys of every [sources.NAME]; NAME becomes a folder."""
 
     name: str
-    category: str
-    inputs: tuple[Input, ...]
-    min_bytes: int = 100_000  # with less, the machine lacks the files, and a run would soon repeat those it has
+    category: str = "other"
+    """Label of the source in statistics and evaluations, such as web, code or math; any name"""
+    _: KW_ONLY
+    licence: str = ""
+    """Terms of the text, as a note"""
+    valid_per_10000: int | None = None
+    """Documents held out of training, out of 10,000; default: the recipe's. 0: none. The same texts are held out of all
+    sources with the same figure; a source with a smaller one trains on more of what another holds out"""
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """A source on the dataset hub, for the 2B runs. `expected_tokens_b`: billions, before our own count.
+class LocalSource(Source):
+    """A source made of files, here or behind a URL."""
 
-    text_columns: names that the column of text may have; exactly one of them must be in the files.
-    """
+    inputs: tuple[Input, ...] = ()
+    """The files: tables { kind, paths, ... }"""
+    min_bytes: int = 1
+    """Refuse a source with less text, which a run would soon repeat"""
 
-    name: str
-    category: str
-    repo: str
-    revision: str
-    configs: tuple[str, ...]
-    licence: str
-    gate: str
-    expected_tokens_b: float
+
+@dataclass(frozen=True)
+class HubSource(Source):
+    """A source that is a dataset of Parquet files on the Hugging Face hub, or in a --mirror of it."""
+
+    repo: str = ""
+    """Its id, owner/name"""
+    revision: str = "main"
+    """A commit (or its first digits), branch or tag; the plan keeps the commit"""
+    configs: tuple[str, ...] = ("",)
+    """Exact names of the folders to read; default: all"""
     text_columns: tuple[str, ...] = ("text",)
-    needs_hydration: bool = False  # metadata only: the text must be fetched by repository, commit and path
+    """Names that the column of text may have; exactly one of them must be in the files"""
+    files: int | None = None
+    """As `files` of an input, of each folder"""
+    gate: str = ""
+    """How access is granted, as a note"""
+    expected_tokens_b: float | None = None
+    """Billions of tokens, as others counted them; for estimates before there is a count of our own"""
+    needs_hydration: bool = False
+    """The files list repository, commit and path, and the text comes from [hydrate]"""
 
 
 @dataclass(frozen=True)
 class TokenizerTraining:
-    """A small sentencepiece BPE, trained on a sample of the sources' own text."""
+    """[tokenizer]: a small sentencepiece BPE, trained on a sample of the sources' own text."""
 
     vocab_size: int
+    """Pieces, from 300 to 65,536"""
     train_bytes: int
-    character_coverage: float
+    """Size of the sample"""
+    character_coverage: float = 0.9995
+    """Share of the sample's characters that become pieces; the others go through bytes"""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which documents are kept. `benchmarks`: name -> file or glob (JSON lines, Parquet) of items not to train on."""
+    """[filter]: which documents are kept."""
 
     min_chars: int = 64
+    """Shortest document"""
     max_chars: int = 10_000_000
+    """Longest document"""
     benchmarks: Mapping[str, str] = field(default_factory=dict)
+    """[filter.benchmarks]: name = file or glob (JSON lines, Parquet) of items; documents that hold one are dropped"""
 
 
 @dataclass(frozen=True)
 class Hydrate:
-    """Where the text of metadata comes from, "local:FOLDER" or "module:attribute", and what share may be missing."""
+    """[hydrate]: where the text of metadata comes from."""
 
     resolver: str
+    """local:FOLDER (files at FOLDER/repository/commit/path) or module:attribute"""
     max_missing_share: float = 0.01
+    """Share of the texts of a unit that may be missing"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole TOML.
+    """The keys at the top of a recipe."""
 
-    tokenizer: path of a sentencepiece model, or how to train one. corpus: a module that writes text for local sources;
-    the plan stage runs it as `python -m MODULE --out DIR/corpus`.
-    """
-
-    seed: int
-    seq_len: int
-    windows_per_shard: int
-    valid_per_10000: int
-    max_document_chars: int
-    epoch_cap: int
     tokenizer: Path | TokenizerTraining
+    """Path of a Hugging Face tokenizer.json or of a sentencepiece model, or the table [tokenizer] to train one"""
     sources: tuple[LocalSource | HubSource, ...]
-    phases: Mapping[str, Mapping[str, int]]  # phase -> source -> weight, for every source, in the order of `sources`
+    """[sources.NAME], or the path of a TOML with such tables"""
+    phases: Mapping[str, Mapping[str, int]]
+    """[phase1], [phase2], ...: NAME = weight for every source, 0 where the phase does not use it. Integers whose sum is
+    at most 32,768: the share of a source is its weight over the sum, and the order repeats after that many sequences"""
+    seq_len: int = 4096
+    """Tokens of a training sequence"""
+    seed: int = 1
+    """Decides the order of documents"""
+    windows_per_shard: int = 32_768
+    """Sequences of seq_len tokens in one shard file"""
+    valid_per_10000: int = 20
+    """Documents held out of training for validation, out of 10,000, by a fixed range of their hashes; 0: none. A source
+    whose held-out documents do not fill one sequence has nothing to validate on, which the summary shows"""
+    max_document_chars: int = 100_000
+    """Longer documents are cut, after a newline where there is one"""
+    max_dropped_share: float = 0.05
+    """Share of a source's documents that may be unreadable or damaged before the preparation stops"""
+    epoch_cap: int = 4
+    """How often a run may read a source, over all phases; a job that would read it more often is refused"""
     filter: Filter = field(default_factory=Filter)
+    """The table [filter]"""
     hydrate: Hydrate | None = None
+    """The table [hydrate]"""
     corpus: str | None = None
+    """Module that writes text for {corpus} before files are listed, run as `python -m MODULE --out DIR/corpus`"""
+    folder: Path = Path()  # no key: where the recipe lies
+
+    def held_out_of(self, source: str) -> int:
+        """valid_per_10000 of a source by name."""
+        own = next((each.valid_per_10000 for each in self.sources if each.name == source), None)
+        return self.valid_per_10000 if own is None else own
 
 
 def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -140,6 +195,11 @@ def nearest(name: str, known: list[str], choice: str) -> str:
 def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         raise ValueError(f"{name} = {value!r} must be an integer from {low}" + (f" to {high}" if high else ""))
+
+
+def check_share(name: str, value: Any) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} = {value!r} must be a share from 0 to 1")
 
 
 def load(path: Path) -> Recipe:
@@ -178,35 +238,65 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
     without = table.pop("without", [])  # sources of a shared list that this recipe leaves out
     if isinstance(table.get("sources"), str):
         table["sources"] = _toml(folder / table["sources"])["sources"]
-    read = _made(Recipe, table, "recipe", phases={})
+    check_known("source in without:", without, table.get("sources", {}))
+    made = {
+        "tokenizer": lambda given: _tokenizer(given, folder),
+        "sources": lambda given: tuple(_source(*each) for each in given.items() if each[0] not in without),
+        "filter": lambda given: _filter(given, folder),
+        "hydrate": lambda given: _hydrate(given, folder),
+    }
+    values = {key: made[key](value) if key in made else value for key, value in table.items()}
+    read = _made(Recipe, values, "recipe", phases={}, folder=folder)
     for name in ("seq_len", "windows_per_shard", "max_document_chars", "epoch_cap"):
         check_integer(name, getattr(read, name))
     check_integer("seed", read.seed, low=0, high=2**63 - 1)
-    check_integer("valid_per_10000", read.valid_per_10000, high=5000)
-    check_known("source in without:", without, table["sources"])
-    sources = tuple(_source(name, each) for name, each in table["sources"].items() if name not in without)
-    hydrate = _hydrate(table["hydrate"], folder) if "hydrate" in table else None
-    needed = any(isinstance(source, HubSource) and source.needs_hydration for source in sources)
+    check_integer("valid_per_10000", read.valid_per_10000, low=0, high=5000)
+    check_share("max_dropped_share", read.max_dropped_share)
     if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
-    return dataclasses.replace(
-        read,
-        sources=sources,
-        tokenizer=_tokenizer(table["tokenizer"], folder),
-        filter=_filter(table.get("filter", {}), folder),
-        hydrate=hydrate if needed else None,
-        phases={phase: _weights(phase, given, [source.name for source in sources]) for phase, given in weights.items()},
-    )
+    names = [source.name for source in read.sources]
+    needed = any(isinstance(source, HubSource) and source.needs_hydration for source in read.sources)
+    phases = {phase: _weights(phase, given, names) for phase, given in weights.items()}
+    return dataclasses.replace(read, hydrate=read.hydrate if needed else None, phases=phases)
 
 
-def _made(cls: Callable[..., T], table: Mapping[str, Any], what: str, **given: Any) -> T:
+def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
     """A dataclass from a table with keys as its fields are named, and fields that are not in the table."""
+    if not isinstance(table, dict):
+        raise ValueError(f"{what}: {table!r} must be a table of keys")
     fields = [f for f in dataclasses.fields(cast(Any, cls)) if f.name not in given]
     check_known(f"{what} key", table, [f.name for f in fields])
     missing = [f.name for f in fields if f.name not in table and f.default is f.default_factory is dataclasses.MISSING]
     if missing:
         raise ValueError(f"{what} lacks {missing}")
-    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}, **given)
+    hints = typing.get_type_hints(cls)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    for key, value in values.items():
+        if not _fits(value, hints[key]):
+            said = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{what}: {key} = {said!r} must be of type {in_toml(hints[key])}")
+    return cls(**values, **given)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a TOML is of a field's type; an integer is a float too, a boolean is neither."""
+    kinds = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, kind) for kind in kinds)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(each, kinds[0]) for each in value)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, int | float if hint is float else typing.get_origin(hint) or hint)
+
+
+def in_toml(hint: Any) -> str:
+    """A field's type in the words of TOML."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(in_toml(kind) for kind in typing.get_args(hint) if kind is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return f"list of {in_toml(typing.get_args(hint)[0])}s"
+    return {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}.get(hint, "table")
 
 
 def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
@@ -215,20 +305,40 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     if name in RESERVED_FOLDERS:
         raise ValueError(f"source name {name!r} is that of a stage's folder beside it; choose another")
     what = f"source {name!r}"
+    if not isinstance(values, dict) or ("inputs" in values) == ("repo" in values):
+        raise ValueError(f"{what} needs either inputs = [{{ kind = ..., paths = [...] }}] or repo = 'owner/name'")
+    kind: Callable[..., LocalSource | HubSource] = HubSource
     if "inputs" in values:
-        values = {**values, "inputs": [_made(Input, table, f"{what}: input") for table in values["inputs"]]}
-    kind: Callable[..., LocalSource | HubSource] = HubSource if "repo" in values else LocalSource
+        kind, inputs = LocalSource, values["inputs"] if isinstance(values["inputs"], list) else [values["inputs"]]
+        values = {**values, "inputs": [_input(table, what) for table in inputs]}
     found = _made(kind, values, what, name=name)
-    check_known(f"category of {what}:", [found.category], CATEGORIES)
+    if found.valid_per_10000 is not None:
+        check_integer(f"{what}: valid_per_10000", found.valid_per_10000, low=0, high=5000)
+    if isinstance(found, HubSource) and found.files is not None:
+        check_integer(f"{what}: files", found.files)
     return found
 
 
-def _tokenizer(value: str | dict[str, Any], folder: Path) -> Path | TokenizerTraining:
+def _input(table: Any, what: str) -> Input:
+    """An input whose relative paths begin with {recipe}, so that they and the plan stay the same in another folder."""
+    try:
+        found = _made(Input, table, f"{what}: input")
+    except ValueError as error:
+        raise ValueError(str(error) if what in str(error) else f"{what}: {error}") from error
+    here = [
+        each if os.path.isabs(each) or "://" in each or each[:1] == "{" else f"{{recipe}}/{each}"
+        for each in found.paths
+    ]
+    return dataclasses.replace(found, paths=tuple(here))
+
+
+def _tokenizer(value: Any, folder: Path) -> Path | TokenizerTraining:
     if isinstance(value, str):
         return folder / value  # an absolute path replaces the folder
     found = _made(TokenizerTraining, value, "tokenizer")
     check_integer("tokenizer.vocab_size", found.vocab_size, 300, MAX_VOCAB_SIZE)
     check_integer("tokenizer.train_bytes", found.train_bytes)
+    check_share("tokenizer.character_coverage", found.character_coverage)
     return found
 
 
@@ -248,8 +358,7 @@ def _hydrate(table: dict[str, Any], folder: Path) -> Hydrate:
     kind, _, where = str(found.resolver).partition(":")
     if not where:
         raise ValueError(f"hydrate.resolver = {found.resolver!r} must be 'local:FOLDER' or 'module:attribute'")
-    if not 0 <= found.max_missing_share <= 1:
-        raise ValueError(f"hydrate.max_missing_share = {found.max_missing_share!r} must be a share from 0 to 1")
+    check_share("hydrate.max_missing_share", found.max_missing_share)
     return dataclasses.replace(found, resolver=f"local:{folder / where}") if kind == "local" else found
 
 

@@ -77,12 +77,22 @@ def bits_per_byte(
 
 
 def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Held-out windows (n, S+1) of every source of a data directory, at most `count` each, and its category."""
+    """Held-out windows (n, S+1) of every source of a data directory that has some, at most `count`, and its category.
+
+    ValueError when none has any.
+    """
     manifests = sorted(data.glob("*/source.json"))
     if not manifests:
         raise ValueError(f"{data} holds no <source>/source.json; create it with `python -m data_mixtures.prepare`")
     categories = {m.parent.name: json.loads(m.read_text(encoding="utf-8"))["category"] for m in manifests}
-    return {name: valid_windows(data, name, max_windows=count) for name in categories}, categories
+    windows = {name: valid_windows(data, name, max_windows=count) for name in categories}
+    if without := [name for name, found in windows.items() if not len(found)]:
+        Console(stderr=True).print(f"no held-out windows, left out: {', '.join(without)}", highlight=False)
+    if len(without) == len(windows):
+        raise ValueError(
+            f"no source of {data} holds text out; raise valid_per_10000 in its recipe and prepare it again"
+        )
+    return {name: found for name, found in windows.items() if name not in without}, categories
 
 
 def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:

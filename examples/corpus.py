@@ -54,7 +54,7 @@ def _capped(texts: Texts, max_bytes: int | None) -> Texts:
 
 def read(reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, ...] = ()) -> Texts:
     """The documents of all files of these globs that can be read, in an order that depends on the files alone."""
-    for path in local.find(Input("text", paths, exclude=exclude), local.roots(Path())):
+    for path in local.find(Input("text", paths, exclude=exclude), local.roots(Path(), Path())):
         with suppress(local.Unreadable, PermissionError):
             yield from reader(path)
 

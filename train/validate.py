@@ -19,6 +19,7 @@ from torch import nn
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
 from data_mixtures.mixture import CONVERSATIONS, TRAINED, read_lock, valid_windows
 
@@ -28,19 +29,21 @@ from .supervise.heartbeat import enter
 
 
 def held_out(lock_path: Path, windows_per_source: int, flags: bool = False) -> dict[str, np.ndarray]:
-    """Held-out windows uint16 (n, S + 1) of each source of a mixture, or the flags of their tokens.
+    """Held-out windows uint16 (n, S + 1) of each source of a mixture that has some, or the flags of their tokens.
 
-    Raises ValueError where a source has none.
+    Raises ValueError where no source has any that the mixture reads.
     """
-    windows = {}
-    for source in read_lock(lock_path)["sources"]:
-        windows[source["name"]] = valid_windows(lock_path.parent, source["name"], windows_per_source, flags)
-        if not len(windows[source["name"]]):
-            raise ValueError(
-                f"source {source['name']!r} of {lock_path} has no held-out windows to validate on; raise "
-                "valid_per_10000 in the recipe and prepare again, or set validation.enable = false"
-            )
-    return windows
+    weights = {source["name"]: source["weight"] for source in read_lock(lock_path)["sources"]}
+    windows = {name: valid_windows(lock_path.parent, name, windows_per_source, flags) for name in weights}
+    without = [name for name, found in windows.items() if not len(found)]
+    if not sum(weight for name, weight in weights.items() if name not in without):
+        raise ValueError(
+            f"{', '.join(without)} of {lock_path} have no held-out windows to validate on; raise valid_per_10000 in "
+            "the recipe and prepare again, or set validation.enable = false"
+        )
+    if without:
+        logger.warning(f"no held-out windows, so not in the validation loss: {', '.join(without)}")
+    return {name: found for name, found in windows.items() if name not in without}
 
 
 def deal_out(tokens: np.ndarray, source: np.ndarray, ranks: int, batch: int, unread: int) -> tuple[np.ndarray, ...]:

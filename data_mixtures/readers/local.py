@@ -29,10 +29,11 @@ MIN_DOCSTRING_CHARS = 100
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def roots(out: Path) -> dict[str, str]:
-    """What {stdlib}, {site_packages} and {corpus} stand for in the paths of an input; `out` is the data folder."""
+def roots(out: Path, recipe: Path) -> dict[str, str]:
+    """What {recipe}, {stdlib}... stand for in the paths of an input; the data folder and the recipe's are given."""
     python = sysconfig.get_paths()
-    return {"stdlib": python["stdlib"], "site_packages": python["purelib"], "corpus": str(out / "corpus")}
+    here = {"recipe": os.path.abspath(recipe), "corpus": str(out / "corpus")}
+    return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
 
 
 def find(source_input: Input, roots: Mapping[str, str]) -> list[Path]:

@@ -162,7 +162,7 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
         counts = [receipt["counts"] for receipt in stage.receipts(out, "fetch", each.name)]
         total = sum(count["bytes"] for count in counts)
         if isinstance(each, LocalSource) and total < each.min_bytes:
-            kinds = [f"{i.kind}: {len(local.find(i, local.roots(out)))} files" for i in each.inputs]
+            kinds = [f"{i.kind}: {len(local.find(i, local.roots(out, recipe.folder)))} files" for i in each.inputs]
             raise ValueError(
                 f"source {each.name!r} found {total} bytes of text on this machine ({', '.join(kinds)}), it needs at "
                 f"least min_bytes = {each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"

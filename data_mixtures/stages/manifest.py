@@ -119,7 +119,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str
         "category": next(each.category for each in recipe.sources if each.name == source),
         "plan_hash": stage.planned(out, source)["plan_hash"],
         "code_version": code_version(),
-        **asdict(shuffle.layout(recipe)),
+        **asdict(shuffle.layout(recipe, source)),
         "tokenizer_sha256": file_sha256(out / TOKENIZER),
         "vocab_size": tokenizer.load(out / TOKENIZER).vocab_size(),
         **_counts(out, source),

@@ -36,8 +36,8 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     check_known("source", names, [each.name for each in recipe.sources])
     on_disk = [each for each in chosen if isinstance(each, LocalSource)]
     if recipe.corpus is not None and on_disk:
-        _write_corpus(recipe.corpus, Path(local.roots(out)["corpus"]))
-    planned = {each.name: _local(each, out) for each in on_disk}
+        _write_corpus(recipe.corpus, Path(local.roots(out, recipe.folder)["corpus"]))
+    planned = {each.name: _local(each, out, recipe.folder) for each in on_disk}
     remote = [each for each in chosen if isinstance(each, HubSource)]
     if new := [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]:
         planned |= _ask(hub.origin(mirror), new)
@@ -67,9 +67,9 @@ def _hashed(entry: Entry, decides: Any) -> Entry:
     return {**entry, "plan_hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _local(each: LocalSource, out: Path) -> Entry:
+def _local(each: LocalSource, out: Path, folder: Path) -> Entry:
     """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
-    roots = local.roots(out)
+    roots = local.roots(out, folder)
     entries: list[Entry] = []
     decides: list[Any] = []
     for source_input in each.inputs:

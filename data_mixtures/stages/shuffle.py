@@ -54,13 +54,13 @@ class OrderDocuments(Stage):
 
     def key(self, unit: Unit) -> str:
         indexes = [receipt["files"][INDEX] for receipt in receipts(self.out, UPSTREAM, unit.source)]
-        return stage.key_of(("stages/shuffle.py",), unit.number, self.recipe.valid_per_10000, indexes)
+        return stage.key_of(("stages/shuffle.py",), unit.number, self.recipe.held_out_of(unit.source), indexes)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         low, high = range_bounds(unit.number, key_ranges(self.out, unit.source))
         parts, slices = read_slices(self.out, unit.source, low, high)
         documents = merge(parts)
-        held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.valid_per_10000))
+        held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.held_out_of(unit.source)))
         read = int(slices["documents"].sum())
         counts: dict[str, Any] = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
@@ -71,8 +71,8 @@ class OrderDocuments(Stage):
         return counts
 
 
-def layout(recipe: Recipe) -> shards.Layout:
-    return shards.Layout(recipe.seed, recipe.seq_len, recipe.windows_per_shard, recipe.valid_per_10000)
+def layout(recipe: Recipe, source: str) -> shards.Layout:
+    return shards.Layout(recipe.seed, recipe.seq_len, recipe.windows_per_shard, recipe.held_out_of(source))
 
 
 def key_ranges(out: Path, source: str) -> int:
@@ -153,13 +153,12 @@ class WriteShards(Stage):
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
     def shards(self, source: str) -> int:
-        """How many shards a source fills. ValueError when it has too little text for one window."""
-        for part, name in (("train", "training"), ("valid", "held-out")):
-            if not self._windows(source, part):
-                raise ValueError(
-                    f"source {source!r} has too little text for one {name} window of {self.recipe.seq_len} tokens: "
-                    "add text, or change seq_len or valid_per_10000"
-                )
+        """How many shards a source fills. ValueError when it has too little text for one window of training."""
+        if not self._windows(source, "train"):
+            raise ValueError(
+                f"source {source!r} has too little text for one training window of {self.recipe.seq_len} tokens: "
+                "add text, or lower seq_len"
+            )
         return -(-self._windows(source, "train") // self.recipe.windows_per_shard)
 
     def _windows(self, source: str, part: str) -> int:
@@ -172,7 +171,7 @@ class WriteShards(Stage):
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
         tokens = [receipt["files"][TOKENS] for receipt in receipts(self.out, UPSTREAM, unit.source)]
-        numbers = asdict(layout(self.recipe))
+        numbers = asdict(layout(self.recipe, unit.source))
         return stage.key_of(("stages/shuffle.py", "shards.py"), unit.number, numbers, order, tokens)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
@@ -180,7 +179,7 @@ class WriteShards(Stage):
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         if part == "valid":
             documents = sum(receipt["counts"]["valid"]["documents"] for receipt in self._orders(unit.source))
-            pieces = self._tokens(unit.source, part, 0, windows * seq_len + 1, [])
+            pieces = self._tokens(unit.source, part, 0, windows * seq_len + 1 if windows else 0, [])
             return {**shards.write_pieces(folder / shards.VALID, pieces, seq_len), "documents": documents}
         before = unit.number * self.recipe.windows_per_shard
         windows = min(windows - before, self.recipe.windows_per_shard)

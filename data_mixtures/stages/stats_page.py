@@ -10,10 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from data_mixtures.recipe import CATEGORIES
 from records.page import NEUTRAL, PLOT, card, chart, chip, colour, html_page, none, percent, short, table, tiles
 
-COLOURS = {category: colour(index) for index, category in enumerate(CATEGORIES)}
 PAIRS = 40  # of sources that share documents are shown
 
 
@@ -21,6 +19,11 @@ def page(stats: Mapping[str, Any]) -> str:
     """The page of what stats.json holds."""
     parts = (_tiles, _shares, _sources, _epochs, _lengths, _dropped, _shared, _documents)
     return html_page("Data", "<h1>Prepared data</h1>" + "".join(part(stats) for part in parts), get_plotlyjs())
+
+
+def colours(stats: Mapping[str, Any]) -> dict[str, str]:
+    categories = dict.fromkeys(each["category"] for each in stats["sources"].values())
+    return {category: colour(index) for index, category in enumerate(categories)}
 
 
 def count(value: int) -> str:
@@ -60,12 +63,12 @@ def _bars(names: Sequence[str], values: Sequence[float], form: str, name: str, t
 def _shares(stats: Mapping[str, Any]) -> str:
     """Tokens of each category against what the phases ask of it."""
     sources, total = stats["sources"], sum(each["tokens"] for each in stats["sources"].values())
-    names = [c for c in COLOURS if any(each["category"] == c for each in sources.values())]
+    names = list(colours(stats))
     have = [100 * sum(e["tokens"] for e in sources.values() if e["category"] == c) / total for c in names]
     figure = go.Figure([_bars(names, have, ".2f", "of the tokens here", NEUTRAL)])
     for index, (phase, each) in enumerate(stats["phases"].items()):
         shares = [100 * sum(s for n, s in each["shares"].items() if each["categories"][n] == c) for c in names]
-        figure.add_trace(_bars(names, shares, ".2f", f"of the sequences in {phase}", colour(len(CATEGORIES) + index)))
+        figure.add_trace(_bars(names, shares, ".2f", f"of the sequences in {phase}", colour(5 + index)))
     figure.update_traces(texttemplate="%{customdata}", textposition="outside")
     figure.update_layout(barmode="group", bargap=0.25, xaxis_ticksuffix=" %")
     body = _chart(figure, "categories", 70 + 22 * len(names) * len(figure.data))
@@ -76,15 +79,14 @@ def _sources(stats: Mapping[str, Any]) -> str:
     columns = {"documents": "documents", "windows": "windows", "valid_windows": "held out"}
     if any(each["quarantined"] for each in stats["sources"].values()):
         columns["quarantined"] = "quarantined"
-    rows = []
+    rows, tints = [], colours(stats)
     for name, each in stats["sources"].items():
         shares = [percent(phase["shares"].get(name, 0), ".2f") for phase in stats["phases"].values()]
         sizes = [short(each["tokens"]), *shares, f"{each['bytes'] / max(each['tokens'], 1):.2f}"]
         lengths = [f"{each['lengths']['mean']:,.0f}", count(each["lengths"]["longest"])]
-        rows.append([chip(COLOURS[each["category"]], name), *sizes, *lengths, *(count(each[key]) for key in columns)])
+        rows.append([chip(tints[each["category"]], name), *sizes, *lengths, *(count(each[key]) for key in columns)])
     head = ("source", "tokens", *stats["phases"], "bytes per token", "mean length", "longest", *columns.values())
-    used = {each["category"] for each in stats["sources"].values()}
-    legend = " ".join(chip(tint, category) for category, tint in COLOURS.items() if category in used)
+    legend = " ".join(chip(tint, category) for category, tint in tints.items())
     caption = f"Lengths are tokens of a document, including BOS and EOS. Colours: {legend}"
     return card("Sources", table(head, rows, "numbers"), caption)
 
@@ -97,9 +99,7 @@ def _epochs(stats: Mapping[str, Any]) -> str:
     figure = go.Figure()
     for index, (phase, each) in enumerate(phases.items()):
         epochs = [each["epochs_at_end"].get(n, 0) - before.get(n, 0) for n in names]
-        figure.add_trace(
-            _bars(names, epochs, ".3f", f"{phase}, {each['sequences']:,} sequences", colour(len(CATEGORIES) + index))
-        )
+        figure.add_trace(_bars(names, epochs, ".3f", f"{phase}, {each['sequences']:,} sequences", colour(5 + index)))
         before = each["epochs_at_end"]
     totals = [f"{before.get(name, 0):.3f}" for name in names]
     figure.data[-1].update(text=totals, textposition="outside")
@@ -110,7 +110,7 @@ def _epochs(stats: Mapping[str, Any]) -> str:
 
 def _lengths(stats: Mapping[str, Any]) -> str:
     figure = go.Figure()
-    for category, tint in COLOURS.items():
+    for category, tint in colours(stats).items():
         histograms = [e["lengths"]["histogram"] for e in stats["sources"].values() if e["category"] == category]
         counts = [sum(column) for column in zip(*histograms, strict=True)]
         if not sum(counts):
@@ -157,12 +157,12 @@ def _shared(stats: Mapping[str, Any]) -> str:
 
 
 def _documents(stats: Mapping[str, Any]) -> str:
-    body, before = "", ""
+    body, before, tints = "", "", colours(stats)
     for each in stats["documents"]:
         opened = " open" if each["source"] != before else ""
         before = each["source"]
         place = f"{each['shard']}, token {each['token_offset']:,}, {each['tokens']:,} tokens"
-        title = f"{chip(COLOURS[stats['sources'][before]['category']], before)} <small>{place}</small>"
+        title = f"{chip(tints[stats['sources'][before]['category']], before)} <small>{place}</small>"
         text = f"{escape(each['text'])}{'' if each['whole'] else ' …'}"
         body += f"<details{opened}><summary>{title}</summary><pre>{text}</pre></details>"
     caption = f"Drawn with the data's seed {stats['seed']}, decoded from the shards: the text that the model will see."

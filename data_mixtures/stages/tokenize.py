@@ -127,7 +127,12 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
         return file_sha256(training)
     receipts = [stage.receipts(out, "filter", source.name) for source in recipe.sources]
     files = [[receipt["files"][DOCUMENTS] for receipt in source] for source in receipts]
-    return stage.key_of(_MODULES, asdict(training), recipe.seed, recipe.valid_per_10000, files)
+    return stage.key_of(_MODULES, asdict(training), recipe.seed, _held_out(recipe), files)
+
+
+def _held_out(recipe: Recipe) -> int:
+    """What any source holds out is not in the sample."""
+    return max(recipe.held_out_of(each.name) for each in recipe.sources)
 
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
@@ -145,7 +150,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
 
 def first_documents(documents: Iterable[tuple[bytes, bytes]], budget: int, recipe: Recipe) -> list[str]:
     """Of (id, text) in any order: those that training sees first, until they have `budget` bytes together."""
-    held_out = shards.held_out_below(recipe.valid_per_10000)
+    held_out = shards.held_out_below(_held_out(recipe))
     known: dict[tuple[int, bytes], bytes] = {}
     size = 0
     for identity, text in documents:

@@ -137,7 +137,7 @@ def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.n
         damage.append(Damage(path, f"{size} bytes, {entry['bytes']} in the manifest: truncated or foreign"))
     elif whole.hexdigest() != entry["sha256"] and not damage:
         damage.append(Damage(path, f"sha256 {whole.hexdigest()}, {entry['sha256']} in the manifest"))
-    return damage, None if damage else np.concatenate(begins)
+    return damage, None if damage else np.concatenate([np.empty(0, np.int64), *begins])
 
 
 def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], tuple[np.ndarray, np.ndarray] | None]:

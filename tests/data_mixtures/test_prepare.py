@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import sentencepiece
 import xxhash
+from rich.console import Console
 
 from data_mixtures import prepare, recipe, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
-from data_mixtures.stages import plan
+from data_mixtures.stages import plan, stats, verify
+from evals.bits_per_byte import load_windows
 from records.files import file_sha256
+from train.validate import held_out
 
 HELD_OUT = 2**64 // 10  # valid_per_10000 = 1000
 
@@ -80,6 +83,30 @@ def test_held_out_documents_are_a_range_of_ids(recipe_path, run_prepare, tmp_pat
         assert xxhash.xxh3_128_intdigest(text.encode()) % 2**64 < HELD_OUT
         checked += 1
     assert checked >= 2
+
+
+def test_a_source_can_hold_nothing_out(recipe_path, run_prepare, tmp_path, monkeypatch):
+    data = tmp_path / "out"
+    recipe_path.write_text(recipe_path.read_text().replace('category = "web"', "valid_per_10000 = 0", 1))
+    run_prepare(recipe_path, data)
+    manifest = shards.read_manifest(data / "notes")
+    assert (manifest["valid_per_10000"], manifest["category"], manifest["valid"]["windows"]) == (0, "other", 0)
+    assert shards.read_manifest(data / "sums")["valid_per_10000"] == 1000
+    assert any(identity < HELD_OUT for identity, _ in documents(data, "notes"))
+    assert valid_windows(data, "notes").shape == (0, 33)
+    assert not verify.verify(data, ("notes", "sums"), Console(quiet=True), workers=1)
+    stats.write(data, ("notes", "sums"), Console(quiet=True), workers=1)
+    windows, _ = load_windows(data, 2)
+    assert list(windows) == list(held_out(data / "phase1.lock.json", 2)) == ["sums"]
+
+    recipe_path.write_text(recipe_path.read_text().replace("valid_per_10000 = 1000", "valid_per_10000 = 0", 1))
+    run_prepare(recipe_path, data)
+    with pytest.raises(ValueError, match=r"no source of .*out holds text out; raise valid_per_10000"):
+        load_windows(data, 2)
+    with pytest.raises(
+        ValueError, match=r"notes, sums of .* have no held-out windows .*validation.enable = false"
+    ):
+        held_out(data / "phase1.lock.json", 2)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -197,7 +197,7 @@ def our_stage(out: Path, timed: list[str], model: Path) -> Callable[[], Any]:
     (filtered / stage.RECEIPT).write_text("{}")
     shutil.copy(model, out / tokenize.TOKENIZER)
     source = recipe.LocalSource(SOURCE, "web", ())
-    wanted = recipe.Recipe(1, 4096, 1, 1, 1, 1, out / tokenize.TOKENIZER, (source,), {})
+    wanted = recipe.Recipe(tokenizer=out / tokenize.TOKENIZER, sources=(source,), phases={})
     return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
 
 

@@ -151,7 +151,8 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
     read, phase = recipe.load(file), titan_job.phase.name
     if phase not in read.phases:
         raise ValueError(f"{file} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}")
-    expected = {s.name: s.expected_tokens_b * 1e9 for s in read.sources if isinstance(s, recipe.HubSource)}
+    hub = [s for s in read.sources if isinstance(s, recipe.HubSource)]
+    expected = {s.name: s.expected_tokens_b * 1e9 for s in hub if s.expected_tokens_b is not None}
     return [
         {"name": s.name, "category": s.category, "weight": read.phases[phase][s.name],
          "expected_tokens": expected.get(s.name)}

@@ -117,7 +117,7 @@ def test_the_order_depends_on_names_below_a_root_alone(folder, tmp_path):
     moved = local.find(chosen, {"corpus": str(tmp_path / "other")})
     assert [path.name for path in moved] == [path.name for path in found]
     assert local.portable(str(moved[0]), {"corpus": str(tmp_path / "other")}) == f"corpus/a/{moved[0].name}"
-    roots = local.roots(tmp_path)
+    roots = local.roots(tmp_path, tmp_path)
     assert roots["corpus"] == str(tmp_path / "corpus")
     assert local.find(Input("text", ("{stdlib}/json/*.py",)), roots)
 

@@ -61,7 +61,10 @@ def do_all(done: Any) -> int:
 
 def make_recipe(sources: Iterable[str], tokenizer: Any, **limits: Any) -> recipe.Recipe:
     local = tuple(recipe.LocalSource(name, "web", ()) for name in sources)
-    return recipe.Recipe(11, 32, 40, 1000, 5000, 3, tokenizer, local, {}, recipe.Filter(**limits))
+    return recipe.Recipe(
+        seed=11, seq_len=32, windows_per_shard=40, valid_per_10000=1000, max_document_chars=5000, epoch_cap=3,
+        tokenizer=tokenizer, sources=local, phases={}, filter=recipe.Filter(**limits),
+    )  # fmt: skip
 
 
 def filtered(out: Path, texts: Texts, wanted: recipe.Recipe) -> filter.Filter:

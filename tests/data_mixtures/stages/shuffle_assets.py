@@ -28,8 +28,10 @@ SEED = 7
 def plan_of(sources: Sequence[str] = ("notes",), seq_len=8, windows_per_shard=5, valid_per_10000=1500) -> Recipe:
     weights = {name: 1 + i for i, name in enumerate(sources)}
     local = tuple(LocalSource(name, "web", ()) for name in sources)
-    numbers = (SEED, seq_len, windows_per_shard, valid_per_10000, 1000, 3)
-    return Recipe(*numbers, Path("unused"), local, {"phase1": weights})
+    return Recipe(
+        seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=valid_per_10000,
+        max_document_chars=1000, epoch_cap=3, tokenizer=Path("unused"), sources=local, phases={"phase1": weights},
+    )  # fmt: skip
 
 
 def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
@@ -144,7 +146,7 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
         stream = [token for digest in digests for token in tokens_of(unique[digest])]
         windows = max(len(stream) - 1, 0) // plan.seq_len
         if name == "valid":
-            files[shards.VALID] = np.array(stream[: windows * plan.seq_len + 1], "<u2").tobytes()
+            files[shards.VALID] = np.array(stream[: windows * plan.seq_len + bool(windows)], "<u2").tobytes()
             continue
         starts = np.cumsum([0, *(len(tokens_of(unique[digest])) for digest in digests)])
         for number, before in enumerate(range(0, windows, plan.windows_per_shard)):
