@@ -71,6 +71,8 @@ class Source:
     valid_per_10000: int | None = None
     """Documents held out of training, out of 10,000; default: the recipe's. 0: none. The same texts are held out of all
     sources with the same figure; a source with a smaller one trains on more of what another holds out"""
+    keep: float = 1.0
+    """Share of the documents to prepare: those that the shuffle puts first, so a larger one keeps these and adds more"""
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,8 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     found = _made(kind, values, what, name=name)
     if found.valid_per_10000 is not None:
         check_integer(f"{what}: valid_per_10000", found.valid_per_10000, low=0, high=5000)
+    if not 0 < found.keep <= 1:
+        raise ValueError(f"{what}: keep = {found.keep!r} must be a share above 0, at most 1")
     if isinstance(found, HubSource) and found.files is not None:
         check_integer(f"{what}: files", found.files)
     return found

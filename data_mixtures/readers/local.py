@@ -56,9 +56,7 @@ def portable(path: str, roots: Mapping[str, str]) -> str:
     return path
 
 
-def documents(
-    source_input: Input, paths: Iterable[Path], max_document_chars: int, dropped: Counter[str]
-) -> Iterator[str]:
+def documents(source_input: Input, paths: Iterable[Path], dropped: Counter[str]) -> Iterator[str]:
     """All texts of an input up to its cap; files and parts of files that give none are counted in `dropped`.
 
     It ends at the first text that does not fit under the cap, so it is at most one document short of it. ValueError for
@@ -68,14 +66,13 @@ def documents(
     for found in _read(source_input, paths, dropped):
         # string literals can hold what UTF-8 cannot (lone surrogates) and what text should not (NUL)
         clean = found.encode(errors="ignore").decode().replace("\0", "")
-        for piece in cut(clean, max_document_chars):
-            if not piece.strip():
-                dropped["no_text"] += 1
-                continue
-            size += len(piece.encode())
-            if source_input.max_bytes is not None and size > source_input.max_bytes:
-                return
-            yield piece
+        if not clean.strip():
+            dropped["no_text"] += 1
+            continue
+        size += len(clean.encode())
+        if source_input.max_bytes is not None and size > source_input.max_bytes:
+            return
+        yield clean
 
 
 def _read(source_input: Input, paths: Iterable[Path], dropped: Counter[str]) -> Iterator[str]:
@@ -130,17 +127,6 @@ def json_texts(path: Path, field: str) -> Iterator[str]:
         if not isinstance(row[field], str | None):
             raise ValueError(f"{path}:{number}: {field!r} is {type(row[field]).__name__}, it must be a string")
         yield row[field] or ""
-
-
-def cut(text: str, max_chars: int) -> Iterator[str]:
-    """The text in pieces of at most max_chars, cut after newlines (or anywhere, in a line that is longer)."""
-    start = 0
-    while len(text) - start > max_chars:
-        newline = text.rfind("\n", start, start + max_chars)
-        end = newline + 1 if newline > start else start + max_chars
-        yield text[start:end]
-        start = end
-    yield text[start:]
 
 
 def docstrings(path: str, text: str) -> str:

@@ -46,14 +46,14 @@ class Fetch(Stage):
     def key(self, unit: Unit) -> str:
         entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
-            return key_of(_READERS, entry, self.recipe.max_document_chars)
+            return key_of(_READERS, entry)
         described = stage.planned(self.out, unit.source)
         return key_of((), described["repo"], described["revision"], entry)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
-            return _read_local(entry, folder / RAW, self.recipe.max_document_chars)
+            return _read_local(entry, folder / RAW)
         return self._download(unit, entry, folder / RAW)
 
     def _download(self, unit: Unit, entry: Entry, target: Path) -> dict[str, Any]:
@@ -134,13 +134,13 @@ def _for_users(error: Exception, described: Entry, entry: Entry) -> Exception:
     return ValueError(f"{where}: {type(error).__name__}: {error}")
 
 
-def _read_local(entry: Entry, target: Path, max_document_chars: int) -> dict[str, Any]:
+def _read_local(entry: Entry, target: Path) -> dict[str, Any]:
     given = entry["input"]
     source_input = Input(**{**given, "paths": tuple(given["paths"]), "exclude": tuple(given["exclude"])})
     dropped: Counter[str] = Counter()
     documents, size = 0, 0
     paths = [Path(path) for path, _, _ in entry["files"]]
-    texts = local.documents(source_input, paths, max_document_chars, dropped)
+    texts = local.documents(source_input, paths, dropped)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         try:
             for batch in stage.grouped(texts, len, ROW_GROUP_BYTES):

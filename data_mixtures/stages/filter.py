@@ -1,28 +1,32 @@
 """filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts worth training on with their ids.
 
-Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A dropped document is
-counted under the first reason that holds: not_utf8, empty, too_short, too_long, contaminated (`decontaminate`). The
-order is kept. The bytes written depend on the input and pyarrow's version alone: no dictionaries, no statistics, row
-groups cut by size. Memory is bounded by a row group, whatever the size of the file.
+Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A document that is longer than
+max_document_chars is cut at newlines; from there on each piece is a document. A dropped one is counted under the first
+reason that holds: not_utf8, empty, too_short, too_long (before it is cut), not_kept (`keep`), contaminated
+(`decontaminate`). The order is kept. The bytes written depend on the input and pyarrow's version alone: no
+dictionaries, no statistics, row groups cut by size. Memory is bounded by a row group, whatever the size of the file.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from data_mixtures.recipe import Recipe
 from data_mixtures.stages import decontaminate, stage
-from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
+from data_mixtures.stages.stage import DOCUMENTS, ORIGIN_FIELDS, RAW, Stage, Unit
+from data_mixtures.stages.tokenize import key_of_id
 
-REASONS = ("not_utf8", "empty", "too_short", "too_long", "contaminated")
-SCHEMA = pa.schema([pa.field("doc_id", pa.binary(16)), pa.field("text", pa.string())])
+REASONS = ("not_utf8", "empty", "too_short", "too_long", "not_kept", "contaminated")
+SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin", pa.string())])
+ORIGIN = "origin"  # a column of raw.parquet where the file's own rows are not those of the input
 _BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
 _ROW_GROUP_BYTES = 64 << 20
 _MODULES = ("stages/filter.py", *decontaminate.CODE)
@@ -37,53 +41,112 @@ class Filter(Stage):
     def key(self, unit: Unit) -> str:
         before, column = stage.raw_text(self.out, unit)
         files = stage.made_files(self.out, before, unit)
-        limits = [self.recipe.filter.min_chars, self.recipe.filter.max_chars]
-        index = decontaminate.identity(self.out, self.recipe.filter.benchmarks)
-        return stage.key_of(_MODULES, pa.__version__, limits, column, index, files)
+        recipe, keep = self.recipe, self._keep(unit)
+        limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
+        kept = [keep, recipe.seed] if keep < 1 else []
+        index = decontaminate.identity(self.out, recipe.filter.benchmarks)
+        path = stage.planned_unit(self.out, unit).get("path")
+        return stage.key_of(_MODULES, pa.__version__, limits, kept, column, index, path, files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         before, column = stage.raw_text(self.out, unit)
         raw, _ = stage.result(self.out, before, unit)
-        limits = self.recipe.filter
-        chosen = DocumentFilter(limits.min_chars, limits.max_chars, decontaminate.load(self.out, limits.benchmarks))
-        write(folder / DOCUMENTS, (chosen.kept(batch) for batch in raw_texts(raw / RAW, column)))
+        chosen = DocumentFilter(
+            self.recipe, decontaminate.load(self.out, self.recipe.filter.benchmarks), self._keep(unit)
+        )
+        batches = read_raw(raw / RAW, column, stage.planned_unit(self.out, unit).get("path"))
+        write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
+
+    def _keep(self, unit: Unit) -> float:
+        return next((each.keep for each in self.recipe.sources if each.name == unit.source), 1.0)
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a raw file: their texts as the bytes that stand in it, and all that is known of their origin.
+
+    file: the planned path, None where `fields` has the column "origin". first: the number of the first row.
+    """
+
+    texts: list[bytes | None]
+    file: str | None = None
+    first: int = 0
+    fields: Mapping[str, list[Any]] = {}
+
+    def origin(self, place: int) -> str:
+        if ORIGIN in self.fields:
+            return self.fields[ORIGIN][place]
+        fields = {name: values[place] for name, values in self.fields.items()}
+        return stage.origin(self.file or "", self.first + place, fields)
+
+
+class Document(NamedTuple):
+    """A text on its way through the filter; place: of its row in `Rows`."""
+
+    place: int
+    text: str
+    utf8: bytes = b""
+    identity: bytes = b""
 
 
 class DocumentFilter:
     """Keeps texts, and counts those that it drops. index: None to keep texts that hold items of benchmarks."""
 
-    def __init__(self, min_chars: int, max_chars: int, index: decontaminate.Index | None) -> None:
-        self.min_chars, self.max_chars, self.index = min_chars, max_chars, index
-        self._read = self._kept = self._bytes = 0
+    def __init__(self, recipe: Recipe, index: decontaminate.Index | None = None, keep: float = 1.0) -> None:
+        self.limits, self.max_document_chars, self.seed = recipe.filter, recipe.max_document_chars, recipe.seed
+        self.index, self.below = index, keep * 2**64
+        self._read = self._cut = self._kept = self._bytes = 0
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
         self._contamination: dict[str, dict[str, Any]] = {}
 
-    def kept(self, raw: list[bytes | None]) -> list[bytes]:
-        """The texts to keep, as UTF-8, in their order."""
-        self._read += len(raw)
-        texts = [text for each in raw if (text := self._readable(each)) is not None]
-        if self.index is not None:
-            held = self.index.find(texts)
-            texts = [text for text, items in zip(texts, held, strict=True) if not items]
-            for items in filter(None, held):
-                self._count_contaminated(items)
-        encoded = [text.encode() for text in texts]
-        self._kept += len(encoded)
-        self._bytes += sum(map(len, encoded))
-        return encoded
+    def kept(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
+        """(id, text as UTF-8, origin) of the documents to keep, in their order."""
+        self._read += len(rows.texts)
+        pieces = [Document(place, text) for place, raw in enumerate(rows.texts) for text in self._pieces(raw)]
+        documents = self._clean([each for each in map(self._identified, pieces) if self._belongs(each)])
+        self._kept += len(documents)
+        self._bytes += sum(len(each.utf8) for each in documents)
+        return [(each.identity, each.utf8, rows.origin(each.place)) for each in documents]
 
-    def _readable(self, raw: bytes | None) -> str | None:
+    def _pieces(self, raw: bytes | None) -> list[str]:
+        """A row's documents: none, its text, or the pieces of a long one."""
         try:
             text = (raw or b"").decode("utf-8")
         except UnicodeDecodeError:
             self._dropped["not_utf8"] += 1
-            return None
+            return []
+        if len(text) > self.limits.max_chars and text.strip():
+            self._dropped["too_long"] += 1
+            return []
+        pieces = list(cut(text, self.max_document_chars))
+        self._cut += len(pieces) - 1
+        return [piece for piece in pieces if self._long_enough(piece)]
+
+    def _long_enough(self, text: str) -> bool:
         length = len(text.strip())
-        if self.min_chars <= length and len(text) <= self.max_chars and length:
-            return text
-        self._dropped["empty" if not length else "too_short" if length < self.min_chars else "too_long"] += 1
-        return None
+        if not length or length < self.limits.min_chars:
+            self._dropped["too_short" if length else "empty"] += 1
+            return False
+        return True
+
+    def _identified(self, document: Document) -> Document:
+        utf8 = document.text.encode()
+        return document._replace(utf8=utf8, identity=xxhash.xxh3_128_digest(utf8))
+
+    def _belongs(self, document: Document) -> bool:
+        """Whether a document is in the part of its source that is kept: those that the shuffle would put first."""
+        if key_of_id(document.identity, self.seed) < self.below:
+            return True
+        self._dropped["not_kept"] += 1
+        return False
+
+    def _clean(self, documents: list[Document]) -> list[Document]:
+        if self.index is None:
+            return documents
+        held = self.index.find([each.text for each in documents])
+        for items in filter(None, held):
+            self._count_contaminated(items)
+        return [each for each, items in zip(documents, held, strict=True) if not items]
 
     def _count_contaminated(self, items: list[tuple[str, int]]) -> None:
         self._dropped["contaminated"] += 1
@@ -93,41 +156,59 @@ class DocumentFilter:
             self._contamination[name]["items"][number] += 1
 
     def counts(self) -> dict[str, Any]:
-        """For the receipt, which outlives the files: {"read", "kept", "bytes", "dropped": by reason, "contamination"}.
+        """For the receipt, which outlives the files: {"read", "cut", "kept", "bytes", "dropped", "contamination"}.
 
-        contamination: {benchmark: {"documents": dropped for it, "items": {item: documents that hold it}}}
+        read: documents, cut ones by their pieces. cut: pieces among them beyond the first of a document. dropped: by
+        reason. contamination: {benchmark: {"documents": dropped for it, "items": {item: documents that hold it}}}
         """
-        assert self._read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
-        counts = {"read": self._read, "kept": self._kept, "bytes": self._bytes, "dropped": dict(self._dropped)}
+        read = self._read + self._cut
+        assert read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
+        counts = {"read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes}
         found = {
             name: {**each, "items": {str(number): count for number, count in sorted(each["items"].items())}}
             for name, each in sorted(self._contamination.items())
         }
-        return {**counts, "contamination": found}
+        return {**counts, "dropped": dict(self._dropped), "contamination": found}
 
 
-def raw_texts(path: Path, column: str) -> Iterator[list[bytes | None]]:
-    """The column's values in batches of about 4 MiB, as the bytes that stand in the file."""
+def cut(text: str, max_chars: int) -> Iterator[str]:
+    """The text in pieces of at most max_chars, cut after newlines (or anywhere, in a line that is longer)."""
+    start = 0
+    while len(text) - start > max_chars:
+        newline = text.rfind("\n", start, start + max_chars)
+        end = newline + 1 if newline > start else start + max_chars
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]:
+    """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are those of the input."""
     with pq.ParquetFile(path, memory_map=True) as parquet:
-        place = parquet.schema_arrow.get_field_index(column)
-        if place < 0:
-            raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(parquet.schema_arrow.names)}")
+        names = parquet.schema_arrow.names
+        if column not in names:
+            raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(names)}")
+        more = [name for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS) if name in names and name != column]
+        first = 0
         for number in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(number)
             columns = (group.column(i) for i in range(group.num_columns))
             size = next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
             row_bytes = size // max(group.num_rows, 1)
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
-            for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column]):
-                yield batch.column(0).cast(pa.large_binary()).to_pylist()
+            for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column, *more]):
+                texts = batch.column(column).cast(pa.large_binary()).to_pylist()
+                yield Rows(texts, file, first, {name: batch.column(name).to_pylist() for name in more})
+                first += batch.num_rows
 
 
-def write(path: Path, batches: Iterable[list[bytes]]) -> None:
-    """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, and `text`; valid UTF-8 is taken for granted."""
+def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None:
+    """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, `text` and `origin`; the text must be UTF-8."""
     options = {"compression": "zstd", "compression_level": 3, "use_dictionary": False, "write_statistics": False}
+    kept = (batch for batch in batches if batch)
     with pq.ParquetWriter(path, SCHEMA, **options) as writer:
-        for group in stage.grouped(batches, lambda batch: sum(map(len, batch)), _ROW_GROUP_BYTES):
-            texts = [text for batch in group for text in batch]
-            ids = pa.array([xxhash.xxh3_128_digest(text) for text in texts], pa.binary(16))
+        for group in stage.grouped(kept, lambda batch: sum(len(text) for _, text, _ in batch), _ROW_GROUP_BYTES):
+            ids, texts, origins = zip(*(document for batch in group for document in batch), strict=True)
             strings = pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
-            writer.write_table(pa.Table.from_arrays([ids, strings], schema=SCHEMA), row_group_size=len(texts))
+            columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]
+            writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(texts))

@@ -151,7 +151,8 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
             f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "
             f"counted as dropped ({dict(dropped)}); receipts of different runs are mixed, run the stages again"
         )
-    return {**kept, "read": read, "kept": kept["documents"], "dropped": dict(sorted(dropped.items()))}
+    cut = sum(counts["cut"] for counts in filtered)
+    return {**kept, "read": read, "cut": cut, "kept": kept["documents"], "dropped": dict(sorted(dropped.items()))}
 
 
 def _all_counts(out: Path, name: str, source: str, units: int | None = None) -> list[dict[str, Any]]:

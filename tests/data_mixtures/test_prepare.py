@@ -103,9 +103,7 @@ def test_a_source_can_hold_nothing_out(recipe_path, run_prepare, tmp_path, monke
     run_prepare(recipe_path, data)
     with pytest.raises(ValueError, match=r"no source of .*out holds text out; raise valid_per_10000"):
         load_windows(data, 2)
-    with pytest.raises(
-        ValueError, match=r"notes, sums of .* have no held-out windows .*validation.enable = false"
-    ):
+    with pytest.raises(ValueError, match=r"notes, sums of .* have no held-out windows .*validation.enable = false"):
         held_out(data / "phase1.lock.json", 2)
 
 

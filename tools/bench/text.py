@@ -139,8 +139,8 @@ def filtering(timed: list[str], passages: list[str], folder: Path) -> dict[str, 
     grams = {gram for text in passages for gram in plain_grams(text)}
 
     def stage_with(held: decontaminate.Index | None) -> None:
-        kept = filter.DocumentFilter(1, MAX_CHARS, held)
-        filter.write(result, (kept.kept(batch) for batch in filter.raw_texts(raw, "text")))
+        kept = filter.DocumentFilter(plain_recipe(folder), held)
+        filter.write(result, (kept.kept(batch) for batch in filter.read_raw(raw, "text", raw.name)))
 
     return {
         "filter stage": lambda: functools.partial(stage_with, index),
@@ -193,12 +193,18 @@ def our_stage(out: Path, timed: list[str], model: Path) -> Callable[[], Any]:
     filtered = stage.unit_folder(out, filter.Filter.name, unit)
     for made in (filtered, out / "result"):
         made.mkdir(parents=True, exist_ok=True)
-    filter.write(filtered / stage.DOCUMENTS, [[text.encode() for text in timed]])
+    kept = filter.DocumentFilter(plain_recipe(model))
+    filter.write(filtered / stage.DOCUMENTS, [kept.kept(filter.Rows([text.encode() for text in timed]))])
     (filtered / stage.RECEIPT).write_text("{}")
     shutil.copy(model, out / tokenize.TOKENIZER)
-    source = recipe.LocalSource(SOURCE, "web", ())
-    wanted = recipe.Recipe(tokenizer=out / tokenize.TOKENIZER, sources=(source,), phases={})
+    wanted = plain_recipe(out / tokenize.TOKENIZER)
     return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
+
+
+def plain_recipe(model: Path) -> recipe.Recipe:
+    """One source of whole documents, which keeps every text."""
+    sources, limits = (recipe.LocalSource(SOURCE),), recipe.Filter(min_chars=1)
+    return recipe.Recipe(tokenizer=model, sources=sources, phases={}, max_document_chars=MAX_CHARS, filter=limits)
 
 
 def datatrove(folder: Path, plain: tokenizers.Tokenizer) -> Callable[[], Any]:

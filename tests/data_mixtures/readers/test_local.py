@@ -56,14 +56,6 @@ def test_gzip_and_line_ends(tmp_path):
     assert local.read(tmp_path / "a.gz") == "one\ntwo"
 
 
-def test_long_texts_are_cut_at_newlines_and_nothing_is_lost():
-    whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(local.cut(whole, 1000))
-    assert "".join(pieces) == whole
-    assert max(map(len, pieces)) <= 1000
-    assert all(piece.endswith("\n") for piece in pieces[: len(pieces) - 4])
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_texts_of_a_field(name, tmp_path):
     raw = "\n".join(
@@ -122,21 +114,18 @@ def test_the_order_depends_on_names_below_a_root_alone(folder, tmp_path):
     assert local.find(Input("text", ("{stdlib}/json/*.py",)), roots)
 
 
-def test_documents_are_cut_capped_and_cleaned_and_the_rest_is_counted(folder):
+def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     (folder / "a/0.txt").write_bytes(b"\xff")
     (folder / "a/1.txt").write_text("   ")
     (folder / "b.jsonl").write_text('{"body": "one\\ud800 two\\u0000"}\n{"body": null}\n')
     paths = sorted((folder / "a").iterdir())
     dropped = Counter[str]()
-    found = list(local.documents(Input("text", ("x",)), paths, 100, dropped))
-    assert "".join(found) == "".join(path.read_text() for path in paths[2:])
-    assert max(map(len, found)) == 100
+    found = list(local.documents(Input("text", ("x",)), paths, dropped))
+    assert found == [path.read_text() for path in paths[2:]]
     assert dropped == {"not_utf8": 1, "no_text": 1}
-    capped = list(local.documents(Input("text", ("x",), max_bytes=1000), paths, 100, dropped))
+    capped = list(local.documents(Input("text", ("x",), max_bytes=1000), paths, dropped))
     assert capped == found[: len(capped)]
-    assert 900 < sum(map(len, capped)) <= 1000
+    assert sum(map(len, capped)) <= 1000 < sum(map(len, found[: len(capped) + 1]))
     dropped.clear()
-    assert list(local.documents(Input("jsonl", ("x",), field="body"), [folder / "b.jsonl"], 100, dropped)) == [
-        "one two"
-    ]
+    assert list(local.documents(Input("jsonl", ("x",), field="body"), [folder / "b.jsonl"], dropped)) == ["one two"]
     assert dropped == {"no_text": 1}

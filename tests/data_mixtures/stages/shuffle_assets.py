@@ -199,7 +199,8 @@ class Filter:
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         kept, dropped = len(self.texts[unit.number]), {"too_short": self.too_short, "contaminated": 1}
         hits = {"quiz": {"documents": 1, "items": {"12": 1, str(100 + unit.number): 1}}}
-        return {"read": kept + 1 + self.too_short + self.lie, "kept": kept, "dropped": dropped, "contamination": hits}
+        read = kept + 1 + self.too_short + self.lie
+        return {"read": read, "cut": 0, "kept": kept, "dropped": dropped, "contamination": hits}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The filter stage: what stays, what is counted, and the bytes it writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 import xxhash
 
 from data_mixtures.stages import decontaminate, filter, stage
+from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
 
 QUESTION = "Which of the seven lakes behind the old mountain freezes first in a winter without any wind?"
@@ -44,7 +46,7 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     assert table.column("doc_id").to_pylist() == [
         xxhash.xxh3_128_intdigest(t.encode()).to_bytes(16, "big") for t in GOOD
     ]
-    dropped = {"not_utf8": 2, "empty": 6, "too_short": 2, "too_long": 2, "contaminated": 2}
+    dropped = {"not_utf8": 2, "empty": 6, "too_short": 2, "too_long": 2, "not_kept": 0, "contaminated": 2}
     assert counts["dropped"] == dropped
     assert (counts["read"], counts["kept"]) == (len(texts), len(GOOD))
     assert counts["bytes"] == sum(len(text.encode()) for text in GOOD)
@@ -100,7 +102,82 @@ def test_a_missing_column_and_a_file_without_rows(out):
     do_all(done)
     assert documents(done)[0].num_rows == 0
     with pytest.raises(ValueError, match="no column 'content'; its columns: text"):
-        list(filter.raw_texts(out / "fetch/notes/unit-00001" / stage.RAW, "content"))
+        list(filter.read_raw(out / "fetch/notes/unit-00001" / stage.RAW, "content"))
+
+
+def test_long_documents_are_cut_at_newlines_and_nothing_is_lost():
+    whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
+    pieces = list(filter.cut(whole, 1000))
+    assert "".join(pieces) == whole
+    assert max(map(len, pieces)) <= 1000
+    assert all(piece.endswith("\n") for piece in pieces[: len(pieces) - 4])
+
+
+def write_parquet(out: Path, columns: dict[str, list], entry: dict, row_group_size: int = 7) -> filter.Filter:
+    """The filter of one unit that was copied as it is, done; `entry` is added to its plan."""
+    texts = {"notes": [columns["text"]]}
+    write_raw(out, texts)
+    plan = json.loads((out / stage.PLAN).read_text())
+    plan["sources"]["notes"]["units"][0] |= {"kind": "parquet", "text_column": "text", **entry}
+    (out / stage.PLAN).write_text(json.dumps(plan))
+    pq.write_table(pa.table(columns), out / "fetch/notes/unit-00000" / stage.RAW, row_group_size=row_group_size)
+    recipe = make_recipe(["notes"], Path("none"), max_chars=20_000)
+    done = filter.Filter(recipe, out, ("notes",))
+    do_all(done)
+    return done
+
+
+def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
+    long, endless = "".join(f"Line number {i} of a long file.\n" for i in range(600)), "x\n" * 10_001
+    assert len(long) > 3 * make_recipe([], Path("none")).max_document_chars
+    texts = [*GOOD[:9], "short", long, endless, *GOOD[9:12]]
+    columns = {"text": texts, "url": [f"http://{i}" for i in range(15)], "repo": [None] * 15, "score": [1.0] * 15}
+    table, counts, _ = documents(write_parquet(out, columns, {"path": "data/0.parquet"}))
+    found, origins = (table.column(name).to_pylist() for name in ("text", "origin"))
+    pieces = found[9:-3]
+    assert "".join(pieces) == long
+    assert len(pieces) == 4
+    assert (counts["read"], counts["cut"], counts["kept"]) == (15 + 3, 3, 12 + 4)
+    assert counts["dropped"]["too_long"] == counts["dropped"]["too_short"] == 1, "judged before it is cut"
+    rows = [*range(9), *[10] * 4, *range(12, 15)]
+    assert [json.loads(each) for each in origins] == [
+        {"file": "data/0.parquet", "row": row, "url": f"http://{row}"} for row in rows
+    ]
+
+
+def test_text_that_a_reader_wrote_keeps_the_origin_that_it_says(out):
+    columns = {"text": GOOD[:3], "origin": ["a", "b", "c"], "url": ["no"] * 3}
+    done = write_parquet(out, columns, {"kind": "local"})
+    assert documents(done)[0].column("origin").to_pylist() == ["a", "b", "c"]
+
+
+def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
+    texts, kept = {"notes": [GOOD[:130], GOOD[130:]]}, {}
+    for share in (0.12, 0.3, 1.0):
+        done = make_recipe(["notes"], Path("none"))
+        done = replace(done, sources=(replace(done.sources[0], keep=share),))
+        work = filtered(out, texts, done)
+        found = [documents(work, number) for number in (0, 1)]
+        keyed = [(key_of_id(xxhash.xxh3_128_digest(t), done.seed), t) for t in map(str.encode, GOOD)]
+        ids = sorted(key for table, *_ in found for key in keys_of(table, done.seed))
+        assert ids == sorted(key for key, _ in keyed)[: len(ids)], "a prefix of the shuffle's order"
+        assert ids == sorted(key for key, _ in keyed if key < share * 2**64)
+        assert sum(counts["dropped"]["not_kept"] for _, counts, _ in found) == len(GOOD) - len(ids)
+        kept[share] = len(ids)
+    assert 15 <= kept[0.12] <= 45
+    assert 50 <= kept[0.3] <= 100
+    assert kept[1.0] == len(GOOD)
+
+
+def keys_of(table: pa.Table, seed: int) -> list[int]:
+    return [key_of_id(identity, seed) for identity in table.column("doc_id").to_pylist()]
+
+
+def test_what_is_not_kept_costs_no_search(out, monkeypatch):
+    seen, wanted, find = [], recipe_with(out), decontaminate.Index.find
+    monkeypatch.setattr(decontaminate.Index, "find", lambda index, texts: seen.extend(texts) or find(index, texts))
+    done = filtered(out, {"notes": [GOOD]}, replace(wanted, sources=(replace(wanted.sources[0], keep=0.1),)))
+    assert seen == documents(done)[0].column("text").to_pylist()
 
 
 def test_row_groups_are_cut_by_size(out, monkeypatch):
