@@ -72,7 +72,7 @@ class Source:
     """Documents held out of training, out of 10,000; default: the recipe's. 0: none. The same texts are held out of all
     sources with the same figure; a source with a smaller one trains on more of what another holds out"""
     keep: float = 1.0
-    """Share of the documents to prepare: those that the shuffle puts first, so a larger one keeps these and adds more"""
+    """Share of the documents to prepare: what the shuffle puts first, so a larger one keeps the same and adds to it"""
 
 
 @dataclass(frozen=True)
