@@ -25,11 +25,12 @@ PACKING = "concat"  # documents in a row, cut every seq_len tokens; BOS marks wh
 # Whole conversations in the first S tokens of each window. Beside each file of tokens lies one of the same form, with
 # the flags of the tokens; its entry is "flags" in theirs.
 CONVERSATIONS = "conversations"
+_LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
 
 
 def write_lock(data_dir: Path, phase: str, recipe: Recipe) -> Path:
-    """Pin one phase of a recipe to the manifests in data_dir: data_dir/<phase>.lock.json."""
+    """Pin one phase of a recipe to the data in data_dir: data_dir/<phase>.lock.json."""
     return pin(data_dir, phase, recipe.phases[phase], recipe.seed, recipe.seq_len, recipe.epoch_cap)
 
 
@@ -42,7 +43,7 @@ def pin(
     epoch_cap: int,
     packing: str = PACKING,
 ) -> Path:
-    """Write data_dir/<phase>.lock.json: these sources, with these weights, as their manifests are now."""
+    """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     manifests = {name: shards.read_manifest(data_dir / name) for name in weights}
     first = next(iter(manifests.values()))
     lock = {
@@ -60,7 +61,7 @@ def pin(
                 "weight": weight,
                 "windows": manifests[name]["windows"],
                 "epoch_cap": epoch_cap,
-                "manifest_sha256": shards.manifest_sha256(data_dir / name),
+                "content_sha256": manifests[name]["content_sha256"],
             }
             for name, weight in weights.items()
         ],
@@ -71,18 +72,20 @@ def pin(
 
 
 def fingerprint(lock: Mapping[str, Any]) -> str:
-    """sha256 over the lock's own content (keys sorted, no spaces), without the fingerprint field."""
-    content = {key: value for key, value in lock.items() if key != "fingerprint"}
+    """The identity of a mixture: sha256 over the lock (keys sorted, no spaces) without this field and labels."""
+    sources = [{key: value for key, value in entry.items() if key not in _LABELS} for entry in lock["sources"]]
+    content = {**{key: value for key, value in lock.items() if key != "fingerprint"}, "sources": sources}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_lock(path: Path) -> dict[str, Any]:
     """A lock file, checked against its own fingerprint. ValueError names the file."""
-    lock = shards.read_json(path, "prepare the data again (python -m data_mixtures.prepare)")
-    if lock.get("format") != shards.FORMAT or lock.get("fingerprint") != fingerprint(lock):
+    lock = shards.read_json(path, shards.PREPARE)
+    shards.check_format(path, lock)
+    if lock.get("fingerprint") != fingerprint(lock):
         raise ValueError(
-            f"{path} does not match its own fingerprint {lock.get('fingerprint')!r}: it was edited or is of another "
-            "format. Change the recipe and prepare again instead"
+            f"{path} does not match its own fingerprint {lock.get('fingerprint')!r}: it was edited. Change the recipe "
+            "and prepare again instead"
         )
     return lock
 
@@ -204,10 +207,11 @@ class Mixture:
 def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> list[TokenFile]:
     folder = lock_path.parent / entry["name"]
     manifest = shards.read_manifest(folder)
-    if shards.manifest_sha256(folder) != entry["manifest_sha256"]:
+    if manifest["content_sha256"] != entry["content_sha256"]:
         raise ValueError(
-            f"{folder / shards.MANIFEST} is not the manifest that {lock_path} pins: the data was prepared again or "
-            "changed. Use the lock file that belongs to it, or prepare both again"
+            f"{folder / shards.MANIFEST} is not of the data that {lock_path} pins (content_sha256 "
+            f"{manifest['content_sha256']}, pinned is {entry['content_sha256']}): another text, tokenizer, seed or "
+            "length. Use the lock file that belongs to it, or prepare both again"
         )
     _check_sizes(folder, manifest)
     return [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]

@@ -4,7 +4,8 @@ A shard is a little-endian uint16 stream of windows * S + 1 tokens; window i is 
 windows overlap by one token and every token is a target exactly once. Neighbouring shards share one token for the same
 reason. `shard-NNNNN.docs.zst` holds, zstd-compressed: uint64 count, uint64 document ids, uint32 lengths in tokens, of
 the documents that begin in the shard. `valid.bin` has the same window form. `source.json` is a pure function of the
-texts, the tokenizer, the recipe's numbers and the code: no time, no path, no host.
+texts, the tokenizer, the recipe's numbers and the code: no time, no path, no host. What a lock pins of it is its
+content (`content_sha256`): code version, plan, counts and document indexes say where it came from, and may differ.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ import numpy as np
 import pyarrow
 import xxhash
 
-from records.files import file_sha256, write_atomically
+from records.files import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 TOKEN_BYTES = 2
 BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"
+PREPARE = "prepare the data again (python -m data_mixtures.prepare), which does again only what is not there"
 VALID = "valid.bin"
+# what decides the windows of a source and how they are read; the block hashes are what training compares
+_CONTENT = ("windows", "seed", "seq_len", "vocab_size", "tokenizer_sha256", "token_bytes", "bos_id", "eos_id")
+_CONTENT_OF_FILE = ("bytes", "windows", "sha256", "xxh3_blocks")
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,18 @@ def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(data, "<u8", count, 8), np.frombuffer(data, "<u4", count, 8 + 8 * count)
 
 
-def manifest_sha256(folder: Path) -> str:
-    return file_sha256(folder / MANIFEST)
+def content_sha256(manifest: dict[str, Any]) -> str:
+    """The identity of a source's data: a hash of what decides its windows, and of nothing else."""
+    files = [*manifest["shards"], manifest["valid"]]
+    files += [entry["flags"] for entry in files if "flags" in entry]
+    of_files = [[entry[name] for name in _CONTENT_OF_FILE] for entry in files]
+    content = json.dumps([[manifest.get(name) for name in _CONTENT], of_files])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write source.json; its format and content_sha256 are added here."""
+    write_json(folder / MANIFEST, {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)})
 
 
 class MissingFile(ValueError, FileNotFoundError):
@@ -134,12 +149,18 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """source.json as a dictionary. ValueError when it is missing, broken, or of another format."""
-    path = folder / MANIFEST
-    manifest = read_json(path, "prepare the data again (python -m data_mixtures.prepare)")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')!r}; this code reads format {FORMAT}")
+    """source.json as a dictionary. ValueError when it is missing, broken, edited, or of another format."""
+    manifest = read_json(path := folder / MANIFEST, PREPARE)
+    check_format(path, manifest)
+    if (said := manifest.get("content_sha256")) != (found := content_sha256(manifest)):
+        raise ValueError(f"{path} says content_sha256 {said}, its content has {found}: damaged or edited; {PREPARE}")
     return manifest
+
+
+def check_format(path: Path, content: dict[str, Any]) -> None:
+    """ValueError for a manifest or lock of another format."""
+    if (found := content.get("format")) != FORMAT:
+        raise ValueError(f"{path} has format {found!r}, this code reads {FORMAT}; {PREPARE}")
 
 
 def files_of(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures.shards import manifest_sha256, read_manifest
+from data_mixtures.shards import read_manifest
 from data_mixtures.stages.decontaminate import known_benchmarks
 from records.evals import EvalCommand, append_record
 
@@ -30,7 +30,8 @@ def contamination(data: Path) -> dict[str, Any]:
     folders = sorted(path.parent for path in data.glob("*/source.json"))
     if not folders:
         raise ValueError(f"{data} holds no <source>/source.json; create it with `python -m data_mixtures.prepare`")
-    by_source = {folder.name: read_manifest(folder).get("contamination", {}) for folder in folders}
+    manifests = {folder.name: read_manifest(folder) for folder in folders}
+    by_source = {name: manifest.get("contamination", {}) for name, manifest in manifests.items()}
     known = {benchmark.name: benchmark for benchmark in known_benchmarks(data)}
     benchmarks = {}
     for name in sorted({*known, *(name for found in by_source.values() for name in found)}):
@@ -44,7 +45,8 @@ def contamination(data: Path) -> dict[str, Any]:
             "documents_dropped": sum(counts["documents"] for counts in held.values()),
             "sources": held,
         }
-    return {"benchmarks": benchmarks, "manifests": {folder.name: manifest_sha256(folder) for folder in folders}}
+    content = {name: manifest["content_sha256"] for name, manifest in manifests.items()}
+    return {"benchmarks": benchmarks, "manifests": content}
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -2,12 +2,13 @@
 
 Files are hard links to those of `shuffle` (copies where the file system cannot link), and the folder appears by one
 rename. Every document that was read is in source.json: read == kept + sum(dropped). It is a pure function of the texts,
-the plan, the tokenizer, the recipe's numbers and the code: no time, no host.
+the plan, the tokenizer, the recipe's numbers and the code: no time, no host. Its identity, which locks pin, is
+`shards.content_sha256`; the code's version and the plan's hash stand beside it and pin nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import os
 import shutil
@@ -22,16 +23,9 @@ from data_mixtures import mixture, shards, tokenizer
 from data_mixtures.recipe import Recipe
 from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import TOKENIZER, Unit, receipts
-from records.files import file_sha256
+from records.files import code_version, file_sha256
 
-PACKAGE = Path(__file__).parents[1]
 _BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
-# modules that decide no byte of a shard: they run, read, check or report
-NOT_IN_VERSION = (
-    "__init__.py", "__main__.py", "prepare.py", "mixture.py", "order.py", "window_files.py", "readers/__init__.py",
-    *(f"stages/{name}.py" for name in ("__init__", "stage", "table", "run")),
-    *(f"stages/{name}.py" for name in ("manifest", "stats", "stats_page", "verify")),
-)  # fmt: skip
 
 
 def write(recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
@@ -51,23 +45,20 @@ def write(recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console)
     return made
 
 
-def code_version() -> str:
-    """A hash of the modules that decide the bytes of a source."""
-    paths = sorted(path for path in PACKAGE.rglob("*.py") if str(path.relative_to(PACKAGE)) not in NOT_IN_VERSION)
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
-
-
 def _publish(recipe: Recipe, out: Path, source: str) -> str:
     count = len(shuffle.WriteShards(recipe, out, (source,)).units())
     written = receipts(out, shuffle.SHUFFLE, source, count)
-    description = _description(recipe, out, source, written)
+    description = json.loads(json.dumps(_description(recipe, out, source, written)))
     files = {
         name: stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) / name
         for number, receipt in enumerate(written)
         for name in receipt["files"]
     }
     final = out / source
-    if _is_published(final, description, files):
+    if (published := _published(final, description, files)) is not None:
+        described = {**published, **description, "code_version": published["code_version"]}  # which made the shards
+        if described != published:  # the same data with other counts, or of another plan
+            shards.write_manifest(final, described)
         return "reused"
     partial = out / f".{source}.partial"
     for left in (partial, out / f".{source}.old"):  # of a run that was killed
@@ -76,24 +67,27 @@ def _publish(recipe: Recipe, out: Path, source: str) -> str:
     try:
         for name, path in files.items():
             _link(path, partial / name)
-        shards.write_json(partial / shards.MANIFEST, description)
+        shards.write_manifest(partial, description)
         shards.publish(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return "built"
 
 
-def _is_published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> bool:
-    """Whether the folder holds this description and these files; files freed in `shuffle` are not compared."""
+_code_version = functools.cache(functools.partial(code_version, Path(__file__).parents[1]))
+
+
+def _published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> dict[str, Any] | None:
+    """The manifest in the folder, if it holds the same data; files freed in `shuffle` are not compared."""
     try:
-        if shards.read_manifest(final) != json.loads(json.dumps(description)):
-            return False
+        manifest = shards.read_manifest(final)
         shards.check_sizes(final, description)
     except ValueError:
-        return False
-    return all(
+        return None
+    same = manifest["content_sha256"] == shards.content_sha256(description) and all(
         (final / name).is_file() and (not path.exists() or _same(path, final / name)) for name, path in files.items()
     )
+    return manifest if same else None
 
 
 def _same(path: Path, published: Path) -> bool:
@@ -114,11 +108,10 @@ def _link(path: Path, link: Path) -> None:
 def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     *train, valid = (receipt["counts"] for receipt in written)
     return {
-        "format": shards.FORMAT,
         "source": source,
         "category": next(each.category for each in recipe.sources if each.name == source),
         "plan_hash": stage.planned(out, source)["plan_hash"],
-        "code_version": code_version(),
+        "code_version": _code_version(),
         **asdict(shuffle.layout(recipe, source)),
         "tokenizer_sha256": file_sha256(out / TOKENIZER),
         "vocab_size": tokenizer.load(out / TOKENIZER).vocab_size(),

@@ -12,6 +12,7 @@ The files of a unit can be deleted (`free`) once the next stage is finished; the
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import functools
 import hashlib
@@ -124,14 +125,30 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 
 def key_of(modules: Iterable[str], *parts: Any) -> str:
-    """sha256 (hex) over the source of modules (paths in this package, which must exist) and parts, as JSON."""
-    code = [_code_hash(name) for name in modules]
+    """sha256 (hex) over the code of modules (paths in this package, which must exist) and parts, as JSON.
+
+    Comments, docstrings and formatting do not count. Nor does Python's version, as long as its syntax tree of the code
+    is the same: where that of a later one differs, units are made again, with the same bytes.
+    """
+    code = [_code(name) for name in modules]
     return hashlib.sha256(json.dumps([code, *parts], sort_keys=True, default=str).encode()).hexdigest()
 
 
 @functools.cache
-def _code_hash(module: str) -> str:
-    return hashlib.sha256((Path(__file__).parents[1] / module).read_bytes()).hexdigest()
+def _code(module: str) -> str:
+    tree = ast.parse((Path(__file__).parents[1] / module).read_bytes())
+    return hashlib.sha256(repr(_meaning(tree)).encode()).hexdigest()
+
+
+def _meaning(tree: Any) -> Any:
+    """A syntax tree as lists, without positions, docstrings, and fields that are empty (newer Pythons add some)."""
+    if isinstance(tree, list):
+        docstring = (ast.Expr, ast.Constant)
+        return [_meaning(each) for each in tree if (type(each), type(getattr(each, "value", None))) != docstring]
+    if isinstance(tree, ast.AST):
+        fields = [[name, _meaning(value)] for name, value in ast.iter_fields(tree) if value not in (None, [])]
+        return [type(tree).__name__, *fields]
+    return repr(tree)
 
 
 def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:

@@ -189,8 +189,9 @@ def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage
             continue
         for entry in lock["sources"]:
             folder = out / entry["name"]
-            if entry["name"] in manifests and shards.manifest_sha256(folder) != entry["manifest_sha256"]:
-                damage.append(Damage(path, f"pins another manifest than {folder / shards.MANIFEST}"))
+            found = manifests.get(entry["name"], entry)["content_sha256"]
+            if found != entry["content_sha256"]:
+                damage.append(Damage(path, f"pins other data than that of {folder / shards.MANIFEST}"))
     return damage
 
 
@@ -223,7 +224,7 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
             _delete_receipt(out, source, entry["name"])
             line = f"quarantined: {out / source / entry['name']}: {entry['reason']}"
             console.print(line, markup=False, soft_wrap=True)
-        shards.write_json(out / source / shards.MANIFEST, manifest)
+        shards.write_manifest(out / source, manifest)
     pinned = [path for path, lock in locks.items() if _pin(out, path, lock, manifests, console)]
     if pinned:
         console.print(AFTER_A_CHANGE, highlight=False, soft_wrap=True)
@@ -257,7 +258,7 @@ def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[
         manifest = manifests.get(entry["name"], {})
         if "quarantined" in manifest:
             entry["windows"] = manifest["windows"]
-            entry["manifest_sha256"] = shards.manifest_sha256(out / entry["name"])
+            entry["content_sha256"] = shards.content_sha256(manifest)
     old, new = lock["fingerprint"], mixture.fingerprint(lock)
     if new != old:
         shards.write_json(path, {**lock, "fingerprint": new})

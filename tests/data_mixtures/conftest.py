@@ -103,14 +103,8 @@ def counting_data(tmp_path: Path):
             lengths, ids = np.array([len(tokens)], np.uint32), np.array([i], np.uint64)
             train = shards.write_train(folder, tokens, lengths, ids, layout)
             valid = shards.write_windows(folder / shards.VALID, tokens, seq_len)
-            manifest = {
-                "format": 1,
-                "category": "web",
-                "seq_len": seq_len,
-                "tokenizer_sha256": "t",
-                "vocab_size": 65_536,
-            }
-            shards.write_json(folder / shards.MANIFEST, {**manifest, **train, "valid": valid})
+            manifest = {"category": "web", "seq_len": seq_len, "tokenizer_sha256": "t", "vocab_size": 65_536}
+            shards.write_manifest(folder, {**manifest, **train, "valid": valid})
         phases = {"phase1": dict(zip(names, weights, strict=True)), "phase2": dict(zip(names, phase2, strict=True))}
         numbers = {"seed": 5, "seq_len": seq_len, "windows_per_shard": per_shard, "valid_per_10000": 100}
         plan = recipe.Recipe(**numbers, epoch_cap=cap, tokenizer=Path("unused"), sources=(), phases=phases)

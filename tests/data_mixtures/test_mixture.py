@@ -117,6 +117,15 @@ def edit_manifest(data: Path) -> None:
     (data / "s1/source.json").write_text(json.dumps(manifest))
 
 
+def other_text(data: Path) -> None:
+    valid = shards.write_windows(data / "s1/valid.bin", np.zeros(9), 4)
+    shards.write_manifest(data / "s1", {**shards.read_manifest(data / "s1"), "valid": valid})
+
+
+def older_format(data: Path) -> None:
+    shards.write_json(data / "s1/source.json", {**shards.read_manifest(data / "s1"), "format": 1})
+
+
 def truncate_shard(data: Path) -> None:
     path = data / "s0/shard-00002.bin"
     path.write_bytes(path.read_bytes()[:-2])
@@ -126,7 +135,9 @@ def truncate_shard(data: Path) -> None:
     ("damage", "message"),
     [
         (edit_weight, r"phase1\.lock\.json does not match its own fingerprint"),
-        (edit_manifest, r"s1/source\.json is not the manifest that"),
+        (edit_manifest, r"s1/source\.json says content_sha256 .* damaged or edited"),
+        (other_text, r"s1/source\.json is not of the data that .*phase1\.lock\.json pins"),
+        (older_format, r"s1/source\.json has format 1, this code reads 2; prepare the data again"),
         (truncate_shard, r"s0/shard-00002\.bin has 64 bytes, its manifest says 66"),
         (lambda data: (data / "s2/shard-00001.bin").unlink(), r"s2/shard-00001\.bin is missing"),
         (lambda data: (data / "s2/valid.bin").unlink(), r"s2/valid\.bin is missing"),

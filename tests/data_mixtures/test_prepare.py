@@ -243,8 +243,8 @@ def test_lock_pins_what_it_should(recipe_path, run_prepare, tmp_path):
         ("notes", "web", 1, 3),
         ("sums", "math", 5, 3),
     ]
-    manifest = (tmp_path / "out/sums/source.json").read_bytes()
-    assert lock["sources"][1]["manifest_sha256"] == hashlib.sha256(manifest).hexdigest()
+    manifest = shards.read_manifest(tmp_path / "out/sums")
+    assert lock["sources"][1]["content_sha256"] == manifest["content_sha256"] == shards.content_sha256(manifest)
     assert (lock["seed"], lock["seq_len"], lock["packing"]) == (11, 32, "concat")
     tokens, sources = Mixture.open(tmp_path / "out/phase2.lock.json").sequences(0, 12)
     assert tokens.shape == (12, 33)

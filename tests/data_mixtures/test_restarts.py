@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from data_mixtures import prepare
+from data_mixtures import mixture, prepare
 from data_mixtures.stages.run import Options
 from tests.data_mixtures.conftest import write_notes, write_sums
 from tests.data_mixtures.stages.hub_assets import HEADER, REPO, SOURCE, write_parquet
@@ -70,6 +71,25 @@ def workers_at_work(out: Path) -> list[int]:
 def published(out: Path) -> dict[str, bytes]:
     found = {path for pattern in PUBLISHED for path in out.glob(pattern)}
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(found) if path.is_file()}
+
+
+def test_a_comment_in_every_module_changes_nothing(recipe_path, tmp_path):
+    """A run must be able to start again after other code was checked out, and the next phase been pinned."""
+    out, mirror = tmp_path / "out", tmp_path / "mirror"
+    prepare.prepare(recipe_path, out, Options(), Console(quiet=True), str(mirror))
+    before = published(out)
+    lock = mixture.read_lock(out / "phase1.lock.json")
+    shutil.copytree(ROOT / "data_mixtures", tmp_path / "code/data_mixtures")
+    for path in (tmp_path / "code").rglob("*.py"):
+        path.write_text(path.read_text() + "\n# a comment\n")
+    recipe_path.write_text(recipe_path.read_text() + "[phase2]\nnumbers = 1\nnotes = 1\n")
+    command = [sys.executable, "-m", "data_mixtures.prepare", recipe_path, "--out", out, "--mirror", mirror]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path / "code", env=environment, capture_output=True, text=True, check=True)
+    assert [int(line.split()[1]) for line in done.stdout.splitlines() if " units done, " in line] == [0] * 5
+    assert published(out) == before
+    assert mixture.read_lock(out / "phase1.lock.json")["fingerprint"] == lock["fingerprint"]
+    assert mixture.read_lock(out / "phase2.lock.json")["sources"][0]["content_sha256"]
 
 
 def test_kills_at_any_moment_change_nothing(recipe_path, tmp_path):

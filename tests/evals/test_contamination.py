@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data_mixtures.shards import write_manifest, write_windows
 from data_mixtures.stages.decontaminate import make_index
 from evals.contamination import contamination, main
 
 
-def source(data: Path, name: str, found: dict) -> None:
+def source(data: Path, name: str, found: dict, tokenizer: str = "ab") -> None:
     folder = data / name
-    folder.mkdir(parents=True)
-    (folder / "source.json").write_text(json.dumps({"format": 1, "contamination": found, "tokenizer_sha256": "ab"}))
+    folder.mkdir(parents=True, exist_ok=True)
+    valid = write_windows(folder / "valid.bin", np.arange(5), 4)
+    write_manifest(folder, {"contamination": found, "tokenizer_sha256": tokenizer, "shards": [], "valid": valid})
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def test_counts_add_up_and_never_pass_the_items(data: Path, capsys: pytest.Captu
     assert set(record["manifests"]) == {"code", "web"}
     assert "code, web" in capsys.readouterr().err
     before = contamination(data)["manifests"]
-    (data / "web/source.json").write_text('{"format": 1, "contamination": {}}')
+    source(data, "web", {}, tokenizer="cd")
     assert contamination(data)["manifests"]["web"] != before["web"], "other data, another hash"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from records.checkpoints import read_checksums
 from records.events import REFUSED
 from tests.train.runs import (
     GLOBAL_BATCH,
+    ROOT,
     SEQ_LEN,
     SMALL,
     STEPS,
@@ -163,6 +166,22 @@ def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, 
     said = fail(damaged, prepared_data / "phase1.lock.json")
     assert "checkpoints in" in said
     assert "are incomplete" in said
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_other_code_was_checked_out(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """The data is pinned again, as for the next phase, by a checkout that differs in comments; then a node fails."""
+    data, run = tmp_path / "data/out", tmp_path / "run"
+    shutil.copytree(prepared_data.parent, data.parent)
+    code = shutil.copytree(ROOT / "data_mixtures", tmp_path / "code/data_mixtures")
+    for path in code.rglob("*.py"):
+        path.write_text(path.read_text() + "\n# a comment\n")
+    recipe, environment = data.parent / "recipe.toml", {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "data_mixtures", "manifest", recipe, "--out", data]
+    subprocess.run(command, cwd=code.parent, env=environment, check=True, capture_output=True)
+    copy_stopped_at(2, whole_run, run)
+    rows = succeed(run, data / "phase1.lock.json")
+    assert [row["loss"] for row in rows[-2:]] == [row["loss"] for row in metrics(whole_run)[2:4]]
 
 
 def test_another_mixture_is_refused_on_resume(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:

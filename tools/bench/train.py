@@ -232,22 +232,15 @@ def write_lock(
 
     tokens[name]: uint16, whole windows and one token more; the last window is held out for validation.
     """
-    of_tokens = {"tokenizer_sha256": "", "vocab_size": vocab_size}
     layout = shards.Layout(seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=1)
-    sources = []
-    for name, weight in weights.items():
+    for name in weights:
         source, windows = folder / name, (len(tokens[name]) - 1) // seq_len - 1
         source.mkdir(parents=True)
         train, held_out = tokens[name][: windows * seq_len + 1], tokens[name][windows * seq_len :]
         one_document = np.array([len(train)], dtype=np.uint32)
         written = shards.write_train(source, train, one_document, np.zeros(1, dtype=np.uint64), layout)
         valid = shards.write_windows(source / shards.VALID, held_out, seq_len)
-        manifest = {"format": shards.FORMAT, "category": "web", "seq_len": seq_len, **of_tokens, **written}
-        shards.write_json(source / shards.MANIFEST, {**manifest, "valid": valid})
-        entry = {"name": name, "category": "web", "weight": weight, "windows": windows, "epoch_cap": 1_000_000}
-        sources.append({**entry, "manifest_sha256": shards.manifest_sha256(source)})
-    lock = {"format": shards.FORMAT, "phase": "phase1", "seed": SEED, "seq_len": seq_len, "packing": mixture.PACKING,
-            **of_tokens, "sources": sources}  # fmt: skip
-    path = folder / "phase1.lock.json"
-    shards.write_json(path, {**lock, "fingerprint": mixture.fingerprint(lock)})
-    return path
+        of_tokens = {"tokenizer_sha256": "", "vocab_size": vocab_size}
+        manifest = {"category": "web", "seq_len": seq_len, **of_tokens, **written, "valid": valid}
+        shards.write_manifest(source, manifest)
+    return mixture.pin(folder, "phase1", weights, SEED, seq_len, epoch_cap=1_000_000)

@@ -66,7 +66,7 @@ def prepare(
         "shards": entries["train"],
         "valid": entries["valid"][0],
     }
-    shards.write_json(partial / shards.MANIFEST, manifest)
+    shards.write_manifest(partial, manifest)
     shards.publish(partial, folder)
     return manifest
 

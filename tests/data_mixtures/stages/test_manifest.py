@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from rich.console import Console
 
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture, valid_windows
-from data_mixtures.stages import manifest
+from data_mixtures.stages import manifest, stage
+from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.shuffle_assets import (
     Filter,
     digest,
@@ -57,7 +57,7 @@ def test_files_and_fields(data):
         assert content["contamination"] == {"quiz": {"documents": 2, "items": 3}}
         assert content["plan_hash"] == f"plan of {source}"
         assert content["windows"] == sum(entry["windows"] for entry in content["shards"])
-        assert (content["seq_len"], content["seed"], content["source"], content["format"]) == (8, 7, source, 1)
+        assert (content["seq_len"], content["seed"], content["source"], content["format"]) == (8, 7, source, 2)
     tokens, _ = Mixture.open(data / "phase1.lock.json").sequences(0, 20)
     assert tokens.shape == (20, 9)
     assert valid_windows(data, "notes").shape[1] == 9
@@ -167,13 +167,33 @@ def test_smaller_data_replaces_larger(data):
     assert {path.name for path in (data / "notes").iterdir()} == {*in_memory(fewer["notes"], plan), "source.json"}
 
 
-def test_the_version_of_the_code_leaves_out_only_modules_that_exist(data, tmp_path, monkeypatch):
-    assert all((manifest.PACKAGE / name).is_file() for name in manifest.NOT_IN_VERSION)
-    before = manifest.code_version()
-    shutil.copytree(manifest.PACKAGE, tmp_path / "package")
-    monkeypatch.setattr(manifest, "PACKAGE", tmp_path / "package")
-    assert manifest.code_version() == before
-    for name, same in (("stages/verify.py", True), ("prepare.py", True), ("stages/shuffle.py", False)):
-        with (tmp_path / "package" / name).open("a") as file:
-            file.write("# a comment\n")
-        assert (manifest.code_version() == before) == same
+def test_a_changed_code_version_stays_that_of_the_code_that_made_the_shards(data, monkeypatch):
+    before = (data / "notes/source.json").read_bytes()
+    monkeypatch.setattr(manifest, "_code_version", lambda: "another")
+    assert write(data) == {"notes": "reused", "sums": "reused"}
+    assert (data / "notes/source.json").read_bytes() == before
+
+
+def test_other_counts_of_the_same_data_are_written_without_publishing_it_again(data):
+    before, lock = read_json(data / "notes/source.json"), (data / "phase1.lock.json").read_bytes()
+    folder = (data / "notes").stat().st_ino
+    for number in range(2):
+        stage.do(Filter(data, "notes", split(TEXTS["notes"], 2), too_short=3), Unit("notes", number))
+    assert write(data)["notes"] == "reused"
+    after = read_json(data / "notes/source.json")
+    assert after["dropped"] == {**before["dropped"], "too_short": 6}
+    assert (data / "notes").stat().st_ino == folder
+    assert after["content_sha256"] == before["content_sha256"]
+    assert (data / "phase1.lock.json").read_bytes() == lock
+
+
+@pytest.mark.parametrize(("name", "value"), [("seq_len", 9), ("windows", 1), ("tokenizer_sha256", "ab")])
+def test_a_manifest_that_was_edited_is_refused_and_made_again(data, name, value):
+    content, path = read_json(data / "notes/source.json"), data / "notes/source.json"
+    before = path.read_bytes()
+    (content if name != "windows" else content["shards"][1])[name] = value
+    shards.write_json(path, content)
+    with pytest.raises(ValueError, match=r"notes/source\.json says content_sha256 .* damaged or edited"):
+        Mixture.open(data / "phase1.lock.json")
+    assert write(data)["notes"] == "built"
+    assert path.read_bytes() == before
