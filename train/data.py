@@ -1,4 +1,4 @@
-"""Batches for the trainer: a slice of the mixture's global order, read ahead by threads.
+"""Batches for the trainer: a slice of the mixture's global order, read ahead by torchdata.
 
 Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice of every
 micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
@@ -163,33 +162,28 @@ def of_packed(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
     """read(0), read(1), ... in this order, each done by a thread before it is asked for; raises what `read` raises.
 
-    Thread t does every number with remainder t, so nothing has to be put back into order. Queues of C, one pair a
-    thread: taking a batch costs the training thread no lock that a reader can hold.
+    Thread t does every number with remainder t, so nothing has to be put back into order. The loader's state is its
+    position, so torchdata takes no snapshots. The threads end when the iterator is closed.
     """
-    asked: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
-    done: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
 
-    def serve(asked: SimpleQueue, done: SimpleQueue) -> None:
-        while (number := asked.get()) is not None:
-            try:
-                done.put((read(number), None))
-            except Exception as problem:  # without it the training thread would wait until it counts as a hang
-                done.put((None, problem))
+    def attempt(number: int) -> tuple[T | None, BaseException | None]:
+        try:
+            return read(number), None
+        except BaseException as problem:  # torchdata rewords an Exception, and waits forever after anything else
+            return None, problem
 
-    for queues in zip(asked, done, strict=True):
-        Thread(target=serve, args=queues, name="reader", daemon=True).start()
-    try:
-        for number in range(threads * READ_AHEAD_BATCHES):
-            asked[number % threads].put(number)
-        for number in count():
-            result, problem = done[number % threads].get()
-            if problem is not None:
-                raise problem
-            asked[number % threads].put(number + threads * READ_AHEAD_BATCHES)
-            yield result
-    finally:
-        for queue in asked:
-            queue.put(None)
+    # not ParallelMapper: it sets torch's thread count to 1 for every thread that starts later
+    nodes = [
+        Prefetcher(Mapper(IterableWrapper(count(first, threads)), attempt), READ_AHEAD_BATCHES, snapshot_frequency=0)
+        for first in range(threads)
+    ]
+    for node in nodes:
+        node.reset()  # all begin at once
+    for node in cycle(nodes):
+        result, problem = next(node)
+        if problem is not None:
+            raise problem
+        yield result
 
 
 def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> MixtureLoader:

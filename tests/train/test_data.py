@@ -6,12 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("torchtitan")
 from data_mixtures.mixture import Mixture
@@ -233,13 +235,44 @@ def test_reading_ahead_keeps_the_order_and_its_bound(threads: int) -> None:
     assert max(started) < 50 + threads * READ_AHEAD_BATCHES
 
 
-def test_what_a_reader_raises_reaches_the_training_thread() -> None:
+@pytest.mark.parametrize("problem", [TypeError("no batch 3"), CheckpointException("no batch 3", {}), SystemExit(3)])
+def test_what_a_reader_raises_reaches_the_training_thread(problem: BaseException) -> None:
+    """The very object, so that the run folder's reason is the reader's; also what is no Exception."""
+
     def read(number: int) -> int:
         if number == 3:
-            raise TypeError("no batch 3")
+            raise problem
         return number
 
     results = read_ahead(read, 2)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(TypeError, match="no batch 3"):
+    with pytest.raises(type(problem)) as raised:
         next(results)
+    assert raised.value is problem
+
+
+def test_readers_end_with_the_iterator_and_leave_torchs_threads_alone() -> None:
+    before, threads = threading.active_count(), torch.get_num_threads()
+    results = read_ahead(lambda number: number, 3)
+    next(results)
+    assert threading.active_count() == before + 3
+    of_a_new_thread: list[int] = []
+    other = threading.Thread(target=lambda: of_a_new_thread.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert of_a_new_thread == [threads]
+    results.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.slow
+def test_a_reader_that_hangs_does_not_keep_the_process() -> None:
+    code = """
+import time
+from train.data import read_ahead
+results = read_ahead(lambda number: time.sleep(1000) if number == 2 else number, 2)
+assert next(results) == 0
+raise SystemExit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr[-2000:]

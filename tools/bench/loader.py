@@ -32,6 +32,7 @@ BARE = "Mixture.sequences"  # without threads, so there is nothing to stall or t
 VOCAB_SIZE, ROWS_PER_GROUP = 32_000, 256
 OTHER_WORLD_SIZE = {  # ours is tested (tests/train/test_data.py); the others according to their code
     "MixtureLoader": "any, exact",
+    "MixtureLoader, bare queues": "any, exact",
     "torchtitan": "refused (asserts the same number of ranks)",
     "interleave_datasets": "manual (skip)",
     "interleave_datasets, streaming": "no (one state per rank)",
