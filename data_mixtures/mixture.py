@@ -93,7 +93,7 @@ def read_lock(path: Path) -> dict[str, Any]:
 class Mixture:
     """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
 
-    def __init__(self, lock: Mapping[str, Any], files: Sequence[TokenFile]) -> None:
+    def __init__(self, lock: Mapping[str, Any], files: Sequence[TokenFile], shared_checks: bool = False) -> None:
         sources = lock["sources"]
         self.fingerprint: str = lock["fingerprint"]
         self.phase: str = lock["phase"]
@@ -110,24 +110,29 @@ class Mixture:
         self._windows = np.array([source["windows"] for source in sources], dtype=np.int64)
         self._caps = np.array([source["epoch_cap"] for source in sources], dtype=np.int64)
         # all windows of all sources in a row: where each source and each file begins
-        self._files = WindowFiles(files, self.seq_len)
+        self._files = WindowFiles(files, self.seq_len, shared_checks)
         self.packed: bool = lock["packing"] == CONVERSATIONS
-        self._flags = WindowFiles([_flags_of(file) for file in files], self.seq_len) if self.packed else None
+        flags = [_flags_of(file) for file in files] if self.packed else []
+        self._flags = WindowFiles(flags, self.seq_len, shared_checks) if self.packed else None
         self._source_begins = np.cumsum(self._windows) - self._windows
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
         self._file_names = [shard["name"] for _, shard in files]
 
     @classmethod
-    def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
+    def open(
+        cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None, shared_checks: bool = False
+    ) -> Mixture:
         """Open a lock file and the sources beside it.
 
-        offsets: windows of each source that earlier phases consumed (their `windows_per_source`). ValueError for a lock
-        that was edited, a manifest that is not the pinned one, a shard of the wrong size, or a negative offset.
+        offsets: windows of each source that earlier phases consumed (their `windows_per_source`). shared_checks: the
+        ranks of a node check each block once together. ValueError for a lock that was edited, a manifest that is not
+        the pinned one, a shard of the wrong size, or a negative offset.
         """
         path = Path(lock_path)
         lock = read_lock(path)
-        mixture = cls(lock, [file for entry in lock["sources"] for file in _open_source(path, entry)])
+        files = [file for entry in lock["sources"] for file in _open_source(path, entry)]
+        mixture = cls(lock, files, shared_checks)
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from data_mixtures import shards
+from data_mixtures.node_marks import NodeMarks
 
 OPEN_FILES = 256  # a map holds a file descriptor, of which a process has 1024 and a 6T-token corpus 11,000 shards
 CHUNK_BYTES = 1 << 20  # stays in a core's own cache between reading and hashing
@@ -27,19 +29,27 @@ TokenFile = tuple[str, Mapping[str, Any]]  # path, its entry of the manifest
 class WindowFiles:
     """Many files of windows, read by any number of threads; at most OPEN_FILES of them are mapped at a time."""
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int) -> None:
-        """ValueError when an entry's hashes do not cover its bytes."""
+    def __init__(self, files: Sequence[TokenFile], seq_len: int, shared: bool = False) -> None:
+        """ValueError when an entry's hashes do not cover its bytes.
+
+        shared: a block that one process of this launch on this node has checked is good for the others.
+        """
         self.seq_len = seq_len
         self._paths = [path for path, _ in files]
         self._bytes = [entry["bytes"] for _, entry in files]
         self._digests = [bytes.fromhex("".join(entry["xxh3_blocks"])) for _, entry in files]
-        self._checked = [bytearray(len(digests) // DIGEST_BYTES) for digests in self._digests]  # 1: block is good
-        for path, size, checked in zip(self._paths, self._bytes, self._checked, strict=True):
-            if len(checked) != -(-size // shards.BLOCK_BYTES):
+        blocks = [len(digests) // DIGEST_BYTES for digests in self._digests]
+        for path, size, count in zip(self._paths, self._bytes, blocks, strict=True):
+            if count != -(-size // shards.BLOCK_BYTES):
                 raise ValueError(
-                    f"the manifest of {path} has {len(checked)} block hashes for {size} bytes, one for each "
+                    f"the manifest of {path} has {count} block hashes for {size} bytes, one for each "
                     f"{shards.BLOCK_BYTES} is needed; prepare the data again"
                 )
+        self._first_blocks = [0, *accumulate(blocks)]
+        content = xxhash.xxh3_128_hexdigest("\n".join(self._paths).encode() + b"".join(self._digests))
+        self._marks = NodeMarks(sum(blocks), content if shared else None)
+        view = memoryview(self._marks.bytes)
+        self._checked = [view[first:last] for first, last in pairwise(self._first_blocks)]  # 1: block is good
         self._checking = [threading.Lock() for _ in range(CHECKS_AT_A_TIME)]
         self._maps: dict[int, np.ndarray] = {}  # the oldest first
         self._mapping = threading.Lock()
@@ -64,22 +74,25 @@ class WindowFiles:
             return self._maps[file]
 
     def _check(self, file: int, block: int) -> None:
-        with self._checking[file % CHECKS_AT_A_TIME]:
-            if self._checked[file][block]:
-                return  # another thread was faster
-            path, begin = self._paths[file], block * shards.BLOCK_BYTES
-            end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
-            place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
-            try:
-                found = _digest(path, begin, end)
-            except OSError as problem:
-                raise ValueError(f"{place} cannot be read: {problem}. {_FIX}") from problem
-            expected = self._digests[file][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
-            if found != expected:
-                raise ValueError(
-                    f"{place} is damaged: its xxh3 is {found.hex()}, the manifest says {expected.hex()}. {_FIX}"
-                )
-            self._checked[file][block] = 1
+        claim = self._marks.claimed(self._first_blocks[file] + block)
+        with self._checking[file % CHECKS_AT_A_TIME], claim:
+            if not self._checked[file][block]:  # else another thread or process was faster
+                self._compare(file, block)
+                self._checked[file][block] = 1
+
+    def _compare(self, file: int, block: int) -> None:
+        path, begin = self._paths[file], block * shards.BLOCK_BYTES
+        end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
+        place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
+        try:
+            found = _digest(path, begin, end)
+        except OSError as problem:
+            raise ValueError(f"{place} cannot be read: {problem}. {_FIX}") from problem
+        expected = self._digests[file][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+        if found != expected:
+            raise ValueError(
+                f"{place} is damaged: its xxh3 is {found.hex()}, the manifest says {expected.hex()}. {_FIX}"
+            )
 
 
 _FIX = (
