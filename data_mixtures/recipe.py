@@ -71,6 +71,8 @@ class Source:
     valid_per_10000: int | None = None
     """Documents held out of training, out of 10,000; default: the recipe's. 0: none. The same texts are held out of all
     sources with the same figure; a source with a smaller one trains on more of what another holds out"""
+    steps: tuple[str | dict, ...] | None = None
+    """Filters of this source in place of those of [filter]"""
     keep: float = 1.0
     """Share of the documents to prepare: what the shuffle puts first, so a larger one keeps the same and adds to it"""
 
@@ -127,8 +129,28 @@ class Filter:
     """Shortest document"""
     max_chars: int = 10_000_000
     """Longest document"""
+    steps: tuple[str | dict, ...] = ()
+    """Filters of datatrove, in this order: names, or tables { name = ..., argument = ... }. docs/data.md lists them"""
+    repeated_ngrams: bool = False
+    """Drop documents in which up to 13 tokens are repeated 32 times in a row"""
     benchmarks: Mapping[str, str] = field(default_factory=dict)
     """[filter.benchmarks]: name = file or glob (JSON lines, Parquet) of items; documents that hold one are dropped"""
+
+
+@dataclass(frozen=True)
+class Dedup:
+    """[dedup]: near copies of documents, over all sources."""
+
+    minhash: bool = False
+    """Drop documents of which a near copy stands in a source before, earlier in the same source, or is held out"""
+    n_grams: int = 5
+    """Words in a row that are compared"""
+    buckets: int = 14
+    """Two documents are near copies when all hashes of one bucket are equal"""
+    hashes_per_bucket: int = 8
+    """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, and 92% of those that share 80%"""
+    language: str = ""
+    """Of datatrove's word tokenizers, for text without spaces between words, such as zh or ja; default: spaces"""
 
 
 @dataclass(frozen=True)
@@ -169,6 +191,8 @@ class Recipe:
     """How often a run may read a source, over all phases; a job that would read it more often is refused"""
     filter: Filter = field(default_factory=Filter)
     """The table [filter]"""
+    dedup: Dedup = field(default_factory=Dedup)
+    """The table [dedup]"""
     hydrate: Hydrate | None = None
     """The table [hydrate]"""
     corpus: str | None = None
@@ -245,6 +269,7 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
         "tokenizer": lambda given: _tokenizer(given, folder),
         "sources": lambda given: tuple(_source(*each) for each in given.items() if each[0] not in without),
         "filter": lambda given: _filter(given, folder),
+        "dedup": lambda given: _dedup(given),
         "hydrate": lambda given: _hydrate(given, folder),
     }
     values = {key: made[key](value) if key in made else value for key, value in table.items()}
@@ -355,6 +380,13 @@ def _filter(table: dict[str, Any], folder: Path) -> Filter:
     check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
     benchmarks = {name: str(folder / path) for name, path in found.benchmarks.items()}
     return dataclasses.replace(found, benchmarks=benchmarks)
+
+
+def _dedup(table: Any) -> Dedup:
+    found = _made(Dedup, table, "dedup")
+    for name in ("n_grams", "buckets", "hashes_per_bucket"):
+        check_integer(f"dedup.{name}", getattr(found, name))
+    return found
 
 
 def _hydrate(table: dict[str, Any], folder: Path) -> Hydrate:

@@ -3,14 +3,15 @@
 Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A document that is longer than
 max_document_chars is cut at newlines; from there on each piece is a document. A dropped one is counted under the first
 reason that holds: not_utf8, empty, too_short, too_long (before it is cut), not_kept (`keep`), contaminated
-(`decontaminate`). The order is kept. The bytes written depend on the input and pyarrow's version alone: no
-dictionaries, no statistics, row groups cut by size. Memory is bounded by a row group, whatever the size of the file.
+(`decontaminate`), or what a step says (`quality`); steps up to the last that changes text come before not_kept, which
+is judged by the final text. The order is kept. The bytes written depend on the input and the versions of packages
+alone: no dictionaries, no statistics, row groups cut by size. Memory is bounded by a row group, whatever the file.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from data_mixtures.recipe import Recipe
-from data_mixtures.stages import decontaminate, stage
+from data_mixtures.stages import decontaminate, quality, stage
 from data_mixtures.stages.stage import DOCUMENTS, ORIGIN_FIELDS, RAW, Stage, Unit
 from data_mixtures.stages.tokenize import key_of_id
 
@@ -29,7 +30,7 @@ SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin",
 ORIGIN = "origin"  # a column of raw.parquet where the file's own rows are not those of the input
 _BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
 _ROW_GROUP_BYTES = 64 << 20
-_MODULES = ("stages/filter.py", *decontaminate.CODE)
+_MODULES = ("stages/filter.py", "stages/quality.py", *decontaminate.CODE)
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,16 @@ class Filter(Stage):
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         kept = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
+        steps = quality.identity(quality.steps_of(recipe, unit.source))
         path = stage.planned_unit(self.out, unit).get("path")
-        return stage.key_of(_MODULES, pa.__version__, limits, kept, column, index, path, files)
+        return stage.key_of(_MODULES, pa.__version__, limits, kept, steps, column, index, path, files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         before, column = stage.raw_text(self.out, unit)
         raw, _ = stage.result(self.out, before, unit)
-        chosen = DocumentFilter(
-            self.recipe, decontaminate.load(self.out, self.recipe.filter.benchmarks), self._keep(unit)
-        )
+        index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
+        steps = quality.load(quality.steps_of(self.recipe, unit.source))
+        chosen = DocumentFilter(self.recipe, index, self._keep(unit), steps)
         batches = read_raw(raw / RAW, column, stage.planned_unit(self.out, unit).get("path"))
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
@@ -92,9 +94,17 @@ class Document(NamedTuple):
 class DocumentFilter:
     """Keeps texts, and counts those that it drops. index: None to keep texts that hold items of benchmarks."""
 
-    def __init__(self, recipe: Recipe, index: decontaminate.Index | None = None, keep: float = 1.0) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        index: decontaminate.Index | None = None,
+        keep: float = 1.0,
+        steps: Sequence[quality.Step] = (),
+    ) -> None:
         self.limits, self.max_document_chars, self.seed = recipe.filter, recipe.max_document_chars, recipe.seed
         self.index, self.below = index, keep * 2**64
+        changing = max((place + 1 for place, step in enumerate(steps) if step.changes), default=0)
+        self.before, self.after = steps[:changing], steps[changing:]
         self._read = self._cut = self._kept = self._bytes = 0
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
         self._contamination: dict[str, dict[str, Any]] = {}
@@ -103,7 +113,8 @@ class DocumentFilter:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows.texts)
         pieces = [Document(place, text) for place, raw in enumerate(rows.texts) for text in self._pieces(raw)]
-        documents = self._clean([each for each in map(self._identified, pieces) if self._belongs(each)])
+        final = map(self._identified, self._through(self.before, pieces))
+        documents = self._through(self.after, self._clean([each for each in final if self._belongs(each)]))
         self._kept += len(documents)
         self._bytes += sum(len(each.utf8) for each in documents)
         return [(each.identity, each.utf8, rows.origin(each.place)) for each in documents]
@@ -128,6 +139,20 @@ class DocumentFilter:
             self._dropped["too_short" if length else "empty"] += 1
             return False
         return True
+
+    def _through(self, steps: Sequence[quality.Step], documents: list[Document]) -> list[Document]:
+        """What the steps leave; a text that they changed must be long enough again."""
+        left = []
+        for document in documents if steps else ():
+            text, reason = document.text, None
+            for step in steps:
+                text, reason = step(text)
+                if reason is not None:
+                    self._dropped[reason] += 1
+                    break
+            if reason is None and (text == document.text or self._long_enough(text)):
+                left.append(document._replace(text=text))
+        return left if steps else documents
 
     def _identified(self, document: Document) -> Document:
         utf8 = document.text.encode()

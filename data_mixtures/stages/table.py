@@ -11,7 +11,7 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import HubSource, Recipe
-from data_mixtures.stages import decontaminate, manifest, plan, shuffle, stage, tokenize, verify
+from data_mixtures.stages import decontaminate, manifest, plan, quality, shuffle, stage, tokenize, verify
 from data_mixtures.stages.fetch import Fetch, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.hydrate import Hydrate
@@ -57,6 +57,8 @@ def check(recipe: Recipe, out: Path) -> None:
     """Check what the last stages need before the first ones take days. ValueError says what is missing."""
     if isinstance(recipe.tokenizer, Path):
         tokenizer.load(recipe.tokenizer)
+    for source in recipe.sources:
+        quality.load(quality.steps_of(recipe, source.name))
     decontaminate.make_index(recipe.filter.benchmarks, out)
     Hydrate(recipe, out, tuple(each.name for each in recipe.sources)).check()
 

@@ -1,0 +1,141 @@
+"""The steps of [filter]: filters and formatters of datatrove by name.
+
+A step is a name, or a table { name = ..., argument = ... } with the arguments of datatrove's class. Of datatrove 0.10
+those are offered that need nothing but the text; not offered: what downloads word lists (C4 bad words, unigrams), looks
+at the URL, or draws at random. It has no filters for code.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from data_mixtures.recipe import Recipe, check_known
+from records.files import file_sha256
+
+# name -> class in datatrove.pipeline, and whether it may change the text
+CLASSES = {
+    "language": ("filters.LanguageFilter", False),
+    "fasttext": ("filters.FastTextClassifierFilter", True),
+    "gopher_quality": ("filters.GopherQualityFilter", False),
+    "gopher_repetition": ("filters.GopherRepetitionFilter", False),
+    "c4_quality": ("filters.C4QualityFilter", True),
+    "c4_paragraphs": ("filters.C4ParagraphFilter", False),
+    "fineweb_quality": ("filters.FineWebQualityFilter", False),
+    "regex": ("filters.RegexFilter", False),
+    "pii": ("formatters.PIIFormatter", True),
+    "ftfy": ("formatters.FTFYFormatter", True),
+    "symbol_lines": ("formatters.SymbolLinesFormatter", True),
+}
+# steps with a fastText model, a file that is given as `model`, and where to find one
+MODELS = {
+    "language": "lid.176.bin, from the page 'Language identification' of fasttext.cc",
+    "fasttext": "a classifier trained with fastText",
+}
+PACKAGES = ("datatrove", "spacy", "fasttext-numpy2-wheel", "ftfy")  # whose versions may change what a step does
+_NOT_OFFERED = ("self", "exclusion_writer", "backend", "model_url", "label_only", "save_labels_in_metadata")
+_TRIAL = "A text to try the step with, so that what it needs is missed before the first document and not after hours."
+
+
+@dataclass(frozen=True)
+class Step:
+    """run: text -> (the text as it goes on, None or the reason why it is dropped)."""
+
+    name: str
+    changes: bool
+    run: Callable[[str], tuple[str, str | None]]
+
+    def __call__(self, text: str) -> tuple[str, str | None]:
+        try:
+            return self.run(text)
+        except Exception as error:
+            raise ValueError(f"filter step {self.name!r} fails at {text[:80]!r}: {error}") from error
+
+
+def steps_of(recipe: Recipe, source: str) -> list[dict[str, Any]]:
+    """The steps of a source as tables; the path of a model is relative to the recipe's folder."""
+    own = next((each.steps for each in recipe.sources if each.name == source), None)
+    given = recipe.filter.steps if own is None else own
+    tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
+    return [{**each, "model": str(recipe.folder / each["model"])} if "model" in each else each for each in tables]
+
+
+def load(steps: Iterable[Mapping[str, Any]]) -> tuple[Step, ...]:
+    """What the tables name. ValueError: an unknown name or argument, a missing package or model."""
+    return tuple(_load(dict(given)) for given in steps)
+
+
+def _load(arguments: dict[str, Any]) -> Step:
+    name = arguments.pop("name", None)
+    check_known("filter step", [name], CLASSES)
+    where, changes = CLASSES[name]
+    module, _, kind = where.partition(".")
+    made = getattr(importlib.import_module(f"datatrove.pipeline.{module}"), kind)
+    known = [each for each in inspect.signature(made.__init__).parameters if each not in _NOT_OFFERED]
+    check_known(f"argument of filter step {name!r}:", arguments, known + ["model"] * (name in MODELS))
+    try:
+        step = Step(name, changes, _runner(name, made, arguments))
+        step.run(_TRIAL)
+    except ImportError as error:
+        raise ValueError(f"filter step {name!r}: {error}; pip install 'laneformer[quality]'") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"filter step {name!r} with {arguments}: {error}") from error
+    return step
+
+
+def _runner(name: str, made: Any, arguments: dict[str, Any]) -> Callable[[str], tuple[str, str | None]]:
+    from datatrove.data import Document
+
+    if CLASSES[name][0].startswith("formatters."):
+        # a new one for each text: that of PII takes its replacements in turn, over all texts that it sees
+        return lambda text: (made(**arguments).format(text), None)
+    step = _with_model(name, made, arguments) if name in MODELS else made(**arguments)
+
+    def run(text: str) -> tuple[str, str | None]:
+        document = Document(text, id="")
+        result = step.filter(document)
+        kept, reason = result if isinstance(result, tuple) else (result, None)
+        return document.text, None if kept else f"{name}:{reason}" if reason else name
+
+    return run
+
+
+def _with_model(name: str, made: Any, arguments: dict[str, Any]) -> Any:
+    """A filter around a fastText model from a file here: datatrove would download it, and keep it by its name alone."""
+    path = arguments.get("model")
+    if path is None or not Path(path).is_file():
+        raise ValueError(f"model = {path!r} must be the path of a file: {MODELS[name]}")
+    given = {key: value for key, value in arguments.items() if key != "model"}
+    step = made(**given, model_url="") if name == "fasttext" else made(**given)
+    from fasttext.FastText import _FastText
+
+    model = _FastText(str(path))
+    if name == "fasttext":
+        step._model, wanted = model, [label for label, _ in step.keep_labels or step.remove_labels or ()]
+    else:
+        step.model._model, wanted = model, step.languages or []
+    check_known(f"label of {path}", wanted, [label.removeprefix("__label__") for label in model.labels])
+    return step
+
+
+def identity(steps: list[dict[str, Any]]) -> Any:
+    """What the keys of filtered units say about the steps: names, arguments, hashes of models, package versions."""
+    models = [Path(each["model"]) for each in steps if "model" in each]
+    hashes = [_sha256(path, path.stat().st_mtime_ns, path.stat().st_size) for path in models if path.is_file()]
+    return [steps, hashes, versions(PACKAGES)] if steps else []
+
+
+def versions(packages: Iterable[str]) -> list[str | None]:
+    """Installed versions, None for a package that is not there."""
+    return [next((each.version for each in metadata.distributions(name=name)), None) for name in packages]
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256(path: Path, mtime_ns: int, size: int) -> str:
+    return file_sha256(path)
