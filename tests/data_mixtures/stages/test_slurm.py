@@ -24,6 +24,7 @@ def receipts(toy: Toy) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in (toy.out / toy.name).glob("*/unit-*/receipt.json")}
 
 
+@pytest.mark.slow
 def test_a_stage_on_slurm(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "POLL_S", (0.3, 0.3))
     monkeypatch.setattr(slurm, "SETTLE_S", 1.0)
@@ -53,7 +54,7 @@ def adopted_after_a_killed_watcher(toy: Toy, cluster: SlurmCluster) -> None:
     """12 units, 4 of them done, in 8 tasks, three at a time."""
     command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", toy.out, toy.faults, "slurm", "2"]
     left = subprocess.Popen([str(part) for part in command], cwd=ROOT)
-    wait_for(lambda: "R" in cluster.command("squeue", "--noheader", "--format", "%t"), "a task", 60)
+    wait_for(lambda: cluster.command("squeue", "--noheader", "--array", "--format", "%t").count("R") == 3, "tasks", 60)
     left.kill()
     left.wait()
     before, jobs = receipts(toy), cluster.command("squeue", "--noheader", "--array", "--format", "%i").split()
