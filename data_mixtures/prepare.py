@@ -26,6 +26,7 @@ from data_mixtures.stages import manifest, stage, table
 from data_mixtures.stages.run import AGAIN, KINDS, Executor, Options, source_table
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
+SLURM_WORKERS = 64
 
 
 def prepare(
@@ -67,22 +68,37 @@ def _summary(out: Path, made: dict[str, str]) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a recipe TOML, e.g. data_mixtures/demo.toml")
     parser.add_argument("--out", type=Path, required=True, help="the data folder that is written")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, or Slurm tasks, at a time")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help=f"processes at a time; default: the CPUs here. With --executor slurm: tasks of the "
+        f"array at a time (its %%N); default: {SLURM_WORKERS}",
+    )
     parser.add_argument("--mirror", help="read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub")
     parser.add_argument("--budget-bytes", type=int, help="refuse to fetch if DIR/fetch would become larger")
     parser.add_argument("--executor", choices=KINDS, default="local", help="where units run")
     for name in SBATCH:
         parser.add_argument(f"--{name}", help="passed to sbatch; needs --executor slurm")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE]",
+        help="any other option of sbatch; can be repeated",
+    )
 
 
 def options(arguments: argparse.Namespace) -> Options:
     """The executor that the arguments ask for. ValueError for options of another one."""
-    recipe.check_integer("--workers", arguments.workers)
+    default = SLURM_WORKERS if arguments.executor == "slurm" else os.cpu_count() or 1
+    workers = default if arguments.workers is None else arguments.workers
+    recipe.check_integer("--workers", workers)
     given = {name: getattr(arguments, name.replace("-", "_")) for name in SBATCH}
     sbatch = {name: value for name, value in given.items() if value is not None}
+    sbatch |= {key.lstrip("-"): value for key, _, value in (each.partition("=") for each in arguments.sbatch)}
     if sbatch and arguments.executor != "slurm":
         raise ValueError(f"--{next(iter(sbatch))} is for --executor slurm, this is --executor {arguments.executor}")
-    return Options(arguments.workers, arguments.executor, sbatch)
+    return Options(workers, arguments.executor, sbatch)
 
 
 def reported(run: Callable[[], None]) -> int:
@@ -92,8 +108,8 @@ def reported(run: Callable[[], None]) -> int:
     except (ValueError, OSError) as error:  # their messages say what is wrong
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"stopped; {AGAIN}", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"stopped; {str(stop) or AGAIN}", file=sys.stderr)
         return 130
     return 0
 

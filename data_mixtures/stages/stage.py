@@ -13,12 +13,12 @@ The files of a unit can be deleted (`free`) once the next stage is finished; the
 from __future__ import annotations
 
 import ast
-import fcntl
 import functools
 import hashlib
 import json
 import os
 import shutil
+import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +30,7 @@ import xxhash
 
 from data_mixtures import shards
 from data_mixtures.recipe import Recipe
+from records.files import hold_lock
 
 PLAN, RECEIPT = "plan.json", "receipt.json"
 PLAN_FORMAT = 1
@@ -38,6 +39,7 @@ DOCUMENTS = "documents.parquet"  # of filter
 # what a document's origin says of it besides its file and row, where the input has such columns or fields
 ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
 TOKENIZER = "tokenizer.model"
+FOR_USERS = (ValueError, OSError)  # their message alone tells what to do: wrong input, or a disk or network that fails
 Entry = dict[str, Any]
 T = TypeVar("T")
 
@@ -218,13 +220,8 @@ def free(out: Path, stage: str, unit: Unit) -> int:
 
 @contextmanager
 def exclusive(out: Path) -> Iterator[None]:
-    """One preparation per folder at a time. ValueError when there is another."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another process is preparing {out}; wait for it, or use another --out") from error
+    """One preparation per folder at a time. ValueError when there is another, with its process and host."""
+    with hold_lock(out / ".lock", f"another process is preparing {out}; wait for it, or use another --out"):
         yield
 
 
@@ -260,6 +257,23 @@ def do(stage: Stage, unit: Unit) -> None:
         shards.publish(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def attempt(stage: Stage, unit: Unit) -> dict[str, Any] | None:
+    """Do one unit; what went wrong, as plain data, since not every exception can be pickled. None when nothing did."""
+    try:
+        do(stage, unit)
+    except FOR_USERS as error:
+        return {"user": True, "message": f"{stage.name} {unit}: {error}"}
+    except Exception:
+        return {"user": False, "message": f"{stage.name} {unit} failed:\n{traceback.format_exc()}"}
+    return None
+
+
+def raise_failure(failure: Mapping[str, Any] | None) -> None:
+    """Raise what `attempt` returned: ValueError for what a user can fix."""
+    if failure is not None:
+        raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
 
 
 def _entry(path: Path) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _shuffle(context: RunContext) -> None:
 
 
 def _verify(context: RunContext) -> None:
-    damage = verify.verify(context.out, context.sources, context.console, context.executor.options.workers)
+    damage = verify.verify(context.out, context.sources, context.console, context.executor.options.threads)
     if context.quarantine and damage:
         verify.quarantine(context.out, damage, context.console)
     elif damage:
@@ -114,7 +114,7 @@ def _verify(context: RunContext) -> None:
 def _stats(context: RunContext) -> None:
     from data_mixtures.stages import stats  # here: importing plotly takes half a second
 
-    workers = context.executor.options.workers
+    workers = context.executor.options.threads
     stats.write(context.out, context.sources, context.console, context.sequences, workers=workers)
 
 

@@ -64,7 +64,7 @@ def workers_at_work(out: Path) -> list[int]:
     with suppress(FileNotFoundError):
         for claim in out.glob(".logs/*/workers/*"):
             if claim.read_text():
-                found.append(int(claim.name.rpartition(":")[2]))
+                found.append(int(claim.name))
     return found
 
 

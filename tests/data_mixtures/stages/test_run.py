@@ -1,4 +1,4 @@
-"""Units on datatrove's executors: what is done, what is done again, and what becomes of workers that die."""
+"""Units on processes of this machine: what is done, what is done again, and what becomes of workers that die."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def receipts(toy: Toy) -> int:
 
 def workers_at_work(toy: Toy) -> list[int]:
     claims = (toy.out / ".logs" / toy.name / "workers").glob("*")
-    return [int(claim.name.rpartition(":")[2]) for claim in claims if claim.read_text()]
+    return [int(claim.name) for claim in claims if claim.read_text()]
 
 
 def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
@@ -69,7 +69,7 @@ def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
     (other.out / "toy/b/unit-00004/receipt.json").write_text("{")
     assert "2 units done, 4 as before" in run(other, Options(workers=3))
     assert results(toy) == results(other)
-    assert capfd.readouterr().err == ""  # the executors' logs are in files
+    assert capfd.readouterr().err == ""  # what workers print is in a file
 
 
 def test_receipts_and_summary(toy):
@@ -107,20 +107,14 @@ def test_a_failing_unit_is_named_and_leaves_nothing(toy, workers, fault, error, 
 
 def test_a_killed_worker_is_an_error_that_names_its_unit_not_a_hang(toy):
     (toy.faults / "3").write_text("kill")
-    with pytest.raises(ValueError, match=r"worker at a/unit-00003 was killed.*run the same command again"):
+    with pytest.raises(
+        ValueError, match=r"worker at a/unit-00003 was killed \(exit status -9.*run the same command again"
+    ):
         run(toy, Options(workers=2))
     assert not list(toy.out.rglob("*.partial"))
     (toy.faults / "3").unlink()
     run(toy, Options(workers=2))
     assert receipts(toy) == 6
-
-
-def test_a_worker_killed_between_units_is_found_too(toy, monkeypatch):
-    # the lock of the pool's queue may die with it; then nobody gets work any more
-    monkeypatch.setattr(run_module, "IDLE_LOSS_S", 0.0)
-    monkeypatch.setattr(run_module, "lost_workers", lambda job: [""])
-    with pytest.raises(ValueError, match="the worker at no unit was killed"):
-        run(Toy(toy.out, toy.faults, wait_s=1), Options(workers=2))
 
 
 @pytest.mark.slow
@@ -129,7 +123,7 @@ def test_the_end_of_the_main_process_is_the_end_of_all(toy):
     process = start(toy)
     wait_for(lambda: receipts(toy) >= 2 and workers_at_work(toy), "a unit after two that are finished")
     family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 4  # the executor, its manager, two workers
+    assert len(family) >= 3  # the server that forks, two workers
     process.kill()
     process.wait()
     wait_for(lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family), "the end")
@@ -138,16 +132,6 @@ def test_the_end_of_the_main_process_is_the_end_of_all(toy):
     again = start(toy, wait_s=0)
     assert again.wait() == 0, again.stderr.read()
     assert results(toy) == results(Toy(toy.out.with_name("undisturbed"), toy.faults))
-
-
-def test_a_killed_executor_is_an_error(toy):
-    process = start(toy)
-    wait_for(lambda: workers_at_work(toy), "work")
-    executor = psutil.Process(psutil.Process(workers_at_work(toy)[0]).ppid())
-    assert executor.ppid() == process.pid
-    executor.kill()
-    assert process.wait() == 1
-    assert "the executor's process was killed; run the same command again" in process.stderr.read()
 
 
 def test_ctrl_c_ends_all_and_leaves_nothing(toy):

@@ -1,4 +1,4 @@
-"""A stage on a real Slurm of three virtual nodes: failing, killed, finished, and cleared away after a killed start."""
+"""A stage on a real Slurm of three virtual nodes: failing, killed, finished, adopted after a killed watcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures.stages import run as run_module
+from data_mixtures.stages import slurm
 from tests.data_mixtures.stages.toy_stage import SLURM, Toy, run
 from tests.tools.launch.slurm_cluster import SlurmCluster, missing, wait_for
 
@@ -20,8 +20,14 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def receipts(toy: Toy) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in (toy.out / toy.name).glob("*/unit-*/receipt.json")}
+
+
+@pytest.mark.slow
 def test_a_stage_on_slurm(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "QUEUE_POLL_S", 0.3)
+    monkeypatch.setattr(slurm, "POLL_S", (0.3, 0.3))
+    monkeypatch.setattr(slurm, "SETTLE_S", 1.0)
     (tmp_path / "cluster").mkdir()
     (tmp_path / "faults").mkdir()
     toy = Toy(tmp_path / "out", tmp_path / "faults", count=4)
@@ -30,23 +36,34 @@ def test_a_stage_on_slurm(tmp_path, monkeypatch):
         for name in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(name, cluster.env[name])
         (toy.faults / "1").write_text("value")
-        with pytest.raises(ValueError, match=r"^toy a/unit-00001: the third row has no text$"):
+        with pytest.raises(ValueError, match=r"^toy a/unit-00001: the third row has no text"):
             run(toy, SLURM)
         (toy.faults / "1").write_text("kill")
-        with pytest.raises(
-            ValueError, match=r"no job left, but 1 of \d units are not finished \(begun: a/unit-00001\)"
-        ):
+        with pytest.raises(ValueError, match=r"1 units are not finished.*at\n  a/unit-00001: .*Killed.* \(.*/0.log\)"):
             run(toy, SLURM)
         (toy.faults / "1").unlink()
         nowhere = replace(SLURM, sbatch={**SLURM.sbatch, "partition": "nowhere"})
         with pytest.raises(ValueError, match=r"toy: sbatch ended with status 1: .*nvalid partition"):
             run(toy, nowhere)
-        command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", toy.out, toy.faults, "slurm", "600"]
-        left = subprocess.Popen([str(part) for part in command], cwd=ROOT)
-        wait_for(lambda: "R" in cluster.command("squeue", "--noheader", "--format", "%t"), "a task", 60)
-        left.kill()
-        left.wait()
-        assert cluster.command("squeue", "--noheader")  # the tasks of a killed start go on
         assert "1 units done, 3 as before" in run(toy, SLURM)
-        assert not cluster.command("squeue", "--noheader")
+        adopted_after_a_killed_watcher(toy, cluster)
     assert not list(toy.out.rglob("*.partial"))
+
+
+def adopted_after_a_killed_watcher(toy: Toy, cluster: SlurmCluster) -> None:
+    """12 units, 4 of them done, in 8 tasks, three at a time."""
+    command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", toy.out, toy.faults, "slurm", "2"]
+    left = subprocess.Popen([str(part) for part in command], cwd=ROOT)
+    wait_for(lambda: cluster.command("squeue", "--noheader", "--array", "--format", "%t").count("R") == 3, "tasks", 60)
+    left.kill()
+    left.wait()
+    before, jobs = receipts(toy), cluster.command("squeue", "--noheader", "--array", "--format", "%i").split()
+    assert len(before) < 12
+    with pytest.raises(ValueError, match=r"toy: Slurm still has \d tasks of it, jobs \d+; wait for them"):
+        run(replace(toy, count=12), replace(SLURM, kind="local"))
+    printed = run(replace(toy, count=12), SLURM)
+    assert f"waits for {len(jobs)} tasks of an earlier start" in printed
+    assert "Submitted" not in printed
+    assert "12 as before" in run(replace(toy, count=12), SLURM)
+    assert len(receipts(toy)) == 12
+    assert before.items() <= receipts(toy).items()  # nothing was done again
