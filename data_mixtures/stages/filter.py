@@ -52,11 +52,11 @@ class Filter(Stage):
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         before, column = stage.raw_text(self.out, unit)
-        raw, _ = stage.result(self.out, before, unit)
+        raw = stage.checked(self.out, before, unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self._keep(unit), steps)
-        batches = read_raw(raw / RAW, column, stage.planned_unit(self.out, unit).get("path"))
+        batches = read_raw(raw, column, stage.planned_unit(self.out, unit).get("path"))
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
 

@@ -80,12 +80,12 @@ class Hydrate(Stage):
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         settings = self._settings
-        raw, _ = stage.result(self.out, "fetch", unit)
+        raw = stage.checked(self.out, "fetch", unit, RAW)
         counts = {"rows": 0, "documents": 0, "bytes": 0}
         missing: Counter[str] = Counter()
         resolve = resolver(settings.resolver)
         with pyarrow.parquet.ParquetWriter(folder / RAW, fetch.TEXT_SCHEMA, compression="zstd") as writer:
-            for rows in _rows(raw / RAW):
+            for rows in _rows(raw):
                 texts = _texts(rows, resolve, settings.resolver, missing)
                 counts["rows"] += len(rows)
                 counts["documents"] += len(texts)

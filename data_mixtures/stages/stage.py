@@ -190,8 +190,41 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, dict[str, Any]]:
     """The folder and the receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     if receipt.get("freed"):
-        raise ValueError(f"{folder} was freed, and is needed again; remove {folder.parent} and run {stage!r} again")
+        raise ValueError(
+            f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}, to read many) and run "
+            f"{stage!r} again"
+        )
     return folder, receipt
+
+
+def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
+    """A file of a finished unit that holds the bytes that were written.
+
+    ValueError when it does not: then the unit counts as not done, and the next start makes it again. A file that is
+    a link of a mirror's stays, as the next start would take over what that file holds now.
+    """
+    folder, receipt = result(out, stage, unit)
+    path, expected = folder / name, receipt["files"][name]
+    found = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
+    if found == expected:
+        return path
+    if stage == "fetch" and path.is_file() and path.stat().st_nlink > 1:
+        fix = f"It is a link of a mirror's file: restore that one, or remove {folder} to read it as it is now"
+    else:
+        forget(out, stage, unit)
+        fix = "Was it changed, or does a disk or memory fail? Start again: the unit is then made again"
+    raise ValueError(
+        f"{path} is not what {stage!r} wrote: {found['bytes']} bytes with xxh3 {found['xxh3']}, its receipt says "
+        f"{expected['bytes']} with {expected['xxh3']}. {fix}"
+    )
+
+
+def forget(out: Path, stage: str, unit: Unit) -> None:
+    """Let a unit count as not done."""
+    folder = unit_folder(out, stage, unit)
+    if folder.is_dir():
+        (folder / RECEIPT).unlink(missing_ok=True)
+        os.utime(folder.parent)  # its time tells readers that receipts changed
 
 
 def is_done(stage: Stage, unit: Unit) -> bool:
@@ -252,7 +285,7 @@ def do(stage: Stage, unit: Unit) -> None:
     partial.mkdir(parents=True)
     try:
         counts = stage.work(unit, partial)
-        files = {path.name: _entry(path) for path in sorted(partial.iterdir())}
+        files = {path.name: _entry(path, sync=True) for path in sorted(partial.iterdir())}
         shards.write_json(partial / RECEIPT, {"key": stage.key(unit), "files": files, "counts": counts})
         shards.publish(partial, final)
     finally:
@@ -276,10 +309,11 @@ def raise_failure(failure: Mapping[str, Any] | None) -> None:
         raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path, sync: bool = False) -> dict[str, Any]:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 24):
             digest.update(block)
-        os.fsync(file.fileno())  # before the rename that says it is there
+        if sync:
+            os.fsync(file.fileno())  # before the rename that says it is there
     return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}

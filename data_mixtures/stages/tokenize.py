@@ -44,12 +44,12 @@ class Tokenize(Stage):
         return stage.key_of(_MODULES, self.recipe.seed, file_sha256(self.out / TOKENIZER), documents)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        filtered, _ = stage.result(self.out, "filter", unit)
+        filtered = stage.checked(self.out, "filter", unit, DOCUMENTS)
         model = self.out / TOKENIZER
         processor, unsorted = _processor(model, model.stat().st_mtime_ns), folder / f".{TOKENS}.unsorted"
         rows = []
         with unsorted.open("wb") as file:
-            for ids, texts in read_documents(filtered / DOCUMENTS):
+            for ids, texts in read_documents(filtered):
                 tokens, lengths = tokenizer.encode(processor, [text.decode("utf-8") for text in texts])
                 file.write(tokens.tobytes())
                 rows.append(describe(ids, self.recipe.seed, lengths, list(map(len, texts))))
@@ -142,7 +142,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     sample = []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
-        batches = (b for unit in units for b in read_documents(stage.result(out, "filter", unit)[0] / DOCUMENTS))
+        batches = (b for unit in units for b in read_documents(stage.checked(out, "filter", unit, DOCUMENTS)))
         documents = (document for batch in batches for document in zip(*batch, strict=True))
         sample += first_documents(documents, train_bytes * size // max(sum(sizes.values()), 1), recipe)
     return sample

@@ -221,7 +221,7 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
     locks = {path: mixture.read_lock(path) for path in sorted(out.glob("*.lock.json"))}
     for source, manifest in changed.items():
         for entry in manifest["quarantined"]:
-            _delete_receipt(out, source, entry["name"])
+            stage.forget(out, shuffle.SHUFFLE, Unit(source, _number(entry["name"])))
             line = f"quarantined: {out / source / entry['name']}: {entry['reason']}"
             console.print(line, markup=False, soft_wrap=True)
         shards.write_manifest(out / source, manifest)
@@ -243,13 +243,6 @@ def _refuse_others(out: Path, damaged: list[Path], manifests: dict[str, dict[str
         raise ValueError(
             f"{path} is damaged and is no shard, so it cannot be left out; nothing was changed. To repair it, {fix}"
         )
-
-
-def _delete_receipt(out: Path, source: str, shard: str) -> None:
-    folder = stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, _number(shard)))
-    if folder.is_dir():
-        (folder / stage.RECEIPT).unlink(missing_ok=True)
-        os.utime(folder.parent)  # its time tells readers that receipts changed
 
 
 def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,8 @@ def test_stage_by_stage_is_what_prepare_does(run, recipe_path, tmp_path):
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert "4 units of 2 sources" in printed["plan"]
     rows = [line.split() for line in printed["filter"].splitlines()]
-    assert ["source", "units", "read", "kept", "bytes", "dropped", "contamination"] in rows
-    assert [row[:4] for row in rows if row and row[0] == "plus"] == [["plus", "3", "120", "120"]]
+    assert ["source", "units", "read", "cut", "kept", "bytes", "dropped", "contamination"] in rows
+    assert [row[:5] for row in rows if row and row[0] == "plus"] == [["plus", "3", "120", "0", "120"]]
 
 
 def test_sources_can_go_through_one_after_the_other_and_be_freed(run, tmp_path):
@@ -113,6 +114,55 @@ def test_verify_finds_damage_and_quarantine_takes_it_out(run, tmp_path):
     before = Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint
     assert "shard-00001" in run("verify", "--quarantine")
     assert Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint != before
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "reader", "tokenizer"),
+    [
+        ("fetch/plus/unit-00001/raw.parquet", "filter", False),
+        # read for the tokenizer
+        pytest.param("filter/mind/unit-00000/documents.parquet", "tokenize", True, marks=pytest.mark.slow),
+        ("filter/mind/unit-00000/documents.parquet", "tokenize", False),
+    ],
+)
+def test_a_bit_flipped_between_two_stages_is_named_and_mended(run, tmp_path, damaged, reader, tokenizer):
+    for name in IN_A_ROW:
+        run(name, out="whole")
+    stages = IN_A_ROW[: IN_A_ROW.index(reader)]
+    for name in stages:
+        run(name)
+    if reader == "tokenize" and not tokenizer:
+        shutil.copy(tmp_path / "whole/tokenizer.model", tmp_path / "out")
+        shutil.copy(tmp_path / "whole/tokenizer.receipt.json", tmp_path / "out")
+    path = tmp_path / "out" / damaged
+    shutil.copy(path, tmp_path / "copy")
+    (tmp_path / "copy").replace(path)  # not a link of the mirror's
+    flip(path)
+    with pytest.raises(ValueError, match=rf"{damaged} is not what '\w+' wrote: \d+ bytes.*made again") as said:
+        run(reader)
+    assert "\n" not in str(said.value)
+    for name in IN_A_ROW:
+        run(name)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_file_of_the_mirror_that_changed_in_place_is_named(run, tmp_path):
+    for name in ("plan", "fetch"):
+        run(name)
+    original = tmp_path / "mirror" / REPO / "4plus/part_000001.parquet"
+    flip(original)
+    for _ in range(2):  # it is not taken for what was fetched, however often one starts
+        with pytest.raises(ValueError, match=r"fetch/plus/unit-00001/raw.parquet .* It is a link of a mirror's file"):
+            run("filter")
+        run("fetch")
+    flip(original)
+    run("filter")
 
 
 def test_options_that_do_not_fit_are_refused(run):

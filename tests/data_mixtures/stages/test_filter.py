@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
+from data_mixtures import shards
 from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
@@ -120,7 +121,9 @@ def write_parquet(out: Path, columns: dict[str, list], entry: dict, row_group_si
     plan = json.loads((out / stage.PLAN).read_text())
     plan["sources"]["notes"]["units"][0] |= {"kind": "parquet", "text_column": "text", **entry}
     (out / stage.PLAN).write_text(json.dumps(plan))
-    pq.write_table(pa.table(columns), out / "fetch/notes/unit-00000" / stage.RAW, row_group_size=row_group_size)
+    raw = out / "fetch/notes/unit-00000" / stage.RAW
+    pq.write_table(pa.table(columns), raw, row_group_size=row_group_size)
+    shards.write_json(raw.with_name(stage.RECEIPT), {"key": "", "files": {raw.name: stage._entry(raw)}, "counts": {}})
     recipe = make_recipe(["notes"], Path("none"), max_chars=20_000)
     done = filter.Filter(recipe, out, ("notes",))
     do_all(done)

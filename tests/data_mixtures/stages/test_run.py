@@ -160,6 +160,6 @@ def test_freed_files_are_not_made_again_and_are_missed_by_name(toy):
     assert [path.name for path in (toy.out / "toy/a/unit-00003").iterdir()] == ["receipt.json"]
     assert stage.is_done(toy, unit)
     assert "0 units done, 6 as before" in run(toy, Options())
-    with pytest.raises(ValueError, match=r"unit-00003 was freed, and is needed again; remove .*toy/a and run 'toy'"):
+    with pytest.raises(ValueError, match=r"unit-00003 was freed, and is needed again; remove it .*and run 'toy'"):
         stage.result(toy.out, "toy", unit)
     assert stage.free(toy.out, "toy", unit) == 0
