@@ -37,7 +37,6 @@ RAW = "raw.parquet"  # of fetch and hydrate
 DOCUMENTS = "documents.parquet"  # of filter
 # what a document's origin says of it besides its file and row, where the input has such columns or fields
 ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
-TOKENIZER = "tokenizer.model"
 Entry = dict[str, Any]
 T = TypeVar("T")
 
