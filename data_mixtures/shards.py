@@ -95,6 +95,7 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
     whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
     with path.open("wb") as file:
         for piece in pieces:
+            assert piece.dtype.kind == "u", f"tokens are {piece.dtype}, not unsigned integers"
             tokens += len(piece)
             data = np.ascontiguousarray(piece, piece.dtype.newbyteorder("<")).view(np.uint8).data
             size += file.write(data)
