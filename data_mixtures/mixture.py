@@ -21,7 +21,7 @@ from data_mixtures import order, shards
 from data_mixtures.recipe import Recipe, check_known
 from data_mixtures.window_files import TokenFile, WindowFiles
 
-PACKING = "concat"  # documents in a row, cut every seq_len tokens; BOS marks where one begins
+PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
 # Whole conversations in the first S tokens of each window. Beside each file of tokens lies one of the same form, with
 # the flags of the tokens; its entry is "flags" in theirs.
 CONVERSATIONS = "conversations"
@@ -46,14 +46,19 @@ def pin(
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     manifests = {name: shards.read_manifest(data_dir / name) for name in weights}
     first = next(iter(manifests.values()))
+    for name, manifest in manifests.items():
+        if [manifest[key] for key in shards.TOKENIZER_FACTS] != [first[key] for key in shards.TOKENIZER_FACTS]:
+            raise ValueError(
+                f"{data_dir / name} was tokenized with another tokenizer than {data_dir / next(iter(manifests))}: "
+                f"{', '.join(shards.TOKENIZER_FACTS)} differ. Prepare all sources with one recipe"
+            )
     lock = {
         "format": shards.FORMAT,
         "phase": phase,
         "seed": seed,
         "seq_len": seq_len,
         "packing": packing,
-        "tokenizer_sha256": first["tokenizer_sha256"],
-        "vocab_size": first["vocab_size"],
+        **{key: first[key] for key in shards.TOKENIZER_FACTS},
         "sources": [
             {
                 "name": name,
@@ -101,6 +106,7 @@ class Mixture:
         self.seq_len: int = lock["seq_len"]
         self.tokenizer_sha256: str = lock["tokenizer_sha256"]
         self.vocab_size: int = lock["vocab_size"]
+        self.bos_id: int = lock["bos_id"]
         self.source_names: tuple[str, ...] = tuple(source["name"] for source in sources)
         self.categories: dict[str, str] = {source["name"]: source["category"] for source in sources}
         self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
@@ -235,7 +241,7 @@ def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None, flags: bool = False) -> np.ndarray:
-    """Held-out windows of a source, never in training: uint16 (n, S + 1), the first max_windows of them.
+    """Held-out windows of a source, never in training: (n, S + 1) as on disk, the first max_windows of them.
 
     flags: those of the tokens instead, of packed conversations. ValueError when they are missing or damaged.
     """
@@ -244,7 +250,7 @@ def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = N
     _check_sizes(folder, manifest)
     entry = manifest["valid"]["flags"] if flags else manifest["valid"]
     count = entry["windows"] if max_windows is None else min(max_windows, entry["windows"])
-    windows = np.empty((count, manifest["seq_len"] + 1), dtype=np.uint16)
+    windows = np.empty((count, manifest["seq_len"] + 1), dtype=shards.token_dtype(entry))
     files = WindowFiles([(str(folder / entry["name"]), entry)], manifest["seq_len"])
     for number, row in enumerate(windows):
         files.read(0, number, row)

@@ -1,11 +1,12 @@
 """A source on disk: token shards, document index, held-out windows, and the manifest that says what they are.
 
-A shard is a little-endian uint16 stream of windows * S + 1 tokens; window i is tokens[i * S : i * S + S + 1], so
-windows overlap by one token and every token is a target exactly once. Neighbouring shards share one token for the same
-reason. `shard-NNNNN.docs.zst` holds, zstd-compressed: uint64 count, uint64 document ids, uint32 lengths in tokens, of
-the documents that begin in the shard. `valid.bin` has the same window form. `source.json` is a pure function of the
-texts, the tokenizer, the recipe's numbers and the code: no time, no path, no host. What a lock pins of it is its
-content (`content_sha256`): code version, plan, counts and document indexes say where it came from, and may differ.
+A shard is a little-endian stream of windows * S + 1 tokens, uint16 where the vocabulary has at most 65,536 ids and
+uint32 where it has more; window i is tokens[i * S : i * S + S + 1], so windows overlap by one token and every token is
+a target exactly once. Neighbouring shards share one token for the same reason. `shard-NNNNN.docs.zst` holds,
+zstd-compressed: uint64 count, uint64 document ids, uint32 lengths in tokens, of the documents that begin in the shard.
+`valid.bin` has the same window form. `source.json` is a pure function of the texts, the tokenizer, the recipe's numbers
+and the code: no time, no path, no host. What a lock pins of it is its content (`content_sha256`): code version, plan,
+counts and document indexes say where it came from, and may differ.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ import xxhash
 from records.files import write_atomically
 
 FORMAT = 2
-TOKEN_BYTES = 2
 BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"
 PREPARE = "prepare the data again (python -m data_mixtures.prepare), which does again only what is not there"
 VALID = "valid.bin"
+TOKENIZER_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+# The same in the lock and in every source. bos_id begins each document, eos_id ends it; if they are equal, it only
+# begins one.
+TOKENIZER_FACTS = ("tokenizer_sha256", "vocab_size", "token_bytes", "bos_id", "eos_id")
 # what decides the windows of a source and how they are read; the block hashes are what training compares
-_CONTENT = ("windows", "seed", "seq_len", "vocab_size", "tokenizer_sha256", "token_bytes", "bos_id", "eos_id")
+_CONTENT = ("windows", "seed", "seq_len", *TOKENIZER_FACTS)
 _CONTENT_OF_FILE = ("bytes", "windows", "sha256", "xxh3_blocks")
 
 
@@ -54,7 +58,7 @@ def held_out_below(valid_per_10000: int) -> int:
 def write_train(
     folder: Path, tokens: np.ndarray, lengths: np.ndarray, ids: np.ndarray, layout: Layout
 ) -> dict[str, Any]:
-    """Cut a token stream into shards; tokens uint16 (T,), lengths uint32 and ids uint64 (documents,)."""
+    """Cut a token stream into shards; tokens uint16 or uint32 (T,), lengths uint32 and ids uint64 (documents,)."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     shards, stride = [], layout.windows_per_shard * layout.seq_len
     for number, first in enumerate(range(0, windows_in(len(tokens), layout.seq_len) * layout.seq_len, stride)):
@@ -64,6 +68,14 @@ def write_train(
         docs = write_documents(folder / f"{name}.docs.zst", ids[begins], lengths[begins])
         shards.append({**entry, "docs": docs})
     return {"windows": sum(shard["windows"] for shard in shards), "shards": shards}
+
+
+def token_dtype(entry: Mapping[str, Any]) -> np.dtype:
+    """How tokens lie in a file that an entry describes: little-endian, 2 or 4 bytes each. ValueError if neither."""
+    width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
+    if rest or width not in (2, 4):
+        raise ValueError(f"{entry['tokens']} tokens in {entry['bytes']} bytes are not 2 or 4 bytes each; prepare again")
+    return np.dtype(f"<u{width}")
 
 
 def windows_in(tokens: int, seq_len: int) -> int:
@@ -76,11 +88,16 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> dict[str, Any
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict[str, Any]:
-    """Write windows whose tokens come in pieces, hashing as they pass; returns the file's entry in the manifest."""
-    whole, block, blocks, room, size = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0
+    """Write windows whose tokens come in pieces, hashing as they pass; returns the file's entry in the manifest.
+
+    A token takes as many bytes as in the pieces, which are all uint16 or all uint32.
+    """
+    whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
     with path.open("wb") as file:
         for piece in pieces:
-            data = np.ascontiguousarray(piece, "<u2").view(np.uint8).data
+            assert piece.dtype.kind == "u", f"tokens are {piece.dtype}, not unsigned integers"
+            tokens += len(piece)
+            data = np.ascontiguousarray(piece, piece.dtype.newbyteorder("<")).view(np.uint8).data
             size += file.write(data)
             whole.update(data)
             while data:
@@ -91,14 +108,9 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
                     block, room = xxhash.xxh3_64(), BLOCK_BYTES
     if room < BLOCK_BYTES:
         blocks.append(block.hexdigest())
-    return {
-        "name": path.name,
-        "bytes": size,
-        "windows": windows_in(size // TOKEN_BYTES, seq_len),
-        "tokens": size // TOKEN_BYTES,
-        "sha256": whole.hexdigest(),
-        "xxh3_blocks": blocks,
-    }
+    sizes = {"bytes": size, "windows": windows_in(tokens, seq_len), "tokens": tokens}
+    token_dtype(sizes)
+    return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks}
 
 
 def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
@@ -132,6 +144,19 @@ def content_sha256(manifest: dict[str, Any]) -> str:
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write source.json; its format and content_sha256 are added here."""
     write_json(folder / MANIFEST, {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)})
+
+
+def tokenizer_path(folder: Path) -> Path:
+    """The tokenizer of a data or run folder; the path of a sentencepiece model where there is none."""
+    path = folder / TOKENIZER_JSON
+    return path if path.is_file() else folder / TOKENIZER_MODEL
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """What another folder needs to have this folder's tokenizer."""
+    path = tokenizer_path(folder)
+    files = (path, folder / TOKENIZER_CONFIG) if path.name == TOKENIZER_JSON else (path,)
+    return [each for each in files if each.is_file()]
 
 
 class MissingFile(ValueError, FileNotFoundError):

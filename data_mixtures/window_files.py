@@ -37,6 +37,7 @@ class WindowFiles:
         self.seq_len = seq_len
         self._paths = [path for path, _ in files]
         self._bytes = [entry["bytes"] for _, entry in files]
+        self._dtypes = [shards.token_dtype(entry) for _, entry in files]
         self._digests = [bytes.fromhex("".join(entry["xxh3_blocks"])) for _, entry in files]
         blocks = [len(digests) // DIGEST_BYTES for digests in self._digests]
         for path, size, count in zip(self._paths, self._bytes, blocks, strict=True):
@@ -58,7 +59,7 @@ class WindowFiles:
         """Copy one window into out, (S + 1,) of any integer type. ValueError for a damaged or unreadable block."""
         first = window * self.seq_len
         end = first + self.seq_len + 1
-        checked, width = self._checked[file], shards.TOKEN_BYTES
+        checked, width = self._checked[file], self._dtypes[file].itemsize
         for block in range(first * width // shards.BLOCK_BYTES, (end * width - 1) // shards.BLOCK_BYTES + 1):
             if not checked[block]:
                 self._check(file, block)
@@ -70,7 +71,7 @@ class WindowFiles:
             if file not in self._maps:
                 if len(self._maps) >= OPEN_FILES:
                     del self._maps[next(iter(self._maps))]  # a thread that still reads it keeps it open
-                self._maps[file] = np.memmap(self._paths[file], dtype="<u2", mode="r")
+                self._maps[file] = np.memmap(self._paths[file], dtype=self._dtypes[file], mode="r")
             return self._maps[file]
 
     def _check(self, file: int, block: int) -> None:

@@ -28,6 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
+from data_mixtures.shards import tokenizer_path
 from evals.scorer import Scorer, open_scorer
 from records.evals import NOWHERE, AboutFlags, EvalCommand
 from records.files import file_sha256
@@ -97,7 +98,7 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
 
 def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
     """Bytes of each token id, int64 (V,); ValueError if the model's tokenizer is not the one that cut the data."""
-    of_data, of_model = (bytes_per_token(path) for path in (data / "tokenizer.model", model_dir / "tokenizer.json"))
+    of_data, of_model = (bytes_per_token(path) for path in (tokenizer_path(data), model_dir / "tokenizer.json"))
     shared = min(len(of_data), len(of_model))
     if len(of_model) < len(of_data) or not np.array_equal(of_data[:shared], of_model[:shared]):
         raise ValueError(
@@ -187,7 +188,7 @@ def main(
         "bits_per_byte",
         figures,
         seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(data / "tokenizer.model"),
+        tokenizer_sha256=file_sha256(tokenizer_path(data)),
         data_sha256=digest.hexdigest(),
     )
 

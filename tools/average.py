@@ -28,6 +28,7 @@ import tyro
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from data_mixtures.shards import tokenizer_files
 from laneformer.config import LaneformerConfig
 from laneformer.hf.export import checkpoint_step, staged_folder
 from records.checkpoints import (
@@ -157,9 +158,9 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
 def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) -> None:
     """The files beside the checkpoint, so that it is exported, evaluated and continued like any other."""
     run = newest.resolve().parent.parent
-    for name in ("model.json", "tokenizer.model"):
-        if (run / name).is_file():
-            shutil.copy(run / name, folder)
+    for path in (run / "model.json", *tokenizer_files(run)):
+        if path.is_file():
+            shutil.copy(path, folder)
     lineage = json.loads((run / "lineage.json").read_text()) if (run / "lineage.json").is_file() else {}
     (folder / "lineage.json").write_text(json.dumps({**lineage, "averaged": averaged}, indent=2) + "\n")
     if (run / "config.toml").is_file():  # evals.watch takes the last step whatever evals.every_steps is

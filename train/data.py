@@ -40,7 +40,6 @@ class MixtureLoader(BaseDataLoader):
         self, lock: Path, dp_rank: int, dp_world_size: int, local_batch_size: int, reader_threads: int, skips: SkipList
     ):
         self.lock, self.skips = lock, skips
-        self.tokenizer = lock.parent / "tokenizer.model"
         self.mixture = Mixture.open(lock, shared_checks=True)
         self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
         self.left_out: dict[str, int] = {}  # those among them that were skipped

@@ -23,6 +23,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from data_mixtures.shards import tokenizer_files
 from records.checkpoints import newest_saved_step
 from records.events import (
     BAD_STEP,
@@ -96,13 +97,14 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             self.heartbeat.beat(step)
 
     def _check_vocabulary(self) -> None:
-        tokenizer, vocab_size = self.dataloader.tokenizer, self.model_args.config.vocab_size
-        if tokenizer.is_file():
-            import sentencepiece
-
-            pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).vocab_size()
-            if pieces > vocab_size:
-                raise ValueError(f"{tokenizer} has {pieces} pieces, but the model's vocab_size is {vocab_size}")
+        mixture, vocab_size = self.dataloader.mixture, self.model_args.config.vocab_size
+        if mixture.vocab_size > vocab_size:
+            raise ValueError(
+                f"{self.dataloader.lock} has a vocabulary of {mixture.vocab_size}, but the model's vocab_size is "
+                f"{vocab_size}; set architecture.vocab_size to {mixture.vocab_size} or more"
+            )
+        for model in self.model_parts:
+            model.model_args.bos_id = mixture.bos_id
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
         """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
@@ -141,14 +143,14 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         append_or_keep(self.run / "attempts.jsonl", json.dumps(facts))
 
     def _describe_run(self) -> None:
-        """config.toml, model.json, tokenizer.model; an earlier, different config.toml is kept as its attempt's."""
+        """config.toml, model.json, the tokenizer; an earlier, different config.toml is kept as its attempt's."""
         resolved, config = resolved_toml(self.job_config), self.run / "config.toml"
         if config.is_file() and config.read_text(encoding="utf-8") != resolved:
             shutil.copy(config, self.run / f"config.attempt-{self.attempt - 1}.toml")
         write_atomically(config, resolved)
         write_atomically(self.run / "model.json", json.dumps(self.model_args.config.to_dict(), indent=2) + "\n")
-        if self.dataloader.tokenizer.is_file():
-            write_atomically(self.run / "tokenizer.model", self.dataloader.tokenizer.read_bytes())
+        for path in tokenizer_files(self.dataloader.lock.parent):
+            write_atomically(self.run / path.name, path.read_bytes())
 
     def train(self) -> None:
         """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `records.events` has a code."""

@@ -22,8 +22,8 @@ from rich.console import Console
 from data_mixtures import mixture, shards, tokenizer
 from data_mixtures.recipe import Recipe
 from data_mixtures.stages import shuffle, stage
-from data_mixtures.stages.stage import TOKENIZER, Unit, receipts
-from records.files import code_version, file_sha256
+from data_mixtures.stages.stage import Unit, receipts
+from records.files import code_version
 
 _BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
 
@@ -113,14 +113,21 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str
         "plan_hash": stage.planned(out, source)["plan_hash"],
         "code_version": _code_version(),
         **asdict(shuffle.layout(recipe, source)),
-        "tokenizer_sha256": file_sha256(out / TOKENIZER),
-        "vocab_size": tokenizer.load(out / TOKENIZER).vocab_size(),
+        **_token_facts(out, source, (*train, valid)),
         **_counts(out, source),
         "contamination": _contamination(out, source),
         "windows": sum(entry["windows"] for entry in train),
         "shards": train,
         "valid": valid,
     }
+
+
+def _token_facts(out: Path, source: str, entries: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """What the tokenizer of the folder decides. ValueError when the shards are not of its width."""
+    facts = tokenizer.facts(shards.tokenizer_path(out))
+    if any(shards.token_dtype(entry).itemsize != facts["token_bytes"] for entry in entries if entry["tokens"]):
+        raise ValueError(f"{out / shuffle.SHUFFLE / source} was made with another tokenizer; run 'tokenize' again")
+    return facts
 
 
 def _counts(out: Path, source: str) -> dict[str, Any]:

@@ -196,6 +196,9 @@ class WriteShards(Stage):
     def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Tokens first <= i < last of the source's stream in pieces; `begins` gets the documents that begin there."""
         files = _tokenized(self.out, source, TOKENS)
+        written = receipts(self.out, UPSTREAM, source)
+        size = sum(receipt["files"][TOKENS]["bytes"] for receipt in written)
+        dtype = shards.token_dtype({"bytes": size, "tokens": sum(each["counts"]["tokens"] for each in written)})
         base = np.zeros(len(files), dtype=np.int64)  # where each unit's slice begins in its tokens.bin
         at = 0
         for number, receipt in enumerate(self._orders(source)):
@@ -203,7 +206,7 @@ class WriteShards(Stage):
             if tokens and at < last and at + tokens > first:
                 documents = _placed(np.load(folder / f"{part}.npy", mmap_mode="r"), at, base, first, last)
                 begins.append(documents[documents["at"] >= first])
-                yield from _gathered(files, documents, first, last)
+                yield from _gathered(files, documents, first, last, dtype)
             if at >= last:
                 return
             at += tokens
@@ -228,20 +231,22 @@ def _placed(rows: np.ndarray, at: int, base: np.ndarray, first: int, last: int) 
     return documents
 
 
-def _gathered(files: Sequence[Path], documents: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
+def _gathered(
+    files: Sequence[Path], documents: np.ndarray, first: int, last: int, dtype: np.dtype
+) -> Iterator[np.ndarray]:
     """The tokens of consecutive documents in pieces, those outside first <= i < last cut off."""
     skip = np.maximum(first - documents["at"], 0)
     lengths = np.minimum(documents["length"], last - documents["at"]) - skip
     starts = documents["start"] + skip
-    buffer = _buffer(2 * max(int(lengths.max()), READ_TOKENS))
+    buffer = _buffer(2 * max(int(lengths.max()), READ_TOKENS), dtype)
     for piece in _pieces(lengths, READ_TOKENS):
         yield from gather(files, documents["unit"][piece], starts[piece], lengths[piece], buffer)
 
 
 @functools.lru_cache(maxsize=1)
-def _buffer(tokens: int) -> np.ndarray:
+def _buffer(tokens: int, dtype: np.dtype) -> np.ndarray:
     # kept for the next shard: the first touch of new memory costs more than all that is done with it
-    return np.empty(tokens, dtype="<u2")
+    return np.empty(tokens, dtype)
 
 
 def _pieces(lengths: np.ndarray, tokens: int) -> Iterator[slice]:
@@ -256,10 +261,10 @@ def _pieces(lengths: np.ndarray, tokens: int) -> Iterator[slice]:
 def gather(
     files: Sequence[Path], units: np.ndarray, starts: np.ndarray, lengths: np.ndarray, buffer: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Documents' tokens one after the other, uint16, in pieces.
+    """Documents' tokens one after the other, of the buffer's type, in pieces.
 
     Document i is lengths[i] tokens of files[units[i]] from starts[i] on; those of one file must lie in ascending order.
-    buffer: uint16, at least twice the sum of the lengths.
+    buffer: at least twice the sum of the lengths.
     """
     order = np.argsort(units, kind="stable")
     unit, start = units[order], starts[order]
@@ -275,20 +280,20 @@ def gather(
         _read_tokens(files[number], run_starts[here].tolist(), into)
     shift = (places[:-1] - run_starts)[np.cumsum(new) - 1]
     # Arrow copies values of any length at the speed of memory: document k is value 2 k, what lies behind it 2 k + 1
-    offsets = shards.TOKEN_BYTES * np.stack([start + shift, end + shift], axis=1).ravel()
+    offsets = buffer.itemsize * np.stack([start + shift, end + shift], axis=1).ravel()
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(buffer)]
     values = pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(offsets) - 1, buffers)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     for piece in _pieces(lengths, COPY_TOKENS):
         taken = values.take(pyarrow.array(2 * rank[piece]))
-        yield np.frombuffer(taken.buffers()[2], "<u2", int(lengths[piece].sum()))
+        yield np.frombuffer(taken.buffers()[2], buffer.dtype, int(lengths[piece].sum()))
 
 
 def _read_tokens(path: Path, starts: Sequence[int], into: Sequence[np.ndarray]) -> None:
     with path.open("rb", buffering=0) as file:
         for start, tokens in zip(starts, into, strict=True):
-            file.seek(start * shards.TOKEN_BYTES)
+            file.seek(start * tokens.itemsize)
             rest = tokens.view(np.uint8).data
             while rest:
                 if not (count := file.readinto(rest)):

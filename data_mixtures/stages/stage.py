@@ -38,7 +38,6 @@ RAW = "raw.parquet"  # of fetch and hydrate
 DOCUMENTS = "documents.parquet"  # of filter
 # what a document's origin says of it besides its file and row, where the input has such columns or fields
 ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
-TOKENIZER = "tokenizer.model"
 FOR_USERS = (ValueError, OSError)  # their message alone tells what to do: wrong input, or a disk or network that fails
 Entry = dict[str, Any]
 T = TypeVar("T")

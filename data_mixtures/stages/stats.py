@@ -22,7 +22,6 @@ from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
 from data_mixtures.stages import shuffle, stage, stats_page
-from data_mixtures.stages.stage import TOKENIZER
 from records.files import write_atomically
 
 JSON, PAGE = "stats.json", "stats.html"
@@ -150,19 +149,19 @@ def _document(out: Path, source: str, manifest: dict[str, Any], number: int, lis
     entry = manifest["shards"][shard]
     place = number - int(listed[shard]) + entry["docs"]["documents"]
     ids, lengths = shards.read_documents(out / source / entry["docs"]["name"])
-    tokens = np.memmap(out / source / entry["name"], dtype="<u2", mode="r")
-    offset = _first_begin(tokens) + int(lengths[:place].sum(dtype=np.int64))
+    tokens = np.memmap(out / source / entry["name"], dtype=shards.token_dtype(entry), mode="r")
+    offset = _first_begin(tokens, manifest["bos_id"]) + int(lengths[:place].sum(dtype=np.int64))
     shown = tokens[offset : offset + min(int(lengths[place]), TEXT_TOKENS)].tolist()
-    text = tokenizer.load(out / TOKENIZER).decode([t for t in shown if t not in (tokenizer.BOS, tokenizer.EOS)])
+    text = tokenizer.load(shards.tokenizer_path(out)).decode(shown)
     place_of = {"source": source, "shard": entry["name"], "token_offset": offset, "tokens": int(lengths[place])}
     whole = len(shown) == lengths[place] and len(text) <= TEXT_CHARS
     return {**place_of, "id": f"{int(ids[place]):016x}", "whole": bool(whole), "text": text[:TEXT_CHARS]}
 
 
-def _first_begin(tokens: np.ndarray) -> int:
+def _first_begin(tokens: np.ndarray, bos_id: int) -> int:
     """Where the first document of a shard begins; what lies before it belongs to the shard before."""
     for start in range(0, len(tokens), 1 << 20):
-        begins = np.flatnonzero(tokens[start : start + (1 << 20)] == tokenizer.BOS)
+        begins = np.flatnonzero(tokens[start : start + (1 << 20)] == bos_id)
         if begins.size:
             return start + int(begins[0])
     raise ValueError(f"{getattr(tokens, 'filename', '')} lists documents, but none begins in it; verify the data")

@@ -87,7 +87,7 @@ def _sources(stats: Mapping[str, Any]) -> str:
         rows.append([chip(tints[each["category"]], name), *sizes, *lengths, *(count(each[key]) for key in columns)])
     head = ("source", "tokens", *stats["phases"], "bytes per token", "mean length", "longest", *columns.values())
     legend = " ".join(chip(tint, category) for category, tint in tints.items())
-    caption = f"Lengths are tokens of a document, including BOS and EOS. Colours: {legend}"
+    caption = f"Lengths are tokens of a document, including those that begin and end it. Colours: {legend}"
     return card("Sources", table(head, rows, "numbers"), caption)
 
 

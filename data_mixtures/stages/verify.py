@@ -1,8 +1,8 @@
 """verify: every byte of every source compared with its manifest, damage named by file and block.
 
-One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the positions of <s>,
-which must be where the document index says that documents begin. Locks are checked against manifests. Threads suffice:
-hashing and searching release the interpreter lock.
+One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the positions of
+`bos_id`, which must be where the document index says that documents begin. Locks are checked against manifests. Threads
+suffice: hashing and searching release the interpreter lock.
 
 `quarantine` removes damaged shards from their manifest, with the reason, and every lock that pins it gets a new
 fingerprint. No shard file is deleted. The shuffle receipt of such a shard is deleted, so that the next preparation
@@ -28,9 +28,9 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from data_mixtures import mixture, shards, tokenizer
+from data_mixtures import mixture, shards
 from data_mixtures.stages import shuffle, stage
-from data_mixtures.stages.stage import TOKENIZER, Unit
+from data_mixtures.stages.stage import Unit
 from records.files import file_sha256
 
 AFTER_A_CHANGE = (
@@ -90,7 +90,7 @@ def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -> tuple[list[Damage], Span | None]:
     """The tokens of a file, its document index, and both against each other."""
-    damage, begins = _check_tokens(folder / entry["name"], entry)
+    damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
     if "docs" not in entry:
         return damage, None
     path = folder / entry["docs"]["name"]
@@ -104,7 +104,7 @@ def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -
     first = int(begins[0]) if len(begins) else 0
     ends = first + np.cumsum(lengths, dtype=np.int64)
     if not np.array_equal(begins, ends - lengths):
-        wrong.append(Damage(path, f"its documents do not begin at <s> in {entry['name']}"))
+        wrong.append(Damage(path, f"its documents do not begin at the token {manifest['bos_id']} in {entry['name']}"))
     number = _number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
     span = (number, at + first, at + int(ends[-1])) if len(ends) and not wrong else None
@@ -115,12 +115,12 @@ def _number(shard: str) -> int:
     return int(re.findall(r"\d+", shard)[0])
 
 
-def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.ndarray | None]:
+def _check_tokens(path: Path, entry: dict[str, Any], bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
     begins: list[np.ndarray] = []
-    whole, at, blocks = hashlib.sha256(), 0, iter(entry["xxh3_blocks"])
+    whole, at, blocks, dtype = hashlib.sha256(), 0, iter(entry["xxh3_blocks"]), shards.token_dtype(entry)
     buffer = memoryview(bytearray(shards.BLOCK_BYTES))
     with path.open("rb") as file:
         while size := file.readinto(buffer):
@@ -129,8 +129,8 @@ def _check_tokens(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], np.n
             if expected != xxhash.xxh3_64_hexdigest(buffer[:size]):
                 what = "lies behind the end" if expected is None else f"does not have its hash {expected}"
                 damage.append(Damage(path, what, len(begins)))
-            tokens = np.frombuffer(buffer, "<u2", size // shards.TOKEN_BYTES)
-            begins.append(np.flatnonzero(tokens == tokenizer.BOS) + at)
+            tokens = np.frombuffer(buffer, dtype, size // dtype.itemsize)
+            begins.append(np.flatnonzero(tokens == bos_id) + at)
             at += len(tokens)
     size = path.stat().st_size
     if size != entry["bytes"]:
@@ -177,9 +177,10 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
 
 
 def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage]:
-    damage, path = [], out / TOKENIZER
-    for source, manifest in manifests.items() if path.is_file() else ():
-        if file_sha256(path) != manifest["tokenizer_sha256"]:
+    damage, path = [], shards.tokenizer_path(out)
+    sha256 = file_sha256(path) if path.is_file() else None
+    for source, manifest in manifests.items() if sha256 else ():
+        if sha256 != manifest["tokenizer_sha256"]:
             damage.append(Damage(path, f"is not the tokenizer of {source} ({manifest['tokenizer_sha256']})"))
     for path in sorted(out.glob("*.lock.json")):
         try:

@@ -99,11 +99,12 @@ def counting_data(tmp_path: Path):
         for i, (name, count) in enumerate(zip(names, windows, strict=True)):
             folder = tmp_path / name
             folder.mkdir()
-            tokens = (i * 1000 + np.arange(count * seq_len + 1)) % 65_536
+            tokens = (i * 1000 + np.arange(count * seq_len + 1)).astype(np.uint16)
             lengths, ids = np.array([len(tokens)], np.uint32), np.array([i], np.uint64)
             train = shards.write_train(folder, tokens, lengths, ids, layout)
             valid = shards.write_windows(folder / shards.VALID, tokens, seq_len)
-            manifest = {"category": "web", "seq_len": seq_len, "tokenizer_sha256": "t", "vocab_size": 65_536}
+            of_tokens = dict(zip(shards.TOKENIZER_FACTS, ("t", 65_536, 2, 1, 2), strict=True))
+            manifest = {"category": "web", "seq_len": seq_len, **of_tokens}
             shards.write_manifest(folder, {**manifest, **train, "valid": valid})
         phases = {"phase1": dict(zip(names, weights, strict=True)), "phase2": dict(zip(names, phase2, strict=True))}
         numbers = {"seed": 5, "seq_len": seq_len, "windows_per_shard": per_shard, "valid_per_10000": 100}

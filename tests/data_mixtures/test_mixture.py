@@ -118,7 +118,7 @@ def edit_manifest(data: Path) -> None:
 
 
 def other_text(data: Path) -> None:
-    valid = shards.write_windows(data / "s1/valid.bin", np.zeros(9), 4)
+    valid = shards.write_windows(data / "s1/valid.bin", np.zeros(9, np.uint16), 4)
     shards.write_manifest(data / "s1", {**shards.read_manifest(data / "s1"), "valid": valid})
 
 

@@ -45,9 +45,9 @@ def test_documents_come_back_in_order_with_their_ids(recipe_path, run_prepare, t
         found = documents(data, source)
         assert len(found) > 20
         for identity, tokens in found:
-            assert tokens[0] == tokenizer.BOS
-            assert tokens[-1] == tokenizer.EOS
-            assert not np.isin(tokens[1:-1], (tokenizer.UNK, tokenizer.BOS, tokenizer.EOS)).any()
+            assert tokens[0] == 1
+            assert tokens[-1] == 2
+            assert not np.isin(tokens[1:-1], (0, 1, 2)).any()
             text = processor.decode(tokens[1:-1].tolist())
             assert xxhash.xxh3_128_intdigest(text.encode()) % 2**64 == identity  # nothing was lost or changed
             assert identity >= HELD_OUT
@@ -78,7 +78,7 @@ def test_held_out_documents_are_a_range_of_ids(recipe_path, run_prepare, tmp_pat
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "out/tokenizer.model"))
     held_out, checked = valid_windows(tmp_path / "out", "sums"), 0
     stream = [*held_out[:, :-1].ravel().tolist(), int(held_out[-1, -1])]
-    for part in "".join(f" {t}" for t in stream).split(f" {tokenizer.BOS} ")[1:-1]:  # the whole documents
+    for part in "".join(f" {t}" for t in stream).split(" 1 ")[1:-1]:  # the whole documents
         text = processor.decode([int(t) for t in part.split()][:-1])
         assert xxhash.xxh3_128_intdigest(text.encode()) % 2**64 < HELD_OUT
         checked += 1
@@ -203,15 +203,20 @@ def test_a_given_tokenizer_is_copied_not_trained(recipe_path, run_prepare, tmp_p
     assert sha == file_sha256(tmp_path / "first/tokenizer.model")
 
 
-def test_a_tokenizer_with_other_conventions_is_refused(tmp_path):
+def test_ids_come_from_the_model(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         tokenizer.load(tmp_path / "tokenizer.model")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["some words"] * 9), model_prefix=str(tmp_path / "t5"), vocab_size=20,
         pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2, hard_vocab_limit=False,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="needs"):
-        tokenizer.load(tmp_path / "t5.model")
+    made = tokenizer.load(tmp_path / "t5.model")
+    assert (made.bos_id, made.eos_id) == (1, 1), "one separator in front of each document"
+    tokens, lengths = made.encode(["some", "words"])
+    assert (tokens == 1).nonzero()[0].tolist() == [0, lengths[0]]
+    (tmp_path / "text.model").write_text("text")
+    with pytest.raises(ValueError, match=r"text.model cannot be used as a sentencepiece model"):
+        tokenizer.load(tmp_path / "text.model")
 
 
 def test_what_the_last_stages_need_is_missed_before_the_first(recipe_path, run_prepare, tmp_path):

@@ -22,6 +22,10 @@ def load(model: bytes) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
+def made_of(processor: sentencepiece.SentencePieceProcessor) -> tokenizer.SentencepieceTokenizer:
+    return tokenizer.SentencepieceTokenizer(processor)
+
+
 @pytest.fixture(scope="module")
 def processor():
     return load(tokenizer.train(TEXTS, TokenizerTraining(2000, 10**6, 0.9999)))
@@ -29,8 +33,10 @@ def processor():
 
 def check(processor, texts: list[str]) -> None:
     """Ids and lengths against one call of sentencepiece per text."""
-    tokens, lengths = tokenizer.encode(processor, texts)
-    expected = [[tokenizer.BOS, *processor.encode(text), tokenizer.EOS] for text in texts]
+    made = made_of(processor)
+    tokens, lengths = made.encode(texts)
+    expected = [[1, *processor.encode(text), 2] for text in texts]
+    assert all(map(made.is_exact, texts))
     assert lengths.tolist() == [len(ids) for ids in expected]
     assert tokens.tolist() == [token for ids in expected for token in ids]
     assert tokens.dtype == np.dtype("<u2")
@@ -68,13 +74,13 @@ def test_real_text_and_long_documents(processor):
     draw = random.Random(1)
     line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))
     check(processor, [*TEXTS, "\n".join(TEXTS), line, "x" * 50_000, " " * 5000, "\n" * 5000])
-    assert tokenizer.Encoder(processor).pattern is tokenizer._PATTERNS[0]
+    assert made_of(processor).pattern is tokenizer._PATTERNS[0]
 
 
 def test_a_full_table_is_emptied(processor, monkeypatch):
     monkeypatch.setattr(tokenizer, "_SEGMENTS", 50)
-    encoder = tokenizer.Encoder(processor)
-    assert np.frombuffer(encoder.encode(TEXTS[1]), "<u2").tolist() == processor.encode(TEXTS[1])
+    encoder = made_of(processor)
+    assert np.frombuffer(encoder.encode_text(TEXTS[1]), "<u2").tolist() == processor.encode(TEXTS[1])
     assert len(encoder._segments) <= 50
 
 
@@ -115,7 +121,7 @@ def test_other_models_encode_by_segments_only_where_it_is_exact(name):
         sentence_iterator=lines, model_writer=model, vocab_size=1000, hard_vocab_limit=False, minloglevel=2, **options
     )
     processor = load(model.getvalue())
-    assert tokenizer.Encoder(processor).pattern is (tokenizer._PATTERNS[PATTERN[name]] if name in PATTERN else None)
+    assert made_of(processor).pattern is (tokenizer._PATTERNS[PATTERN[name]] if name in PATTERN else None)
     check(processor, [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"])
 
 
@@ -124,7 +130,7 @@ def test_no_character_is_lost():
         assert all(pattern.fullmatch(chr(code)) for code in range(0x30000))
 
 
-def test_text_that_becomes_a_control_id_is_refused():
+def test_a_symbol_of_text_begins_no_document():
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS[1].split("\n")), model_writer=model, vocab_size=500, model_type="bpe",
@@ -132,6 +138,6 @@ def test_text_that_becomes_a_control_id_is_refused():
         normalization_rule_name="identity",
     )  # fmt: skip
     processor = load(model.getvalue())
-    if processor.piece_to_id("<s>") == tokenizer.BOS and tokenizer.BOS in processor.encode("a <s> b"):
-        with pytest.raises(ValueError, match="must not define them"):
-            tokenizer.encode(processor, ["a <s> b"])
+    made, ids = made_of(processor), processor.encode("a <s> b")
+    assert 1 in ids
+    assert made.encode(["a <s> b", ""])[0].tolist() == [2, *ids, 2]

@@ -16,7 +16,7 @@ from evals.contamination import contamination, main
 def source(data: Path, name: str, found: dict, tokenizer: str = "ab") -> None:
     folder = data / name
     folder.mkdir(parents=True, exist_ok=True)
-    valid = write_windows(folder / "valid.bin", np.arange(5), 4)
+    valid = write_windows(folder / "valid.bin", np.arange(5, dtype=np.uint16), 4)
     write_manifest(folder, {"contamination": found, "tokenizer_sha256": tokenizer, "shards": [], "valid": valid})
 
 

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 import sentencepiece
 import tokenizers
 
-from data_mixtures import recipe, tokenizer
+from data_mixtures import recipe, shards, tokenizer
 from data_mixtures.recipe import TokenizerTraining
 from data_mixtures.stages import decontaminate, filter, stage, tokenize
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
@@ -166,16 +166,16 @@ def tokenizing(timed: list[str], before: list[str], model: Path, folder: Path) -
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     spec = json.loads(tokenizer_from_sentencepiece(model).to_str())  # text is never parsed for control tokens
     plain = tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None}))
-    tokens, _ = tokenizer.encode(processor, timed)
+    tokens, _ = (made := tokenizer.load(model)).encode(timed)
     for batch in (processor.encode(timed, num_threads=1), [e.ids for e in plain.encode_batch_fast(timed)]):
-        expected = (i for document in batch for i in (tokenizer.BOS, *document, tokenizer.EOS))
+        expected = (i for document in batch for i in (made.bos_id, *document, made.eos_id))
         assert np.array_equal(tokens, np.fromiter(expected, np.int64)), "all candidates must give the same ids"
 
     def encoder(texts_before: list[str]) -> Callable[[], Any]:
-        ours = tokenizer.Encoder(processor)
+        ours = tokenizer.SentencepieceTokenizer(processor)
         for text in texts_before:
-            ours.encode(text)
-        return lambda: [ours.encode(text) for text in timed]
+            ours.encode_text(text)
+        return lambda: [ours.encode_text(text) for text in timed]
 
     return {
         "data_mixtures, after other text": lambda: encoder(before),
@@ -196,8 +196,8 @@ def our_stage(out: Path, timed: list[str], model: Path) -> Callable[[], Any]:
     kept = filter.DocumentFilter(plain_recipe(model))
     filter.write(filtered / stage.DOCUMENTS, [kept.kept(filter.Rows([text.encode() for text in timed]))])
     (filtered / stage.RECEIPT).write_text("{}")
-    shutil.copy(model, out / tokenize.TOKENIZER)
-    wanted = plain_recipe(out / tokenize.TOKENIZER)
+    shutil.copy(model, out / shards.TOKENIZER_MODEL)
+    wanted = plain_recipe(out / shards.TOKENIZER_MODEL)
     return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
 
 

@@ -230,8 +230,10 @@ def write_lock(
 ) -> Path:  # fmt: skip
     """Shards and manifest of every source, and the lock of one phase that reads them; returns the lock.
 
-    tokens[name]: uint16, whole windows and one token more; the last window is held out for validation.
+    tokens[name]: uint16 or uint32, whole windows and one token more; the last window is held out for validation.
     """
+    values = ("", vocab_size, next(iter(tokens.values())).itemsize, *range(1, FIRST_TOKEN))
+    of_tokens = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))
     layout = shards.Layout(seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=1)
     for name in weights:
         source, windows = folder / name, (len(tokens[name]) - 1) // seq_len - 1
@@ -240,7 +242,6 @@ def write_lock(
         one_document = np.array([len(train)], dtype=np.uint32)
         written = shards.write_train(source, train, one_document, np.zeros(1, dtype=np.uint64), layout)
         valid = shards.write_windows(source / shards.VALID, held_out, seq_len)
-        of_tokens = {"tokenizer_sha256": "", "vocab_size": vocab_size}
         manifest = {"category": "web", "seq_len": seq_len, **of_tokens, **written, "valid": valid}
         shards.write_manifest(source, manifest)
     return mixture.pin(folder, "phase1", weights, SEED, seq_len, epoch_cap=1_000_000)

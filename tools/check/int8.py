@@ -20,6 +20,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from data_mixtures.shards import tokenizer_path
 from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
 from evals.scorer import EngineScorer
 from laneformer import Engine, LaneformerConfig
@@ -54,7 +55,7 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
     token_bytes = matching_token_bytes(options.hf_dir, options.data)
     config, weights = load(str(options.hf_dir))
     ids = next(iter(windows.values()))[0][: min(POSITIONS, config.max_position_embeddings)].tolist()
-    about = {"model": str(options.hf_dir), "tokenizer_sha256": file_sha256(options.data / "tokenizer.model")}
+    about = {"model": str(options.hf_dir), "tokenizer_sha256": file_sha256(tokenizer_path(options.data))}
     return about | check(config, weights, ids) | cost(options.hf_dir, windows, categories, token_bytes)
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from data_mixtures.mixture import read_lock
+from data_mixtures.shards import tokenizer_files
 from records.files import file_sha256
 from records.job import JobSections, read_job
 
@@ -153,9 +154,8 @@ def copy_mixture(lock_path: Path, folder: Path) -> str:
     shutil.copy(lock_path, folder / lock_path.name)
     for source in lock["sources"]:
         (folder / source["name"]).symlink_to((lock_path.parent / source["name"]).resolve())
-    tokenizer = lock_path.parent / "tokenizer.model"
-    if tokenizer.is_file():
-        shutil.copy(tokenizer, folder)
+    for path in tokenizer_files(lock_path.parent):
+        shutil.copy(path, folder)
     return lock["fingerprint"]
 
 

@@ -23,7 +23,7 @@ import tyro
 
 from data_mixtures import mixture, order
 from data_mixtures.recipe import check_known
-from data_mixtures.tokenizer import load
+from data_mixtures.tokenizer import facts
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from records.files import hold_lock
 
@@ -77,12 +77,12 @@ def run(arguments: Arguments) -> Path:
     out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     with hold_lock(out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"):
-        load(arguments.tokenizer)
+        token_facts = facts(arguments.tokenizer)
         tokenizer = tokenizer_from_sentencepiece(arguments.tokenizer)
         made = {}
         for name, origins in sources.items():
             made[name] = prepare(
-                out / name, origins, arguments.tokenizer, tokenizer, rules, arguments.max_dropped, arguments.workers
+                out / name, origins, token_facts, tokenizer, rules, arguments.max_dropped, arguments.workers
             )
             print(_summary(made[name]), flush=True)
         model = out / "tokenizer.model"

@@ -27,7 +27,7 @@ SEGMENTS_PER_MESSAGE = 2  # of `render`: header and content
 
 
 class Conversation(NamedTuple):
-    """ids: uint16 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts; cut: whether its end is missing."""
+    """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts; cut: whether its end is missing."""
 
     key: int
     ids: np.ndarray
@@ -113,7 +113,7 @@ def encode(row: Any, tokenizer: ChatTokenizer, longest: int, cut: bool) -> Conve
     trained = np.repeat([segment.trained for segment in segments], [len(segment.ids) for segment in segments])
     texts = [[turn["role"], turn["content"].strip()] for turn in said[: whole // SEGMENTS_PER_MESSAGE]]
     key = xxhash.xxh3_128_intdigest(json.dumps(texts).encode())
-    return Conversation(key, np.array(token_ids(segments), dtype=np.uint16), trained, len(texts) < len(said))
+    return Conversation(key, np.array(token_ids(segments), dtype=np.uint32), trained, len(texts) < len(said))
 
 
 _worker: tuple[ChatTokenizer, int, bool]

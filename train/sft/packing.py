@@ -13,7 +13,6 @@ import numpy as np
 import xxhash
 
 from data_mixtures.mixture import BEGINS, TRAINED
-from laneformer.config import UNK
 
 from .conversations import Conversation
 
@@ -48,11 +47,10 @@ def shuffled(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[l
 
 
 def streams(
-    windows: Sequence[Sequence[int]], conversations: Sequence[Conversation], size: int
+    windows: Sequence[Sequence[int]], conversations: Sequence[Conversation], size: int, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and flags of windows in a row, uint16 (windows * size + 1,) each; the rest of a window is padding."""
-    tokens = np.full(len(windows) * size + 1, UNK, dtype=np.uint16)
-    flags = np.zeros(len(tokens), dtype=np.uint16)
+    """Tokens and flags of windows in a row, (windows * size + 1,) each; the rest of a window is padding."""
+    tokens, flags = np.zeros((2, len(windows) * size + 1), dtype)
     for at, conversation in _places(windows, conversations, size):
         if conversation is not None:
             here = slice(at, at + len(conversation.ids))

@@ -1,7 +1,7 @@
 """A source of packed conversations on disk: shards and held-out windows with their flags, and source.json.
 
 The folder has the form of any source of a mixture (data_mixtures/shards.py). It appears by one rename, and a finished
-one is kept as long as what it was made from has not changed. Everything is in memory meanwhile, 4 bytes a token.
+one is kept as long as what it was made from has not changed. Everything is in memory meanwhile, about 6 bytes a token.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ class Rules:
 
 
 def prepare(
-    folder: Path, origins: list[str], model: Path, tokenizer: Any, rules: Rules, max_dropped: float, workers: int
+    folder: Path,
+    origins: list[str],
+    token_facts: dict[str, Any],
+    tokenizer: Any,
+    rules: Rules,
+    max_dropped: float,
+    workers: int,
 ) -> dict[str, Any]:
     """Write a source, or find it written; its manifest. ValueError when too much of it cannot be used."""
-    made_from = {"origins": [_identity(origin) for origin in origins], "tokenizer_sha256": file_sha256(model)}
+    made_from = {"origins": [_identity(origin) for origin in origins], **token_facts}
     facts = {"format": shards.FORMAT, "source": folder.name, "category": "chat", **asdict(rules), **made_from}
     if None not in made_from["origins"] and (found := _finished(folder, facts)):
         return found
@@ -53,10 +59,10 @@ def prepare(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
-    entries = {part: _write(partial, part, each, rules) for part, each in parts.items()}
+    dtype = np.dtype(f"<u{token_facts['token_bytes']}")
+    entries = {part: _write(partial, part, each, rules, dtype) for part, each in parts.items()}
     manifest = {
         **facts,
-        "vocab_size": tokenizer.get_vocab_size(),
         "windows_per_shard": WINDOWS_PER_SHARD,
         "documents": len(kept),
         "tokens": sum(len(each.ids) for each in kept),
@@ -126,7 +132,9 @@ def _check_parts(name: str, parts: dict[str, list[Conversation]]) -> None:
         )
 
 
-def _write(folder: Path, part: str, conversations: list[Conversation], rules: Rules) -> list[dict[str, Any]]:
+def _write(
+    folder: Path, part: str, conversations: list[Conversation], rules: Rules, dtype: np.dtype
+) -> list[dict[str, Any]]:
     """Pack and write one part; the entries of its files, one for the held-out windows."""
     windows = packing.pack([len(each.ids) for each in conversations], rules.seq_len)
     windows = packing.shuffled(windows, [each.key for each in conversations], rules.seed)
@@ -134,7 +142,7 @@ def _write(folder: Path, part: str, conversations: list[Conversation], rules: Ru
     step = WINDOWS_PER_SHARD if part == "train" else len(windows)
     for number, first in enumerate(range(0, len(windows), step)):
         name = f"shard-{number:05d}" if part == "train" else Path(shards.VALID).stem
-        tokens, flags = packing.streams(windows[first : first + step], conversations, rules.seq_len)
+        tokens, flags = packing.streams(windows[first : first + step], conversations, rules.seq_len, dtype)
         files = [
             _write_stream(folder / f"{name}{end}", each, rules) for end, each in ((".bin", tokens), (FLAGS, flags))
         ]

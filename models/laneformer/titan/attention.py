@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from ..config import BOS, LaneformerConfig
+from ..config import LaneformerConfig
 from ..model import LaneAttention, causal_mask
 from .products import one_product
 
@@ -56,9 +56,9 @@ class TitanAttention(LaneAttention):
         return super().attend(query, key, value, mask)
 
 
-def document_ids(input_ids: Tensor) -> Tensor:
+def document_ids(input_ids: Tensor, bos_id: int) -> Tensor:
     """Which document of its sequence a token belongs to, int64 (B, S); a first one may have begun before the window."""
-    return (input_ids == BOS).cumsum(1)
+    return (input_ids == bos_id).cumsum(1)
 
 
 def training_masks(

@@ -32,6 +32,7 @@ class LaneformerArgs(BaseModelArgs):
     attention: str = "sdpa"
     join_norm: str = "plain"
     mask_documents: bool = False
+    bos_id: int | None = None  # the id that begins a document, which `mask_documents` needs; the data says which it is
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take `[architecture]` overrides, the seed, and check the sequence length. Raises ValueError."""
@@ -101,12 +102,15 @@ class TitanLaneformer(Laneformer):
     ) -> Tensor:
         """Token ids (B, S) -> logits (B, S, V); with labels (B, S) the loss of every token, (B, S).
 
-        documents: integers (B, S), the document of each token; default with `mask_documents`: BOS begins one. Positions
-        go on across documents: attention within one depends on their differences only (RoPE). trained: see TitanHead.
+        documents: integers (B, S), the document of each token; default with `mask_documents`: `bos_id` begins one.
+        Positions go on across documents: attention within one depends on their differences only (RoPE). trained: see
+        TitanHead.
         """
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         if documents is None and self.model_args.mask_documents:
-            documents = document_ids(input_ids)
+            if self.model_args.bos_id is None:
+                raise ValueError("mask_documents needs model_args.bos_id, the id that begins a document")
+            documents = document_ids(input_ids, self.model_args.bos_id)
         masks = training_masks(self.config, input_ids, self.model_args.attention, documents)
         # a block mask passes through the layers to TitanAttention
         embedding = self.tok_embeddings(input_ids)

@@ -88,7 +88,7 @@ def test_random_documents_are_documents(data, monkeypatch):
         """The made-up tokens of the assets as text."""
 
         def decode(self, tokens):
-            return bytes(token - 3 for token in tokens).decode()
+            return bytes(token - 3 for token in tokens if token > 2).decode()
 
     monkeypatch.setattr(tokenizer, "load", lambda path: Bytes())
     found = write(data, documents_per_source=5)["documents"]

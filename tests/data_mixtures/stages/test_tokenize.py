@@ -4,9 +4,10 @@ import random
 
 import numpy as np
 import pytest
+import sentencepiece
 import xxhash
 
-from data_mixtures import tokenizer
+from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import TokenizerTraining
 from data_mixtures.stages import stage, tokenize
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, TOKENS, Tokenize
@@ -43,7 +44,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
     documents, tokens = np.load(folder / INDEX), np.fromfile(folder / TOKENS, "<u2")
     assert documents.dtype == DOCUMENT
     ordered = sorted(texts, key=lambda text: place(text, seed=11))
-    processor = tokenizer.load(done.out / tokenize.TOKENIZER)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(done.out / shards.TOKENIZER_MODEL))
     assert tokens.tolist() == [i for text in ordered for i in (1, *processor.encode(text), 2)]
     for row, text in zip(documents, ordered, strict=True):
         key, digest = place(text, seed=11)

@@ -12,7 +12,6 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
 from laneformer import LaneformerConfig
-from laneformer.config import BOS
 from laneformer.titan import attention
 from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
@@ -22,11 +21,11 @@ CONFIG = LaneformerConfig.from_flavor(
     "tiny", hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_lanes=8, num_attention_heads=16,
     num_key_value_heads=8, sliding_window=24, swa_layers=(0,), broadcast_delay=1, use_early_comm=False, vocab_size=512,
 )  # fmt: skip
-SEQ_LEN = 64
+SEQ_LEN, BOS = 64, 1
 
 
 def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
-    model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=kind, mask_documents=mask_documents))
+    model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=kind, mask_documents=mask_documents, bos_id=BOS))
     model.init_weights()
     return model
 
@@ -131,7 +130,7 @@ def test_block_masks_are_compiled_once(tokens: torch.Tensor, monkeypatch: pytest
     monkeypatch.setattr(attention, "_block_mask_builder", lambda _: torch.compile(create_block_mask, backend=compiled))
     for boundary in (20, 40, 50):
         inputs[0, boundary] = BOS
-        documents = attention.document_ids(inputs)
+        documents = attention.document_ids(inputs, BOS)
         found = [mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)]
         if boundary == 20:
             graphs = compiled.frame_count
