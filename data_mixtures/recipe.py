@@ -109,6 +109,19 @@ class HubSource(Source):
 
 
 @dataclass(frozen=True)
+class TokenizerFile:
+    """[tokenizer] with a path, or tokenizer = "PATH" for the path alone: a tokenizer that is there already."""
+
+    path: str
+    """A Hugging Face tokenizer.json or a sentencepiece model"""
+    bos: str | None = None
+    """Special token of a tokenizer.json that begins each document; default: what tokenizer_config.json beside it says,
+    or a well-known name such as <s>; if it names none but `eos`, that one alone stands before each document"""
+    eos: str | None = None
+    """Special token of a tokenizer.json that ends each document; default: as for `bos`"""
+
+
+@dataclass(frozen=True)
 class TokenizerTraining:
     """[tokenizer]: a small sentencepiece BPE, trained on a sample of the sources' own text."""
 
@@ -166,8 +179,8 @@ class Hydrate:
 class Recipe:
     """The keys at the top of a recipe."""
 
-    tokenizer: Path | TokenizerTraining
-    """Path of a Hugging Face tokenizer.json or of a sentencepiece model, or the table [tokenizer] to train one"""
+    tokenizer: TokenizerFile | TokenizerTraining
+    """Path of a Hugging Face tokenizer.json or of a sentencepiece model, or the table [tokenizer]"""
     sources: tuple[LocalSource | HubSource, ...]
     """[sources.NAME], or the path of a TOML with such tables"""
     phases: Mapping[str, Mapping[str, int]]
@@ -360,9 +373,11 @@ def _input(table: Any, what: str) -> Input:
     return dataclasses.replace(found, paths=tuple(here))
 
 
-def _tokenizer(value: Any, folder: Path) -> Path | TokenizerTraining:
-    if isinstance(value, str):
-        return folder / value  # an absolute path replaces the folder
+def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
+    table = {"path": value} if isinstance(value, str) else value
+    if isinstance(table, dict) and "path" in table:
+        given = _made(TokenizerFile, table, "tokenizer")
+        return dataclasses.replace(given, path=str(folder / given.path))  # an absolute path replaces the folder
     found = _made(TokenizerTraining, value, "tokenizer")
     check_integer("tokenizer.vocab_size", found.vocab_size, 300)
     check_integer("tokenizer.train_bytes", found.train_bytes)

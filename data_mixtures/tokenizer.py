@@ -24,7 +24,7 @@ import sentencepiece
 import tokenizers
 
 from data_mixtures import shards
-from data_mixtures.recipe import TokenizerTraining
+from data_mixtures.recipe import TokenizerFile, TokenizerTraining
 from records.files import file_sha256
 
 # begin and end of a document in well-known vocabularies
@@ -92,6 +92,11 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
         return SentencepieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=str(path)))
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} cannot be used as a sentencepiece model: {error}") from error
+
+
+def load_given(given: TokenizerFile) -> Tokenizer:
+    """The tokenizer that a recipe names. ValueError as `load`."""
+    return load(Path(given.path), given.bos, given.eos)
 
 
 def facts(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from data_mixtures import tokenizer
-from data_mixtures.recipe import HubSource, Recipe
+from data_mixtures.recipe import HubSource, Recipe, TokenizerFile
 from data_mixtures.stages import decontaminate, manifest, plan, quality, shuffle, stage, tokenize, verify
 from data_mixtures.stages.fetch import Fetch, check_enough
 from data_mixtures.stages.filter import Filter
@@ -55,8 +55,8 @@ class RunContext:
 
 def check(recipe: Recipe, out: Path) -> None:
     """Check what the last stages need before the first ones take days. ValueError says what is missing."""
-    if isinstance(recipe.tokenizer, Path):
-        tokenizer.load(recipe.tokenizer)
+    if isinstance(recipe.tokenizer, TokenizerFile):
+        tokenizer.load_given(recipe.tokenizer)
     for source in recipe.sources:
         quality.load(quality.steps_of(recipe, source.name))
     decontaminate.make_index(recipe.filter.benchmarks, out)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.recipe import Recipe, TokenizerTraining
+from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
@@ -132,10 +132,9 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
     made = shards.read_json(receipt, "delete it") if receipt.is_file() else None
     if made == {"key": key, "sha256": _hashes(out)}:
         return
-    if isinstance(given, Path) and (names := tokenizer.load(given).names):
-        beside = given.with_name(shards.TOKENIZER_CONFIG)
+    if isinstance(given, TokenizerFile) and (names := tokenizer.load_given(given).names):
+        model, beside = Path(given.path).read_bytes(), Path(given.path).with_name(shards.TOKENIZER_CONFIG)
         config = shards.read_json(beside, "mend it") if beside.is_file() else {}
-        model = given.read_bytes()
         shards.write_json(out / shards.TOKENIZER_CONFIG, {**config, "bos_token": names[0], "eos_token": names[1]})
         write_atomically(out / shards.TOKENIZER_JSON, model)
     elif (out / shards.TOKENIZER_JSON).exists():
@@ -144,14 +143,14 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
         model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
     else:
-        write_atomically(out / shards.TOKENIZER_MODEL, given.read_bytes())
+        write_atomically(out / shards.TOKENIZER_MODEL, Path(given.path).read_bytes())
     shards.write_json(receipt, {"key": key, "sha256": _hashes(out)})
 
 
 def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     given = recipe.tokenizer
-    if not isinstance(given, TokenizerTraining):
-        return stage.key_of(("tokenizer.py",), file_sha256(given), tokenizer.load(given).names)
+    if isinstance(given, TokenizerFile):
+        return stage.key_of(("tokenizer.py",), file_sha256(Path(given.path)), tokenizer.load_given(given).names)
     receipts = [stage.receipts(out, "filter", source.name) for source in recipe.sources]
     files = [[receipt["files"][DOCUMENTS] for receipt in source] for source in receipts]
     return stage.key_of(_MODULES, asdict(given), recipe.seed, _held_out(recipe), files)

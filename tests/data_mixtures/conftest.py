@@ -108,7 +108,9 @@ def counting_data(tmp_path: Path):
             shards.write_manifest(folder, {**manifest, **train, "valid": valid})
         phases = {"phase1": dict(zip(names, weights, strict=True)), "phase2": dict(zip(names, phase2, strict=True))}
         numbers = {"seed": 5, "seq_len": seq_len, "windows_per_shard": per_shard, "valid_per_10000": 100}
-        plan = recipe.Recipe(**numbers, epoch_cap=cap, tokenizer=Path("unused"), sources=(), phases=phases)
+        plan = recipe.Recipe(
+            **numbers, epoch_cap=cap, tokenizer=recipe.TokenizerFile("unused"), sources=(), phases=phases
+        )
         for phase in phases:
             mixture.write_lock(tmp_path, phase, plan)
         return tmp_path

@@ -155,7 +155,8 @@ def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
     assert mine.inputs[0].paths == ("{recipe}/corpus/*.jsonl.gz", "s3://bucket/*.jsonl", "/there/*")
     assert (mine.inputs[0].field, mine.category, mine.min_bytes) == ("text", "other", 1)
     assert (theirs.configs, theirs.revision, theirs.expected_tokens_b) == (("",), "main", None)
-    assert (read.seq_len, read.folder, read.tokenizer) == (4096, tmp_path, tmp_path / "tokenizer.json")
+    given = recipe.TokenizerFile(str(tmp_path / "tokenizer.json"))
+    assert (read.seq_len, read.folder, read.tokenizer) == (4096, tmp_path, given)
     assert (read.held_out_of("mine"), read.held_out_of("theirs")) == (read.valid_per_10000, 0)
 
 

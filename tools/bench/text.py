@@ -204,7 +204,13 @@ def our_stage(out: Path, timed: list[str], model: Path) -> Callable[[], Any]:
 def plain_recipe(model: Path) -> recipe.Recipe:
     """One source of whole documents, which keeps every text."""
     sources, limits = (recipe.LocalSource(SOURCE),), recipe.Filter(min_chars=1)
-    return recipe.Recipe(tokenizer=model, sources=sources, phases={}, max_document_chars=MAX_CHARS, filter=limits)
+    return recipe.Recipe(
+        tokenizer=recipe.TokenizerFile(str(model)),
+        sources=sources,
+        phases={},
+        max_document_chars=MAX_CHARS,
+        filter=limits,
+    )
 
 
 def datatrove(folder: Path, plain: tokenizers.Tokenizer) -> Callable[[], Any]:

@@ -17,7 +17,7 @@ import xxhash
 from rich.console import Console
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.recipe import LocalSource, Recipe, TokenizerTraining
+from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.stages import manifest, shuffle, stage
 from data_mixtures.stages.stage import Unit
 from data_mixtures.stages.tokenize import DOCUMENT
@@ -30,7 +30,8 @@ def plan_of(sources: Sequence[str] = ("notes",), seq_len=8, windows_per_shard=5,
     local = tuple(LocalSource(name, "web", ()) for name in sources)
     return Recipe(
         seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=valid_per_10000,
-        max_document_chars=1000, epoch_cap=3, tokenizer=Path("unused"), sources=local, phases={"phase1": weights},
+        max_document_chars=1000, epoch_cap=3, tokenizer=TokenizerFile("unused"), sources=local,
+        phases={"phase1": weights},
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import sentencepiece
 import xxhash
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.recipe import TokenizerTraining
+from data_mixtures.recipe import TokenizerFile, TokenizerTraining
 from data_mixtures.stages import stage, tokenize
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, TOKENS, Tokenize
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
@@ -86,7 +86,7 @@ def test_a_tokenizer_is_kept_brought_along_or_made_again(tmp_path):
 
     other = tmp_path / "mine.model"
     other.write_bytes(tokenizer.train(notes(100, 5), TokenizerTraining(330, 10_000, 0.999)))
-    brought = make_recipe(texts, other)
+    brought = make_recipe(texts, TokenizerFile(str(other)))
     tokenize.make_tokenizer(brought, out)
     assert model.read_bytes() == other.read_bytes()
     assert do_all(Tokenize(brought, out, ("a",))) == 1

@@ -1,0 +1,180 @@
+"""Hugging Face tokenizer.json: special ids by name, text that stays text, 4 bytes a token where they are needed."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models
+
+from data_mixtures import recipe, shards, tokenizer
+from data_mixtures.mixture import Mixture, valid_windows
+from data_mixtures.stages import tokenize
+from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
+from tests.tokenizer_assets import byte_level, save
+
+TEXT = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
+LLAMA_3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+PARTS = ["<|endoftext|>", "<|begin_of_text|>", "<s>", " ", "\n\n", "\r\n", "a", "self", "東京", "😀", "\0", "ﬁ", "123"]
+
+
+@pytest.fixture(scope="module")
+def llama_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(byte_level([TEXT], LLAMA_3), tmp_path_factory.mktemp("llama-3"))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
+def test_text_is_text_and_comes_back(llama_3: Path, text: str) -> None:
+    made = tokenizer.load(llama_3)
+    tokens, lengths = made.encode([text, "", text[1:]])
+    begins = np.cumsum(lengths) - lengths
+    assert (tokens < 600).sum() == len(tokens) - 6, "two control ids a document, and none of its text"
+    assert [tokens[begin] for begin in begins] == [600] * 3
+    assert [tokens[begin + n - 1] for begin, n in zip(begins, lengths, strict=True)] == [601] * 3
+    assert [made.decode(tokens[b : b + n]) for b, n in zip(begins, lengths, strict=True)] == [text, "", text[1:]]
+
+
+def test_a_document_is_whole_and_as_the_library_encodes_it(llama_3: Path) -> None:
+    made, plain = tokenizer.load(llama_3), Tokenizer.from_file(str(llama_3))
+    plain.no_truncation()
+    tokens, lengths = made.encode([TEXT])
+    assert tokens.tolist() == [600, *plain.encode(TEXT, add_special_tokens=False).ids, 601]
+    assert (made.vocab_size, made.dtype, lengths.tolist()) == (603, np.dtype("<u2"), [len(tokens)])
+
+
+NAMES = {
+    "well-known": (LLAMA_3, {}, {}, LLAMA_3[:2]),
+    "by the config": (LLAMA_3, {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>"}}, {},
+                      ["<|begin_of_text|>", "<|eot_id|>"]),
+    "by the recipe": (LLAMA_3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+                      {"eos": "<|eot_id|>"}, ["<|begin_of_text|>", "<|eot_id|>"]),
+    "of GPT-2": (["<|endoftext|>"], {}, {}, ["<|endoftext|>"] * 2),
+    "of Qwen": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {"bos_token": None, "eos_token": "<|endoftext|>"}, {},
+                ["<|endoftext|>"] * 2),
+    "one, of the recipe": (["<begin>", "<end>"], {}, {"eos": "<end>"}, ["<end>", "<end>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_begins_and_ends_a_document(tmp_path: Path, name: str) -> None:
+    special, config, given_names, expected = NAMES[name]
+    made = tokenizer.load(save(byte_level(["a b"], special, 300), tmp_path, **config), **given_names)
+    assert [made.bos_id, made.eos_id] == [special.index(each) + 257 for each in expected]
+    tokens, lengths = made.encode(["a b", "b"])
+    again = len(set(expected)) == 1
+    assert np.flatnonzero(tokens == made.bos_id).tolist() == [0, lengths[0]]
+    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != again, "one separator, in front of a document"
+
+
+@pytest.mark.parametrize(
+    ("special", "names", "message"),
+    [
+        (["<begin>"], {}, r"does not say which tokens begin and end a document; name them in the recipe: tokenizer = "),
+        (["<s>", "</s>"], {"bos": "<S>", "eos": "</s>"}, r"no special token '<S>' .* of \['<s>', '</s>'\]"),
+        (["<s>", "</s>"], {"bos": "a", "eos": "</s>"}, r"no special token 'a' among its added_tokens"),
+    ],
+)
+def test_unknown_names_are_refused(tmp_path: Path, special: list[str], names: dict, message: str) -> None:
+    path = save(byte_level(["a b"], special, 300), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        tokenizer.load(path, **names)
+    (tmp_path / "other.json").write_text('{"model": 1}')
+    with pytest.raises(ValueError, match=r"other.json cannot be read as a Hugging Face tokenizer.json"):
+        tokenizer.load(tmp_path / "other.json")
+
+
+def test_text_that_becomes_a_control_id_is_refused(tmp_path: Path) -> None:
+    """A Unigram that has </s> among its pieces finds it in text, whatever the added tokens say."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<", -3.0), ("/", -3.0), ("s", -3.0), (">", -3.0), ("a", -1.0)]
+    made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    made.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    read = tokenizer.load(save(made, tmp_path), eos="</s>")
+    assert read.encode(["a", "a/a"])[0].tolist() == [1, 6, 1, 6, 3, 6]
+    with pytest.raises(ValueError, match="makes control tokens of ordinary text, such as 'a</s>a'"):
+        read.encode(["a", "a</s>a", "s"])
+
+
+def large(folder: Path) -> Path:
+    """With 70,000 ids: the last ones are whole words that text is full of."""
+    made = byte_level([TEXT], LLAMA_3, unused=70_000 - 605)
+    made.add_tokens([AddedToken(word, normalized=False) for word in ("argument", "parser")])
+    return save(made, folder)
+
+
+def test_a_large_vocabulary_takes_4_bytes_and_is_read_back(tmp_path: Path, run_prepare) -> None:
+    """From a recipe to windows: what is in the shards is what the tokenizer gives, beyond id 65,535 too."""
+    paths = [Path(sysconfig.get_path("stdlib")) / name for name in ("argparse.py", "difflib.py", "random.py")]
+    rows = [part for path in paths for part in path.read_text(encoding="utf-8").split("\n    def ") if len(part) > 64]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (tmp_path / "recipe.toml").write_text(
+        f'tokenizer = {{ path = "{large(tmp_path / "given")}", bos = "<|begin_of_text|>", eos = "<|eot_id|>" }}\n'
+        "seq_len = 64\nvalid_per_10000 = 2000\nwindows_per_shard = 256\n[sources.mine]\n"
+        'inputs = [{ kind = "jsonl", paths = ["text.jsonl"] }]\n[phase1]\nmine = 1\n'
+    )
+    out = tmp_path / "out"
+    run_prepare(tmp_path / "recipe.toml", out)
+    mixture, manifest = Mixture.open(out / "phase1.lock.json"), shards.read_manifest(out / "mine")
+    facts = {name: manifest[name] for name in shards.TOKENIZER_FACTS[1:]}
+    assert facts == {"vocab_size": 70_000, "token_bytes": 4, "bos_id": 69_995, "eos_id": 69_997}
+    assert (mixture.vocab_size, mixture.bos_id) == (70_000, 69_995)
+    assert sorted(path.name for path in shards.tokenizer_files(out)) == ["tokenizer.json", "tokenizer_config.json"]
+    first = manifest["shards"][0]
+    assert (out / "mine" / first["name"]).stat().st_size == 4 * first["tokens"]
+    stream = np.concatenate([np.fromfile(out / "mine" / entry["name"], "<u4")[:-1] for entry in manifest["shards"]])
+    windows = mixture.sequences(0, len(stream) // 64)[0]
+    assert sorted(map(tuple, windows[:, :-1])) == sorted(map(tuple, stream.reshape(-1, 64)))
+    made = tokenizer.load(out / "tokenizer.json")
+    documents = [made.decode(part) for part in np.split(stream, np.flatnonzero(stream == 69_995))[1:-1]]
+    assert len(documents) > 100
+    assert set(documents) <= set(rows)
+    assert (stream > 69_997).sum() > 20, "words that are single tokens"
+    assert valid_windows(out, "mine").max() > 65_535
+
+
+def test_one_document_in_a_thousand_is_compared_with_sentencepiece(tmp_path: Path, monkeypatch) -> None:
+    texts = {
+        "a": [[f"some words that are long enough to be kept by the filter, {n} of them or so" for n in range(300)]]
+    }
+    wanted = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
+    filtered(tmp_path, texts, wanted)
+    tokenize.make_tokenizer(wanted, tmp_path)
+    monkeypatch.setattr(tokenize, "COMPARED_OF", 50)
+    compared = []
+    exact = tokenizer.SentencepieceTokenizer.is_exact
+    monkeypatch.setattr(
+        tokenizer.SentencepieceTokenizer, "is_exact", lambda made, text: compared.append(text) or exact(made, text)
+    )
+    assert do_all(tokenize.Tokenize(wanted, tmp_path, ("a",))) == 1
+    assert 1 <= len(compared) < 30
+    broken = tokenizer.SentencepieceTokenizer.encode_text
+    monkeypatch.setattr(
+        tokenizer.SentencepieceTokenizer, "encode_text", lambda made, text: broken(made, text.replace("words", "word"))
+    )
+    wanted = make_recipe(texts, wanted.tokenizer)
+    with pytest.raises(ValueError, match=r"document [0-9a-f]{32} has other tokens than sentencepiece gives it"):
+        tokenize.Tokenize(wanted, tmp_path, ("a",)).work(tokenize.Unit("a", 0), tmp_path)
+
+
+def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path: Path) -> None:
+    out, texts = tmp_path / "out", {"a": [[TEXT[:3000]]]}
+    path = save(byte_level([TEXT], LLAMA_3), tmp_path / "given", bos_token=LLAMA_3[0], eos_token=LLAMA_3[1], more=1)
+    brought = make_recipe(texts, recipe.TokenizerFile(str(path), eos="<|eot_id|>"))
+    filtered(out, texts, brought)
+    tokenize.make_tokenizer(brought, out)
+    assert (out / "tokenizer.json").read_bytes() == path.read_bytes()
+    config = {"bos_token": LLAMA_3[0], "eos_token": "<|eot_id|>", "more": 1}
+    assert json.loads((out / "tokenizer_config.json").read_text()) == config
+    stage = tokenize.Tokenize(brought, out, ("a",))
+    assert (do_all(stage), do_all(stage)) == (1, 0)
+    again = make_recipe(texts, recipe.TokenizerFile(str(path)))
+    tokenize.make_tokenizer(again, out)
+    assert do_all(tokenize.Tokenize(again, out, ("a",))) == 1, "documents end with another token"
+    trained = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
+    with pytest.raises(ValueError, match=r"out/tokenizer.json is not this recipe's tokenizer"):
+        tokenize.make_tokenizer(trained, out)

@@ -1,0 +1,50 @@
+"""Small Hugging Face tokenizers, made of what real ones are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+# of Llama 3 and, but for the digits, Qwen 2.5
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level(
+    texts: Iterable[str], special: Sequence[str], vocab_size: int = 600, pattern: str | None = PATTERN, unused: int = 0
+) -> Any:
+    """A byte-level BPE; special: added tokens, the first of which its post-processor puts before a text.
+
+    unused: pieces that no text gives, before the added ones.
+    """
+    made = Tokenizer(models.BPE())
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated") if pattern else None
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, plain]) if split else plain
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    spec = json.loads(made.to_str())
+    spec["model"]["vocab"] |= {f"unused {n}": made.get_vocab_size() + n for n in range(unused)}
+    made = Tokenizer.from_str(json.dumps(spec))
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    first = special[0]
+    made.post_processor = processors.TemplateProcessing([first, "$A"], None, [(first, made.token_to_id(first))])
+    made.enable_truncation(8)  # a leftover of training that many published files have
+    return made
+
+
+def save(made: Tokenizer, folder: Path, **config: Any) -> Path:
+    """tokenizer.json, and tokenizer_config.json if there is anything in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
