@@ -29,7 +29,7 @@ from .supervise.heartbeat import enter
 
 
 def held_out(lock_path: Path, windows_per_source: int, flags: bool = False) -> dict[str, np.ndarray]:
-    """Held-out windows uint16 (n, S + 1) of each source of a mixture that has some, or the flags of their tokens.
+    """Held-out windows (n, S + 1) of each source of a mixture that has some, or the flags of their tokens.
 
     Raises ValueError where no source has any that the mixture reads.
     """
