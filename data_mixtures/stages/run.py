@@ -89,9 +89,8 @@ def _in_parallel(stage: Stage, units: list[Unit], workers: int, tell: slurm.Tell
     logs = stage.out / ".logs" / stage.name
     shutil.rmtree(logs, ignore_errors=True)
     (logs / "workers").mkdir(parents=True)
-    # forking a process whose progress bar runs in a thread can deadlock the child; the server forks, and imports once
+    # forking a process whose progress bar runs in a thread can deadlock the child
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_mixtures.stages.table"])
     others, family = set(multiprocessing.active_children()), set[Any]()
     with ProcessPoolExecutor(workers, context, _begin, (logs,)) as pool:
         try:

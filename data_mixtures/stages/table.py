@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.hydrate import Hydrate
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
 
+# the server that forks the workers has imported every stage, and pandas, which pyarrow looks for when first used
+multiprocessing.set_forkserver_preload([__name__, "pandas"])
 # a stage whose files can be freed, and the stage that reads them (of code, `hydrate` reads what `fetch` made)
 READERS: Mapping[str, type[stage.Stage]] = {
     "fetch": Filter,
