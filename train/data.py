@@ -3,7 +3,7 @@
 Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice of every
 micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
 is one number, the same on every rank, so a checkpoint loads with any world size. Skipped windows shift everything
-after them (`train/skips.py`).
+after them (`records/skips.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
-
-from .skips import SkipList, read_skip_list, windows_of
+from records.skips import SkipList, read_skip_list, windows_of
 
 READ_AHEAD_BATCHES = 4  # for each reader thread
 T = TypeVar("T")

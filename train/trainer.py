@@ -36,6 +36,7 @@ from records.events import (
     write_outcome,
 )
 from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
+from records.skips import leave_out, windows_of
 
 from .checkpoint import PhaseCheckpointManager, on_rank_zero
 from .data import Batch, of_packed
@@ -45,7 +46,6 @@ from .in_loop import InLoop
 from .job_checks import check_job
 from .job_config import resolved_toml
 from .metrics import loss_sums_by_source
-from .skips import leave_out, windows_of
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
 from .supervise.lock import hold_rank

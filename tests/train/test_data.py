@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 pytest.importorskip("torchtitan")
 from data_mixtures import window_files
 from data_mixtures.mixture import Mixture
+from records.skips import SkipList
 from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
-from train.skips import SkipList
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 32
@@ -150,7 +150,7 @@ import torch.distributed.checkpoint as dcp
 from train.job_config import patch_torch_for_cpu
 patch_torch_for_cpu()
 from train.data import MixtureLoader
-from train.skips import SkipList
+from records.skips import SkipList
 
 lock, folder = Path(sys.argv[1]), Path(sys.argv[2])
 

@@ -76,8 +76,8 @@ class OurLoader(Loader):
     """Ours as the trainer uses it: two reader threads, on one core too."""
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        from records.skips import SkipList
         from train.data import MixtureLoader
-        from train.skips import SkipList
 
         loader = MixtureLoader(self.data / "phase1.lock.json", 0, 1, BATCH, 2, SkipList())
         saved = json.loads(loader.state_dict()["mixture"])

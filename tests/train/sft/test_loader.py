@@ -11,9 +11,9 @@ import torch
 
 from data_mixtures.mixture import Mixture, read_lock
 from laneformer.config import EOS
+from records.skips import SkipList
 from tests.train.sft import chats
 from train.data import MixtureLoader, inputs_and_labels
-from train.skips import SkipList
 
 GLOBAL_BATCH, STEPS = 8, 3
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.skips import SkipList, add_windows, read_skip_list, windows_of
+from records.skips import SkipList, add_windows, read_skip_list, windows_of
 
 WINDOWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda w: (w[0], w[0] + w[1])), max_size=6)
 
