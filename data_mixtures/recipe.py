@@ -191,6 +191,10 @@ class Recipe:
     """The table [filter]"""
     dedup: Dedup = field(default_factory=Dedup)
     """The table [dedup]"""
+    keep: Mapping[str, float] = field(default_factory=dict)
+    """[keep]: NAME = `keep` of a source, in place of its own; `python -m tools.plan JOB.toml` writes this table"""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """[files]: NAME = `files` of a source, in place of its own"""
     corpus: str | None = None
     """Module that writes text for {corpus} before files are listed, run as `python -m MODULE --out DIR/corpus`"""
     folder: Path = Path()  # no key: where the recipe lies
@@ -266,6 +270,10 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
         table["sources"] = _listed(
             _toml(folder / table["sources"]), {name for each in weights.values() for name in each}
         )
+    for key in ("keep", "files"):
+        sources = table.get("sources", {})
+        check_known(f"source in [{key}]:", given := table.get(key, {}), sources)
+        sources |= {name: {**sources[name], key: value} for name, value in given.items()}
     made = {
         "tokenizer": lambda given: _tokenizer(given, folder),
         "sources": lambda given: tuple(_source(*each) for each in given.items()),

@@ -66,10 +66,11 @@ def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
 
 def test_with_code_contents_the_same_sources_and_two_more_that_take_their_share():
     with_, without = (recipe.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-code", ""))
-    more = [source for source in with_.sources if source not in without.sources]
+    names = {source.name for source in without.sources}
+    more = [source for source in with_.sources if source.name not in names]
     assert [source.name for source in more] == ["code1-files", "code2-files"]
     assert all("softwareheritage" in source.inputs[0].content_url for source in more)
-    same = {"sources": (), "phases": {}}
+    same = {"sources": (), "phases": {}, "keep": {}}
     assert replace(with_, **same) == replace(without, **same)
     for phase in PHASE_TOKENS_B:
         changed = {
@@ -89,6 +90,7 @@ def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says
     assert (rqa.licence, wiki.licence) == ("CC-BY-4.0", "CC-BY-SA-4.0 and GFDL")
     assert sources["code2-qa"].text_columns == ("text", "content")
     assert sources["cc2-hq"].text_columns == ("text",)
+    assert (sources["cc2-mq"].keep, sources["cc2-hq"].keep) == (0.11, 1.0), "[keep] of the recipe"
 
 
 def test_benchmarks_lie_beside_the_recipe_and_can_be_left_out(recipe_path):
@@ -177,6 +179,9 @@ def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
             '"resolved"',
             r"content_url = '' of kind 'resolved': resolved, and it alone, needs a URL with {sha1}",
         ),
+        ("[phase1]", "[keep]\nmien = 0.5\n[phase1]", r"unknown source in \[keep\]: 'mien'; did you mean 'mine'"),
+        ("[phase1]", "[keep]\nmine = 0\n[phase1]", r"source 'mine': keep = 0 must be a share above 0"),
+        ("[phase1]", "[files]\nmine = 3\n[phase1]", r"unknown source 'mine' key 'files'"),
         ("files = 9", "max_missing_share = 2", r"max_missing_share = 2 must be a share from 0"),
         ("files = 9", "field = 3", r"source 'mine': input: field = 3 must be of type string"),
         ("valid_per_10000 = 0", "valid_per_10000 = -1", r"source 'theirs': valid_per_10000 = -1 must be .* from 0"),
