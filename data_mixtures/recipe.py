@@ -21,8 +21,8 @@ from typing import Any, TypeVar, cast
 
 from data_mixtures import order
 
-KINDS = ("text", "jsonl", "docstrings")
-RESERVED_FOLDERS = ("corpus", "fetch", "hydrate", "filter", "tokenize", "order", "shuffle")
+KINDS = ("text", "jsonl", "docstrings", "resolved")
+RESERVED_FOLDERS = ("corpus", "fetch", "filter", "tokenize", "order", "shuffle")
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ class Input:
 
     kind: str
     """text (a document each), jsonl (one JSON object with the text a line) or parquet (a row each). Text and JSON lines
-    may be compressed (.gz, .zst, .bz2, .xz)"""
+    may be compressed (.gz, .zst, .bz2, .xz). resolved: Parquet with a column sha1, with contents from content_url"""
     paths: tuple[str, ...]
     """Globs (`**` for any folders), each of which must match: relative to the recipe's folder, absolute, or URLs that
     fsspec knows, such as s3://bucket/a/*.parquet, gs://..., hf://datasets/owner/name/*.jsonl. {stdlib}, {site_packages}
@@ -46,6 +46,11 @@ class Input:
     max_bytes: int | None = None
     """Cap on the extracted text, in bytes (not of Parquet); the input is then read in sequence, by one process"""
 
+    content_url: str = ""
+    """Of kind resolved: URL of a content, with {sha1} in it; any that fsspec knows, best https or s3"""
+    max_missing_share: float = 0.01
+    """Of kind resolved: share of the contents of a unit (500,000 rows) that may be missing"""
+
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)
         for name in ("files", "max_bytes"):
@@ -55,6 +60,12 @@ class Input:
             raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = {list(self.paths)}")
         if self.kind == "parquet" and self.max_bytes is not None:
             raise ValueError("max_bytes caps text that is extracted, and Parquet is read as it is; use files = N")
+        if (self.kind == "resolved") != ("{sha1}" in self.content_url):
+            raise ValueError(
+                f"content_url = {self.content_url!r} of kind {self.kind!r}: resolved, and it alone, needs a "
+                "URL with {sha1}"
+            )
+        check_share("max_missing_share", self.max_missing_share)
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,8 @@ class Source:
     _: KW_ONLY
     licence: str = ""
     """Terms of the text, as a note"""
+    expected_tokens_b: float | None = None
+    """Billions of tokens, as others counted them; for estimates before there is a count of our own"""
     valid_per_10000: int | None = None
     """Documents held out of training, out of 10,000; default: the recipe's. 0: none. The same texts are held out of all
     sources with the same figure; a source with a smaller one trains on more of what another holds out"""
@@ -102,10 +115,6 @@ class HubSource(Source):
     """As `files` of an input, of each folder"""
     gate: str = ""
     """How access is granted, as a note"""
-    expected_tokens_b: float | None = None
-    """Billions of tokens, as others counted them; for estimates before there is a count of our own"""
-    needs_hydration: bool = False
-    """The files list repository, commit and path, and the text comes from [hydrate]"""
 
 
 @dataclass(frozen=True)
@@ -165,16 +174,6 @@ class Dedup:
     """Of datatrove's word tokenizers, for text without spaces between words, such as zh or ja; default: spaces"""
 
 
-@dataclass(frozen=True)
-class Hydrate:
-    """[hydrate]: where the text of metadata comes from."""
-
-    resolver: str
-    """local:FOLDER (files at FOLDER/repository/commit/path) or module:attribute"""
-    max_missing_share: float = 0.01
-    """Share of the texts of a unit that may be missing"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The keys at the top of a recipe."""
@@ -205,8 +204,10 @@ class Recipe:
     """The table [filter]"""
     dedup: Dedup = field(default_factory=Dedup)
     """The table [dedup]"""
-    hydrate: Hydrate | None = None
-    """The table [hydrate]"""
+    keep: Mapping[str, float] = field(default_factory=dict)
+    """[keep]: NAME = `keep` of a source, in place of its own; `python -m tools.plan JOB.toml` writes this table"""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """[files]: NAME = `files` of a source, in place of its own"""
     corpus: str | None = None
     """Module that writes text for {corpus} before files are listed, run as `python -m MODULE --out DIR/corpus`"""
     folder: Path = Path()  # no key: where the recipe lies
@@ -255,16 +256,21 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def _tables(path: Path) -> dict[str, Any]:
-    """A recipe's tables. One with `base` has those of that recipe, its own weights, and leaves out more sources."""
+    """A recipe's tables. One with `base` has those of that recipe, changed where it says something else."""
     table = _toml(path)
     if "base" not in table:
         return table
     base = _tables(path.parent / table.pop("base"))
-    without = table.pop("without", [])
-    check_known("key of a recipe with a base:", table, [key for key in base if _is_phase(key)])
-    phases = {key: {**base[key], **table.get(key, {})} for key in base if _is_phase(key)}
-    left = {key: {name: w for name, w in weights.items() if name not in without} for key, weights in phases.items()}
-    return {**base, **left, "without": [*base.get("without", []), *without]}
+    return base | {key: base.get(key, {}) | value if isinstance(value, dict) else value for key, value in table.items()}
+
+
+def _listed(table: dict[str, Any], used: set[str]) -> dict[str, Any]:
+    """Those sources of a shared list that a phase uses; what [repos."owner/name"] says, all of its sources have."""
+    sources = dict(table.get("sources", {}))
+    for repo, shared in table.get("repos", {}).items():
+        own = shared.pop("sources")
+        sources |= {name: {"repo": repo, **shared, **values} for name, values in own.items()}
+    return {name: values for name, values in sources.items() if name in used}
 
 
 def _is_phase(key: str) -> bool:
@@ -273,16 +279,19 @@ def _is_phase(key: str) -> bool:
 
 def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
     weights = {key: table.pop(key) for key in list(table) if _is_phase(key)}
-    without = table.pop("without", [])  # sources of a shared list that this recipe leaves out
     if isinstance(table.get("sources"), str):
-        table["sources"] = _toml(folder / table["sources"])["sources"]
-    check_known("source in without:", without, table.get("sources", {}))
+        table["sources"] = _listed(
+            _toml(folder / table["sources"]), {name for each in weights.values() for name in each}
+        )
+    for key in ("keep", "files"):
+        sources = table.get("sources", {})
+        check_known(f"source in [{key}]:", given := table.get(key, {}), sources)
+        sources |= {name: {**sources[name], key: value} for name, value in given.items()}
     made = {
         "tokenizer": lambda given: _tokenizer(given, folder),
-        "sources": lambda given: tuple(_source(*each) for each in given.items() if each[0] not in without),
+        "sources": lambda given: tuple(_source(*each) for each in given.items()),
         "filter": lambda given: _filter(given, folder),
         "dedup": lambda given: _dedup(given),
-        "hydrate": lambda given: _hydrate(given, folder),
     }
     values = {key: made[key](value) if key in made else value for key, value in table.items()}
     read = _made(Recipe, values, "recipe", phases={}, folder=folder)
@@ -294,9 +303,8 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
     if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
     names = [source.name for source in read.sources]
-    needed = any(isinstance(source, HubSource) and source.needs_hydration for source in read.sources)
     phases = {phase: _weights(phase, given, names) for phase, given in weights.items()}
-    return dataclasses.replace(read, hydrate=read.hydrate if needed else None, phases=phases)
+    return dataclasses.replace(read, phases=phases)
 
 
 def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
@@ -401,15 +409,6 @@ def _dedup(table: Any) -> Dedup:
     for name in ("n_grams", "buckets", "hashes_per_bucket"):
         check_integer(f"dedup.{name}", getattr(found, name))
     return found
-
-
-def _hydrate(table: dict[str, Any], folder: Path) -> Hydrate:
-    found = _made(Hydrate, table, "hydrate")
-    kind, _, where = str(found.resolver).partition(":")
-    if not where:
-        raise ValueError(f"hydrate.resolver = {found.resolver!r} must be 'local:FOLDER' or 'module:attribute'")
-    check_share("hydrate.max_missing_share", found.max_missing_share)
-    return dataclasses.replace(found, resolver=f"local:{folder / where}") if kind == "local" else found
 
 
 def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:

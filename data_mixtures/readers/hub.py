@@ -20,6 +20,8 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 from huggingface_hub.utils import disable_progress_bars
 
+NOT_REACHABLE = "not reachable"
+
 
 @dataclass(frozen=True, order=True)
 class File:
@@ -52,7 +54,7 @@ class Hub:
         except hub_errors.RepositoryNotFoundError as error:
             raise ValueError(f"not found at {page}, or private and {token}") from error
         except Exception as error:  # no network, a proxy, a server error: in any case the other sources are checked
-            raise ValueError(f"cannot be asked for at {page}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{NOT_REACHABLE} at {page}: {type(error).__name__}: {error}") from error
         if found is None or len(found) != 40:
             raise ValueError(f"revision {revision!r} has the commit {found!r} at {page}, which is not 40 hex digits")
         return found

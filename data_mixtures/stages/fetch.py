@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 from huggingface_hub import errors as hub_errors
 
-from data_mixtures.readers import hub, local
+from data_mixtures.readers import content, hub, local
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.stages import plan, stage
 from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of
@@ -47,6 +47,8 @@ class Fetch(Stage):
         entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
             return key_of(_READERS, entry)
+        if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
+            return key_of((), entry["files"], entry["rows"])
         described = stage.planned(self.out, unit.source)
         return key_of((), described["repo"], described["revision"], entry)
 
@@ -54,7 +56,19 @@ class Fetch(Stage):
         entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
             return _read_local(entry, folder / RAW)
+        if entry["kind"] == "resolved":
+            self.remove_parts()
+            (path, _, _), (first, count) = entry["files"][0], entry["rows"]
+            parts = folder.parent / f".unit-{unit.number:05d}.parts"
+            return content.fetch(path, first, count, _input(entry), folder / RAW, parts)
         return self._download(unit, entry, folder / RAW)
+
+    def remove_parts(self) -> None:
+        """Delete contents that are in the files of finished units by now."""
+        for source in self.sources:
+            for folder in (self.out / self.name / source).glob(".unit-*.parts"):
+                if is_done(self, Unit(source, int(folder.name[6:11]))):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _download(self, unit: Unit, entry: Entry, target: Path) -> dict[str, Any]:
         described = stage.planned(self.out, unit.source)
@@ -134,9 +148,13 @@ def _for_users(error: Exception, described: Entry, entry: Entry) -> Exception:
     return ValueError(f"{where}: {type(error).__name__}: {error}")
 
 
-def _read_local(entry: Entry, target: Path) -> dict[str, Any]:
+def _input(entry: Entry) -> Input:
     given = entry["input"]
-    source_input = Input(**{**given, "paths": tuple(given["paths"]), "exclude": tuple(given["exclude"])})
+    return Input(**{**given, "paths": tuple(given["paths"]), "exclude": tuple(given["exclude"])})
+
+
+def _read_local(entry: Entry, target: Path) -> dict[str, Any]:
+    source_input = _input(entry)
     dropped: Counter[str] = Counter()
     documents, size = 0, 0
     paths = [Path(path) for path, _, _ in entry["files"]]

@@ -25,8 +25,6 @@ from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version
 
-_BEFORE_FILTER = ("fetch", "hydrate")  # stages that may drop documents before `filter` counts them
-
 
 def write(recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
     """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
@@ -138,10 +136,9 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter({"duplicate": sum(counts["duplicate"] for counts in ordered)})
     read = sum(counts["read"] for counts in filtered)
-    for name in _BEFORE_FILTER:
-        for counts in _all_counts(out, name, source) if (out / name / source).is_dir() else ():
-            dropped.update(counts.get("dropped", {}))
-            read += sum(counts.get("dropped", {}).values())
+    for counts in _all_counts(out, "fetch", source) if (out / "fetch" / source).is_dir() else ():
+        dropped.update(counts.get("dropped", {}))
+        read += sum(counts.get("dropped", {}).values())
     for counts in filtered:
         dropped.update(counts["dropped"])
     if sum(counts["documents"] for counts in tokenized) != sum(counts["kept"] for counts in filtered):

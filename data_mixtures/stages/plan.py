@@ -12,7 +12,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ import pyarrow
 import pyarrow.parquet
 
 from data_mixtures import shards
-from data_mixtures.readers import hub, local
+from data_mixtures.readers import content, hub, local
+from data_mixtures.readers.content import UNIT_ROWS
 from data_mixtures.recipe import HubSource, LocalSource, Recipe, check_known, nearest
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, grouped, read_plan
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
-METADATA_COLUMNS = ("repo", "commit_id", "rel_path")
+_TEXT = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def _write_corpus(module: str, folder: Path) -> None:
 
 def _spec(each: HubSource) -> Entry:
     """What of a source decides its files and columns; not what others counted, nor its category."""
-    names = ("repo", "revision", "configs", "text_columns", "needs_hydration", "licence", "gate")
+    names = ("repo", "revision", "configs", "text_columns", "licence", "gate")
     return json.loads(json.dumps({name: getattr(each, name) for name in names}))
 
 
@@ -74,6 +75,12 @@ def _local(each: LocalSource, out: Path, folder: Path) -> Entry:
     decides: list[Any] = []
     for source_input in each.inputs:
         found = [_file(path) for path in local.find(source_input, roots)]
+        if source_input.kind == "resolved":
+            for file, first in _row_ranges(found):
+                number = {"source": each.name, "number": len(entries), "kind": "resolved"}
+                entries.append({**number, "input": asdict(source_input), "files": [file], "rows": [first, UNIT_ROWS]})
+                decides.append(["resolved", local.portable(file[0], roots), file[1], first])
+            continue
         whole = source_input.max_bytes is not None and found
         for group in [found] if whole else grouped(found, lambda entry: entry[1], UNIT_BYTES):
             number = {"source": each.name, "number": len(entries), "kind": "local"}
@@ -81,6 +88,13 @@ def _local(each: LocalSource, out: Path, folder: Path) -> Entry:
             # a file may get another time or folder without other content: it is read again, but the data is the same
             decides.append([asdict(source_input), [[local.portable(path, roots), size] for path, size, _ in group]])
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
+
+
+def _row_ranges(files: list[list[Any]]) -> Iterator[tuple[list[Any], int]]:
+    """Each file as often as it fills units, with the first row of each."""
+    for file in files:
+        for first in range(0, content.count_rows(file[0]), UNIT_ROWS):
+            yield file, first
 
 
 def _file(path: Path) -> list[Any]:
@@ -103,7 +117,10 @@ def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
                 revisions[each.repo, each.revision] = origin.revision(each.repo, each.revision)
         except ValueError as error:
             refused.setdefault(f"{each.repo} @ {each.revision}: {error}", []).append(each.name)
-    _stop_at(refused, f"{len(refused)} repositories refuse to be read")
+    away = sum(hub.NOT_REACHABLE in why for why in refused)
+    counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
+    hint = "estimate without a network what will be read and stored: python -m tools.plan JOB.toml" if away else ""
+    _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
     planned = {}
     for each in wanted:
         try:
@@ -114,10 +131,10 @@ def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
     return planned
 
 
-def _stop_at(refused: dict[str, list[str]], what: str) -> None:
+def _stop_at(refused: dict[str, list[str]], what: str, hint: str = "") -> None:
     if refused:
         lines = [f"  {', '.join(names)}: {why}" for why, names in refused.items()]
-        raise ValueError("\n".join([f"{what}; nothing was read:", *lines]))
+        raise ValueError("\n".join([f"{what}; nothing was read:", *lines, *filter(None, [hint])]))
 
 
 def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
@@ -137,8 +154,8 @@ def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
     return _hashed({**facts, **terms, "units": entries}, [each.repo, revision, entries])
 
 
-def _text_column(origin: hub.Origin, each: HubSource, revision: str, path: str) -> str | None:
-    """The column of text by the file's footer; None for metadata, whose columns are checked instead."""
+def _text_column(origin: hub.Origin, each: HubSource, revision: str, path: str) -> str:
+    """The column of text by the file's footer."""
     try:
         with origin.open(each.repo, revision, path) as file:
             schema = pyarrow.parquet.read_schema(file)
@@ -147,18 +164,14 @@ def _text_column(origin: hub.Origin, each: HubSource, revision: str, path: str) 
     return text_column(schema, each, f"{each.repo}/{path}")
 
 
-def text_column(schema: pyarrow.Schema, each: HubSource, where: str) -> str | None:
+def text_column(schema: pyarrow.Schema, each: HubSource, where: str) -> str:
     """Which column of a file holds the text. ValueError names the columns of a layout that is not known."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
-    texts = {field.name for field in schema if field.type in (pyarrow.string(), pyarrow.large_string())}
-    if each.needs_hydration:
-        if not texts.issuperset(METADATA_COLUMNS):
-            raise ValueError(f"{where} must have the columns {', '.join(METADATA_COLUMNS)} of strings; {columns}")
-        return None
+    texts = {field.name for field in schema if field.type in _TEXT}
     found = [name for name in each.text_columns if name in texts]
     if len(found) != 1:
         raise ValueError(
-            f"{where} must have exactly one column of strings named {' or '.join(each.text_columns)}; {columns}. "
+            f"{where} must have exactly one column of text or bytes named {' or '.join(each.text_columns)}; {columns}. "
             "Look at the file and name its column of text as text_columns of the source"
         )
     return found[0]

@@ -34,7 +34,7 @@ from records.files import hold_lock
 
 PLAN, RECEIPT = "plan.json", "receipt.json"
 PLAN_FORMAT = 1
-RAW = "raw.parquet"  # of fetch and hydrate
+RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 # what a document's origin says of it besides its file and row, where the input has such columns or fields
 ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
@@ -109,10 +109,7 @@ def planned_unit(out: Path, unit: Unit) -> Entry:
 
 def raw_text(out: Path, unit: Unit) -> tuple[str, str]:
     """(stage, column): raw.parquet of which stage holds the unit's text, and the name of its column."""
-    entry = planned_unit(out, unit)
-    if entry["kind"] == "parquet" and entry["text_column"] is not None:
-        return "fetch", entry["text_column"]
-    return ("fetch" if entry["kind"] == "local" else "hydrate"), "text"
+    return "fetch", planned_unit(out, unit).get("text_column", "text")
 
 
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:

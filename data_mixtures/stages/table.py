@@ -11,19 +11,17 @@ from typing import Any
 from rich.console import Console
 
 from data_mixtures import tokenizer
-from data_mixtures.recipe import HubSource, Recipe, TokenizerFile
+from data_mixtures.recipe import Recipe, TokenizerFile
 from data_mixtures.stages import decontaminate, manifest, plan, quality, shuffle, stage, tokenize, verify
 from data_mixtures.stages.fetch import Fetch, check_enough
 from data_mixtures.stages.filter import Filter
-from data_mixtures.stages.hydrate import Hydrate
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
 
 # the server that forks the workers has imported every stage, and pandas, which pyarrow looks for when first used
 multiprocessing.set_forkserver_preload([__name__, "pandas"])
-# a stage whose files can be freed, and the stage that reads them (of code, `hydrate` reads what `fetch` made)
+# a stage whose files can be freed, and the stage that reads them
 READERS: Mapping[str, type[stage.Stage]] = {
     "fetch": Filter,
-    "hydrate": Filter,
     "filter": tokenize.Tokenize,
     "tokenize": shuffle.WriteShards,
 }
@@ -63,7 +61,6 @@ def check(recipe: Recipe, out: Path) -> None:
     for source in recipe.sources:
         quality.load(quality.steps_of(recipe, source.name))
     decontaminate.make_index(recipe.filter.benchmarks, out)
-    Hydrate(recipe, out, tuple(each.name for each in recipe.sources)).check()
 
 
 def _plan(context: RunContext) -> None:
@@ -83,12 +80,8 @@ def _plan(context: RunContext) -> None:
 def _fetch(context: RunContext) -> None:
     Fetch(context.recipe, context.out, context.sources, context.mirror).check_room(context.budget_bytes)
     context.run(Fetch, context.mirror)
+    Fetch(context.recipe, context.out, context.sources).remove_parts()
     check_enough(context.recipe, context.out, context.sources)
-
-
-def _hydrate(context: RunContext) -> None:
-    if Hydrate(context.recipe, context.out, context.sources).units():
-        context.run(Hydrate)
 
 
 def _filter(context: RunContext) -> None:
@@ -126,11 +119,9 @@ def _free(context: RunContext) -> None:
     if context.to_free is None:
         raise ValueError(f"free needs --stage, one of {', '.join(READERS)}")
     for source in context.recipe.sources:
-        hydrated = isinstance(source, HubSource) and source.needs_hydration
-        if source.name not in context.sources or (context.to_free == "hydrate" and not hydrated):
+        if source.name not in context.sources:
             continue
-        kind = Hydrate if context.to_free == "fetch" and hydrated else READERS[context.to_free]
-        reader = kind(context.recipe, context.out, (source.name,))
+        reader = READERS[context.to_free](context.recipe, context.out, (source.name,))
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
             raise ValueError(
                 f"{context.to_free} of {source.name!r} is still needed: {len(left)} units are not through {reader.name}"
@@ -143,7 +134,6 @@ def _free(context: RunContext) -> None:
 STAGES: Mapping[str, Callable[[RunContext], object]] = {
     "plan": _plan,
     "fetch": _fetch,
-    "hydrate": _hydrate,
     "filter": _filter,
     "tokenize": _tokenize,
     "shuffle": _shuffle,
@@ -152,4 +142,4 @@ STAGES: Mapping[str, Callable[[RunContext], object]] = {
     "stats": _stats,
     "free": _free,
 }
-TO_SHARDS = ("plan", "fetch", "hydrate", "filter", "tokenize", "shuffle")  # `manifest` follows
+TO_SHARDS = ("plan", "fetch", "filter", "tokenize", "shuffle")  # `manifest` follows

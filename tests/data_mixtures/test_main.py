@@ -173,7 +173,7 @@ def test_options_that_do_not_fit_are_refused(run):
     ):
         with pytest.raises(ValueError, match=message):
             run("plan", *more)
-    with pytest.raises(ValueError, match="free needs --stage, one of fetch, hydrate, filter, tokenize"):
+    with pytest.raises(ValueError, match="free needs --stage, one of fetch, filter, tokenize"):
         run("free")
     line = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--partition", "cpu", "--cpus-per-task", "2"]
     options = prepare.options(stages_command.parser().parse_args([*line, "--workers", "9"]))

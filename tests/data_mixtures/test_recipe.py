@@ -30,8 +30,8 @@ def category_sums(plan: recipe.Recipe, phase: str) -> dict[str, int]:
         ("demo", "phase2"),
         ("nemotron", "phase1"),
         ("nemotron", "phase2"),
-        ("nemotron-no-hydration", "phase1"),
-        ("nemotron-no-hydration", "phase2"),
+        ("nemotron-code", "phase1"),
+        ("nemotron-code", "phase2"),
     ],
 )
 def test_shipped_recipes_have_the_published_shares(name, phase):
@@ -40,7 +40,7 @@ def test_shipped_recipes_have_the_published_shares(name, phase):
     assert sum(sums.values()) == {"phase1": 10_000, "phase2": 10_002}[phase]
 
 
-@pytest.mark.parametrize("profile", ["", "-no-hydration"])
+@pytest.mark.parametrize("profile", ["", "-code"])
 def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
     loaded = recipe.load(FOLDER / f"nemotron{profile}.toml")
     for source in loaded.sources:
@@ -51,7 +51,7 @@ def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
 
 def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
     sources = recipe.load(FOLDER / "nemotron.toml").sources
-    assert len(sources) == 38
+    assert len(sources) == 36
     for source in sources:
         assert re.fullmatch(r"nvidia/Nemotron-[\w.-]+", source.repo)
         assert re.fullmatch(r"[0-9a-f]{7,40}", source.revision)
@@ -64,14 +64,14 @@ def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
     assert len(set(places)) == len(places)  # no folder is in two sources
 
 
-def test_without_hydration_the_same_sources_but_two_take_their_share():
-    with_, without = (recipe.load(FOLDER / f"nemotron{profile}.toml") for profile in ("", "-no-hydration"))
-    assert not any(source.needs_hydration for source in without.sources)
-    assert without.hydrate is None
-    assert with_.hydrate == recipe.Hydrate(f"local:{FOLDER / 'repositories'}", 0.01)
-    left_out = {"sources": (), "phases": {}, "hydrate": None}
-    assert replace(with_, **left_out) == replace(without, **left_out)
-    assert set(with_.sources) >= set(without.sources)
+def test_with_code_contents_the_same_sources_and_two_more_that_take_their_share():
+    with_, without = (recipe.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-code", ""))
+    names = {source.name for source in without.sources}
+    more = [source for source in with_.sources if source.name not in names]
+    assert [source.name for source in more] == ["code1-files", "code2-files"]
+    assert all("softwareheritage" in source.inputs[0].content_url for source in more)
+    same = {"sources": (), "phases": {}, "keep": {}}
+    assert replace(with_, **same) == replace(without, **same)
     for phase in PHASE_TOKENS_B:
         changed = {
             name: without.phases[phase].get(name, 0) - weight
@@ -80,6 +80,17 @@ def test_without_hydration_the_same_sources_but_two_take_their_share():
         }
         assert set(changed) == {"code1-files", "code2-files", "cc-code", "code2-qa"}
         assert sum(changed.values()) == 0
+
+
+def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says_instead():
+    sources = {source.name: source for source in recipe.load(FOLDER / "nemotron.toml").sources}
+    assert "fact-seeking" not in sources, "listed, and in no phase"
+    rqa, wiki = sources["rqa"], sources["wiki-rewrite"]
+    assert (rqa.repo, rqa.revision, rqa.gate) == (wiki.repo, wiki.revision, wiki.gate)
+    assert (rqa.licence, wiki.licence) == ("CC-BY-4.0", "CC-BY-SA-4.0 and GFDL")
+    assert sources["code2-qa"].text_columns == ("text", "content")
+    assert sources["cc2-hq"].text_columns == ("text",)
+    assert (sources["cc2-mq"].keep, sources["cc2-hq"].keep) == (0.11, 1.0), "[keep] of the recipe"
 
 
 def test_benchmarks_lie_beside_the_recipe_and_can_be_left_out(recipe_path):
@@ -118,13 +129,9 @@ def test_the_demo_has_a_source_for_every_category_and_little_text():
         ("[phase1]", "[phase1", r"tiny.toml: "),
         ("max_bytes = 60_000", "max_bytes = 0", r"max_bytes = 0 must be an integer from 1"),
         ("seed = 11", 'base = "none.toml"', r"no such file: .*none.toml"),
-        ("seed = 11", f'seed = 11\nbase = "{FOLDER}/nemotron.toml"', r"key of a recipe with a base: 'seed'; use"),
-        ("seed = 11", 'seed = 11\nwithout = ["note"]', r"unknown source in without: 'note'; did you mean 'notes'"),
         ("[phase1]", "[filter]\nmin_char = 3\n[phase1]", r"unknown filter key 'min_char'; did you mean 'min_chars'"),
         ("[phase1]", "[filter]\nmax_chars = 3\n[phase1]", r"filter.max_chars = 3 must be an integer from 64"),
         ("[phase1]", "[filter.benchmarks]\nx = 3\n[phase1]", r"filter.benchmarks.x = 3 must be the path of a file"),
-        ("[phase1]", '[hydrate]\nresolver = "swh"\n[phase1]', r"'swh' must be 'local:FOLDER' or 'module:attribute'"),
-        ("[phase1]", '[hydrate]\nresolver = "a:b"\nmax_missing_share = 2\n[phase1]', r"= 2 must be a share from 0"),
     ],
 )  # fmt: skip
 def test_wrong_recipes_are_refused(recipe_path, old, new, message):
@@ -167,6 +174,16 @@ def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
         ('repo = "owner/name"', 'repo = "a/b"\nconfigs = "x"', r"configs = 'x' must be of type list of strings"),
         ('repo = "owner/name"', 'repo = "a/b"\nfiles = 0', r"source 'theirs': files = 0 must be an integer from 1"),
         ("files = 9", "files = true", r"source 'mine': input: files = True must be of type integer"),
+        ("files = 9", 'content_url = "s3://b/{sha1}"', r"content_url = 's3://b/{sha1}' of kind 'jsonl': resolved, and"),
+        (
+            '"jsonl"',
+            '"resolved"',
+            r"content_url = '' of kind 'resolved': resolved, and it alone, needs a URL with {sha1}",
+        ),
+        ("[phase1]", "[keep]\nmien = 0.5\n[phase1]", r"unknown source in \[keep\]: 'mien'; did you mean 'mine'"),
+        ("[phase1]", "[keep]\nmine = 0\n[phase1]", r"source 'mine': keep = 0 must be a share above 0"),
+        ("[phase1]", "[files]\nmine = 3\n[phase1]", r"unknown source 'mine' key 'files'"),
+        ("files = 9", "max_missing_share = 2", r"max_missing_share = 2 must be a share from 0"),
         ("files = 9", "field = 3", r"source 'mine': input: field = 3 must be of type string"),
         ("valid_per_10000 = 0", "valid_per_10000 = -1", r"source 'theirs': valid_per_10000 = -1 must be .* from 0"),
         ("[phase1]", "[filter]\nmin_chars = 1.5\n[phase1]", r"filter: min_chars = 1.5 must be of type integer"),

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from data_mixtures import recipe
 from laneformer import LaneformerConfig
-from tools.plan import sums
+from tools.plan import preparation, sums
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = sums.Job(
@@ -24,6 +25,7 @@ NARROW = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 COMMANDS = {
     "published": ["configs/phase1.toml", "configs/phase2.toml", "--metrics.gpu_hour_price", "2.5", "--metrics.currency",
                   "EUR"],
+    "with code": ["configs/phase1.toml", "configs/phase2.toml", "--mixture", *2 * ["data_mixtures/nemotron-code.toml"]],
     "other mesh": ["configs/phase1.toml", "--gpus", "64"],
     "odd batch": ["configs/phase1.toml", "--training.local_batch_size", "7"],
     "no file": ["configs/none.toml"],
@@ -86,6 +88,41 @@ def test_shipped_jobs_fit_their_gpus_and_their_data(published: dict) -> None:
     assert code / published["phases"][1]["compute"]["tokens"] == pytest.approx(0.5901 / 1.0002)
     first, second = ({s["name"]: s["tokens_so_far"] for s in phase["data"]} for phase in published["phases"])
     assert all(second[name] >= tokens for name, tokens in first.items()), "phase 2 goes on where phase 1 stopped"
+
+
+@pytest.mark.parametrize(("name", "command"), [("nemotron", "published"), ("nemotron-code", "with code")])
+def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command: str) -> None:
+    """The shipped `keep` is what the shipped jobs give, and no source is read more often for it than it would be."""
+    code, said, error = runs[command]
+    assert code == 0, error
+    found = json.loads(said.splitlines()[-1])["preparation"]
+    kept = {each.name: each.keep for each in recipe.load(ROOT / f"data_mixtures/{name}.toml").sources}
+    assert {part["name"]: part["keep"] for part in found["parts"]} == kept
+    for part in found["parts"]:
+        assert part["kept_epochs"] <= max(1, part["need_tokens"] / part["pool_tokens"])
+        assert part["keep"] == 1 or f"{part['name']} = {part['keep']}\n" in said, "to paste into the recipe"
+    total = found["total"]
+    assert total["need_tokens"] == pytest.approx(5_851_054_080_000)
+    assert total["stored_tokens"] < 1.01 * total["need_tokens"], "not twice as much"
+    assert total["shard_bytes"] <= total["peak_bytes"] < 1.05 * total["shard_bytes"], "the largest sources come first"
+
+
+def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None:
+    def part(share: float, expected: float = 1e12, files: int | None = None) -> dict:
+        need = share * preparation.TOKENS_AS_COUNTED * expected / (1 + preparation.MARGIN)
+        source = {"name": "s", "tokens_so_far": need, "expected_tokens": expected, "keep": 1.0, "files": files}
+        return preparation.parts([{**source, "prepared": False}], {"s": [10**9] * 1000})[0]
+
+    few = part(0.1)
+    assert (few["files"], few["units"]) == (110, 110)
+    assert few["fetched_bytes"] == pytest.approx(110e9)
+    assert few["kept_epochs"] < 1
+    most = part(0.7)
+    assert (most["files"], most["keep"], most["fetched_bytes"]) == (None, 0.7, 1e12)
+    assert part(0.95)["keep"] == part(0.1, expected=5e8)["keep"] == 1, "nearly all, and a small source"
+    assert part(0.0)["keep"] > 0, "a source of the other phase"
+    assert (part(0.1, files=110)["files"], part(0.1, files=110)["keep"]) == (110, 0.1), "its listing has those alone"
+    assert preparation.toml([few | {"keep": 0.5}]) == "[keep]\ns = 0.5\n\n[files]\ns = 110\n"
 
 
 def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) -> None:

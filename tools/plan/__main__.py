@@ -32,7 +32,7 @@ from laneformer.config import LaneformerConfig
 from records.files import read_lines
 from records.usage import cost, money
 from tools.bench.train import write_synthetic_lock
-from tools.plan import speed, sums
+from tools.plan import preparation, speed, sums
 from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +61,8 @@ class Options:
     """Minutes from a failure to the first step of the next attempt."""
     mixture: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="TOML")] = ()
     """Mixture recipes, one a job file; default: the job's lock, or data_mixtures/NAME.toml for data/NAME/."""
+    data: Path | None = None
+    """Data folder whose plan.json lists the files of the sources, for `files` (python -m data_mixtures plan)."""
     dry_run: bool = False
     """Also take one step of each job with a fake network of all GPUs."""
     json: bool = False
@@ -103,11 +105,13 @@ def plan(options: Options, overrides: list[str]) -> Result:
         if options.dry_run:
             phase["dry_run"] = take_step(path, overrides, titan_job, options.gpus)
         phases.append(phase)
+    rows = preparation.parts(phases[-1]["data"], preparation.listed_files(options.data))
+    data = {"parts": rows, "total": preparation.totals(rows)}
     totals = {key: sum(p["compute"][key] for p in phases) for key in ("steps", "tokens", "flops", "days", "gpu_hours")}
     priced = [p["compute"]["cost"] for p in phases]
     totals["cost"] = None if None in priced else sum(priced)
     hardware = {key: getattr(options, key) for key in ("gpu", "gpus", "gpus_per_node", "network_gbit_per_s")}
-    return {**hardware, "phases": phases, "total": totals}
+    return {**hardware, "phases": phases, "total": totals, "preparation": data}
 
 
 def facts(titan_job: Any, gpus: int) -> sums.Job:
@@ -142,20 +146,21 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
     if mixture is None and lock.is_file():
         locked = read_lock(lock)
         return [
-            {**{k: s[k] for k in ("name", "category", "weight")}, "expected_tokens": s["windows"] * locked["seq_len"]}
+            {**{k: s[k] for k in ("name", "category", "weight")}, "expected_tokens": s["windows"] * locked["seq_len"],
+             "prepared": True}
             for s in locked["sources"]
-        ]
+        ]  # fmt: skip
     file = mixture or ROOT / "data_mixtures" / f"{lock.parent.name}.toml"  # data/nemotron/phase1.lock.json: nemotron
     if mixture is None and not file.is_file():
         return []
     read, phase = recipe.load(file), titan_job.phase.name
     if phase not in read.phases:
         raise ValueError(f"{file} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}")
-    hub = [s for s in read.sources if isinstance(s, recipe.HubSource)]
-    expected = {s.name: s.expected_tokens_b * 1e9 for s in hub if s.expected_tokens_b is not None}
+    expected = {s.name: s.expected_tokens_b * 1e9 for s in read.sources if s.expected_tokens_b is not None}
+    files = {s.name: s.files for s in read.sources if isinstance(s, recipe.HubSource)}
     return [
         {"name": s.name, "category": s.category, "weight": read.phases[phase][s.name],
-         "expected_tokens": expected.get(s.name)}
+         "expected_tokens": expected.get(s.name), "keep": s.keep, "files": files.get(s.name), "prepared": False}
         for s in read.sources
     ]  # fmt: skip
 
@@ -232,6 +237,11 @@ def show(result: Result, console: Console) -> None:
             console.print(table(title, columns, rows))
         if "dry_run" in phase:
             console.print(f"dry run: {phase['dry_run']['said']}")
+    if rows := result["preparation"]["parts"]:
+        console.rule("data")
+        console.print(table(*preparation.table(rows)))
+        console.print("for the recipe (tools/plan/preparation.py says what these do):\n")
+        console.print(preparation.toml(rows), highlight=False, markup=False)
     if len(result["phases"]) > 1:
         total = result["total"]
         row = [f"{total['tokens']:.4g}", f"{total['flops']:.4g}", f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}"]

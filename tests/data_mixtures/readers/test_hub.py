@@ -106,4 +106,7 @@ def test_no_network_is_one_line_a_repository(hub, tmp_path):
     hub.url = "http://127.0.0.1:9"
     done = command(hub, "plan", path)
     assert done.returncode == 1
-    assert "exact: nobody/Small-Data @ abcdef0: cannot be asked for at http://127.0.0.1:9" in done.stderr
+    said, why, hint = done.stderr.splitlines()
+    assert said == "error: 1 repositories are not reachable; nothing was read:"
+    assert "exact: nobody/Small-Data @ abcdef0: not reachable at http://127.0.0.1:9" in why
+    assert hint.endswith("python -m tools.plan JOB.toml")

@@ -1,0 +1,239 @@
+"""Contents by their sha1, from a bucket as Software Heritage's: text for a Parquet file that only says which ones.
+
+The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row (`stage.ORIGIN_FIELDS`). The rows
+of one unit are asked for once for each sha1, many at a time, through fsspec, so that the URL may be of https or of s3.
+An object may be gzip-compressed, as Software Heritage's are; a content counts only if it has its sha1.
+
+What has come is saved as it comes, in parts beside the unit's folder: after a kill, or when too much was missing, only
+the rest is asked for. Parts are named by nothing but what they hold, so no change of plan makes them wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import os
+import random
+import zlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_mixtures.recipe import Input
+from data_mixtures.stages import stage
+
+UNIT_ROWS = 500_000  # rows of one unit, whose receipt says that they have come or are counted as missing
+PART_CONTENTS, PART_BYTES = 10_000, 64 << 20  # how much a kill may lose
+CONNECTIONS = 64  # of one process
+AHEAD = 32 * CONNECTIONS  # contents in memory while an earlier one is waited for
+TIMEOUT_S = 60.0
+ATTEMPTS = 6
+FIRST_WAIT_S = 1.0  # doubled with every attempt, with random jitter
+PART = pa.schema([pa.field("sha1", pa.binary(20)), pa.field("content", pa.binary())])
+RAW = pa.schema([pa.field("text", pa.binary()), pa.field("origin", pa.string())])  # bytes: `filter` tells UTF-8
+_BATCH = 512
+
+
+def fetch(path: str, first_row: int, row_count: int, settings: Input, target: Path, parts: Path) -> dict[str, Any]:
+    """Write the contents of these rows of a Parquet file; returns the counts of a receipt.
+
+    ValueError when more than `max_missing_share` of them are missing, or when nothing answers; `parts` stay then.
+    """
+    origins, left_out = _wanted(path, first_row, row_count)
+    parts.mkdir(parents=True, exist_ok=True)
+    saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
+    ask = [sha1 for sha1 in origins if sha1 not in saved]
+    missing = asyncio.run(_save(settings.content_url, ask, parts))
+    share = missing.total() / max(len(origins), 1)
+    if share > settings.max_missing_share:
+        raise ValueError(
+            f"{missing.total():,} of {len(origins):,} contents ({share:.2%}) are missing at {settings.content_url} "
+            f"({', '.join(f'{k} {v:,}' for k, v in missing.most_common())}), max_missing_share is "
+            f"{settings.max_missing_share}; what came is kept: start again to ask for the missing ones alone"
+        )
+    counts = _write(target, parts, origins)
+    assert counts["documents"] + missing.total() == len(origins), "contents must be written or counted as missing"
+    return {**counts, "dropped": dict(left_out + missing)}
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[pq.ParquetFile]:
+    with fsspec.open(path, "rb") as file, pq.ParquetFile(file) as parquet:
+        if "sha1" not in (names := parquet.schema_arrow.names):
+            raise ValueError(f"{path} has no column sha1 (hex digits or bytes); its columns: {', '.join(names)}")
+        yield parquet
+
+
+def count_rows(path: str) -> int:
+    """Rows of a resolved file, by its footer. ValueError when it has no sha1."""
+    with _opened(path) as parquet:
+        return parquet.metadata.num_rows
+
+
+def _wanted(path: str, first_row: int, row_count: int) -> tuple[dict[bytes, str], Counter[str]]:
+    """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
+    origins: dict[bytes, str] = {}
+    left_out = Counter(same_content=0, no_sha1=0)
+    end = 0
+    with _opened(path) as parquet:
+        columns = ["sha1", *(name for name in stage.ORIGIN_FIELDS if name in parquet.schema_arrow.names)]
+        for number in range(parquet.num_row_groups):
+            begin, end = end, end + parquet.metadata.row_group(number).num_rows
+            low, high = max(first_row, begin), min(first_row + row_count, end)
+            if low >= high:
+                continue
+            table = parquet.read_row_group(number, columns=columns).slice(low - begin, high - low)
+            for row, fields in enumerate(table.to_pylist(), start=low):
+                sha1 = fields.pop("sha1")
+                sha1 = bytes.fromhex(sha1) if isinstance(sha1, str) else sha1
+                if not sha1 or sha1 in origins:
+                    left_out["same_content" if sha1 else "no_sha1"] += 1
+                elif len(sha1) != 20:
+                    raise ValueError(f"{path}, row {row}: sha1 has {len(sha1)} bytes, not 20")
+                else:
+                    origins[sha1] = stage.origin(path, row, fields)
+    return origins, left_out
+
+
+def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
+    for path in sorted(folder.glob("part-*.parquet")):
+        with pq.ParquetFile(path) as part:
+            yield part
+
+
+async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
+    """Save every content that comes; returns why the others did not."""
+    missing: Counter[str] = Counter()
+    came: list[tuple[bytes, bytes]] = []
+    size = 0
+    try:
+        async for sha1, content in _contents(url, ask):
+            if isinstance(content, str):
+                missing[content] += 1
+                continue
+            came.append((sha1, content))
+            size += len(content)
+            if len(came) >= PART_CONTENTS or size >= PART_BYTES:
+                _save_part(folder, came)
+                came, size = [], 0
+    finally:  # also of a run that ends here
+        _save_part(folder, came)
+    return missing
+
+
+def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
+    if not came:
+        return
+    path = folder / f"part-{len(list(folder.glob('part-*.parquet'))):06d}.parquet"
+    table = pa.table(list(zip(*came, strict=True)), schema=PART)
+    partial = path.with_suffix(".partial")
+    pq.write_table(table, partial, compression="zstd", row_group_size=_BATCH)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+async def _contents(url: str, ask: list[bytes]) -> AsyncIterator[tuple[bytes, bytes | str]]:
+    """Each sha1 with its content, or the reason why there is none, in their order."""
+    # an instance of its own, since it belongs to this event loop
+    system, pattern = fsspec.url_to_fs(url, asynchronous=True, skip_instance_cache=True)
+    session = await system.set_session()
+    bucket = _Bucket(system, pattern)
+    pending: deque[tuple[bytes, asyncio.Task[bytes | str]]] = deque()
+    try:
+        for sha1 in ask:
+            pending.append((sha1, asyncio.create_task(bucket.content(sha1))))
+            if len(pending) == AHEAD:
+                first, task = pending.popleft()
+                yield first, await task
+        while pending:
+            first, task = pending.popleft()
+            yield first, await task
+    finally:
+        for _, task in pending:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in pending), return_exceptions=True)
+        await session.close()
+
+
+class _Bucket:
+    """An fsspec file system whose files are contents."""
+
+    def __init__(self, system: Any, pattern: str) -> None:
+        self.system, self.pattern = system, pattern
+        self.free = asyncio.Semaphore(CONNECTIONS)
+        self.unanswered = 0  # in a row
+
+    async def content(self, sha1: bytes) -> bytes | str:
+        """The content, or the reason why it is missing. ValueError when nothing answers any more."""
+        reason, wait_s = "", FIRST_WAIT_S
+        async with self.free:  # kept while waiting: a bucket that refuses is asked less often
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    await asyncio.sleep(wait_s * random.uniform(0.5, 1))
+                    wait_s *= 2
+                try:
+                    body = await asyncio.wait_for(
+                        self.system._cat_file(self.pattern.format(sha1=sha1.hex())), TIMEOUT_S
+                    )
+                except FileNotFoundError:
+                    return self._answered("not_found")
+                except (OSError, aiohttp.ClientError) as error:  # OSError: time-outs, and what s3fs raises
+                    status = getattr(error, "status", None)
+                    if isinstance(error, PermissionError) or (status and status < 500 and status not in (408, 429)):
+                        return self._answered(f"http_{status or 403}")
+                    reason = f"http_{status}" if status else type(error).__name__
+                else:
+                    self._answered("")
+                    if (content := _with_sha1(sha1, body)) is not None:
+                        return content
+                    reason = "wrong_sha1"
+        self.unanswered += reason != "wrong_sha1"
+        if self.unanswered > 2 * CONNECTIONS:
+            raise ValueError(
+                f"{self.pattern} does not answer ({reason}; {self.unanswered} contents in a row, {ATTEMPTS} attempts "
+                "each); what came is kept: start again when it does"
+            )
+        return reason
+
+    def _answered(self, reason: str) -> str:
+        self.unanswered = 0
+        return reason
+
+
+def _with_sha1(sha1: bytes, body: bytes) -> bytes | None:
+    """The object, or what is compressed in it, whichever has that sha1."""
+    if _sha1(body) == sha1:
+        return body
+    with suppress(OSError, EOFError, zlib.error):
+        if _sha1(unpacked := gzip.decompress(body)) == sha1:
+            return unpacked
+    return None
+
+
+def _sha1(content: bytes) -> bytes:
+    return hashlib.sha1(content, usedforsecurity=False).digest()
+
+
+def _write(target: Path, parts: Path, origins: dict[bytes, str]) -> dict[str, int]:
+    counts = {"documents": 0, "bytes": 0}
+    with pq.ParquetWriter(target, RAW, compression="zstd") as writer:
+        for part in _parts(parts):
+            for batch in part.iter_batches(_BATCH):
+                pairs = list(zip(*map(pa.Array.to_pylist, batch.columns), strict=True))
+                if any(_sha1(content) != sha1 for sha1, content in pairs):
+                    raise ValueError(f"{parts} was damaged on disk; delete this folder and start again")
+                rows = [(content, origins[sha1]) for sha1, content in pairs if sha1 in origins]
+                columns = [[content for content, _ in rows], [origin for _, origin in rows]]
+                writer.write_batch(pa.record_batch(columns, schema=RAW))
+                counts["documents"] += len(rows)
+                counts["bytes"] += sum(len(content) for content, _ in rows)
+    return counts

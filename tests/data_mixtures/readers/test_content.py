@@ -1,0 +1,178 @@
+"""Contents by sha1: each is asked for once, failures are tried again, what came is kept through kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_mixtures import shards
+from data_mixtures.readers import content
+from data_mixtures.recipe import Input
+from data_mixtures.stages import plan
+from tests.data_mixtures.readers.fake_bucket import FakeBucket, sha1
+
+CONTENTS = [f"def f{i}():\n    return {i}  # grüße\n".encode() * (i % 5 + 1) for i in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(content, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(content, "PART_CONTENTS", 40)
+    monkeypatch.setattr(content, "AHEAD", 100)
+
+
+def resolved(path: Path, contents: list[bytes], **more: Any) -> str:
+    columns = {"repo": [f"a/{i}" for i in range(len(contents))], "sha1": [sha1(each) for each in contents]}
+    pq.write_table(pa.table({**columns, **more}), path, row_group_size=70)
+    return str(path)
+
+
+def fetched(
+    folder: Path, url: str, first_row: int = 0, row_count: int = 500, share: float = 0.0
+) -> tuple[dict[str, Any], list[dict]]:
+    given = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
+    path, raw = str(folder / "resolved.parquet"), folder / "raw.parquet"
+    counts = content.fetch(path, first_row, row_count, given, raw, folder / "parts")
+    return counts, pq.read_table(raw).to_pylist()
+
+
+def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path):
+    resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
+    with FakeBucket(CONTENTS) as bucket:
+        bucket.flaws = {
+            sha1(CONTENTS[3]): [503, 429, 500],
+            sha1(CONTENTS[4]): [b"damaged"],
+            sha1(CONTENTS[5]): [CONTENTS[5]],
+        }
+        counts, rows = fetched(tmp_path, bucket.url)
+        asked = {sha1(each): 1 for each in CONTENTS} | {sha1(CONTENTS[3]): 4, sha1(CONTENTS[4]): 2}
+        assert bucket.asked == asked
+    assert [row["text"] for row in rows] == CONTENTS
+    assert json.loads(rows[299]["origin"]) == {"file": str(tmp_path / "resolved.parquet"), "row": 299, "repo": "a/299"}
+    size = sum(map(len, CONTENTS))
+    assert counts == {"documents": 300, "bytes": size, "dropped": {"same_content": 20}}
+
+
+def test_a_unit_is_a_range_of_rows_and_sha1_may_be_bytes(tmp_path):
+    names = pa.array([bytes.fromhex(sha1(each)) for each in CONTENTS], pa.binary(20))
+    resolved(tmp_path / "resolved.parquet", CONTENTS, sha1=names)
+    with FakeBucket(CONTENTS) as bucket:
+        _, rows = fetched(tmp_path, bucket.url, first_row=130, row_count=100)
+    assert [row["text"] for row in rows] == CONTENTS[130:230]
+
+
+def test_what_is_missing_is_counted_by_reason_and_asked_again_alone(tmp_path):
+    resolved(tmp_path / "resolved.parquet", CONTENTS)
+    lost, refused, down = (sha1(CONTENTS[i]) for i in (7, 8, 9))
+    with FakeBucket(CONTENTS[:7] + CONTENTS[8:]) as bucket:
+        bucket.flaws = {refused: [403], down: [503] * content.ATTEMPTS}
+        with pytest.raises(
+            ValueError, match=r"3 of 300 contents \(1.00%\) are missing at http.*not_found 1.* 0.005; what"
+        ):
+            fetched(tmp_path, bucket.url, share=0.005)
+        assert not (tmp_path / "raw.parquet").exists()
+        bucket.asked.clear()
+        counts, rows = fetched(tmp_path, bucket.url, share=0.005)
+        assert set(bucket.asked) == {lost, refused, down}
+    assert counts["dropped"] == {"not_found": 1}
+    assert {row["text"] for row in rows} == set(CONTENTS) - {CONTENTS[7]}
+
+
+def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "CONNECTIONS", 4)
+    monkeypatch.setattr(content, "ATTEMPTS", 2)
+    resolved(tmp_path / "resolved.parquet", CONTENTS)
+    with FakeBucket(CONTENTS, slow_s=0.002) as bucket:
+        system = content._Bucket.content
+
+        async def content_then_down(self, name):
+            bucket.down = sum(bucket.asked.values()) > 150
+            return await system(self, name)
+
+        monkeypatch.setattr(content._Bucket, "content", content_then_down)
+        with pytest.raises(ValueError, match=r"does not answer \(http_503; .* contents in a row"):
+            fetched(tmp_path, bucket.url)
+        saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
+        assert 100 < saved < 200
+        monkeypatch.setattr(content._Bucket, "content", system)
+        bucket.down = False
+        bucket.asked.clear()
+        _, rows = fetched(tmp_path, bucket.url)
+        assert bucket.asked.total() == 300 - saved
+    assert len(rows) == 300
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle_loses_one_part_at_most(tmp_path):
+    resolved(tmp_path / "resolved.parquet", CONTENTS)
+    with FakeBucket(CONTENTS, slow_s=0.02) as bucket:
+        code = (
+            "import sys; from pathlib import Path\n"
+            "from data_mixtures.readers import content; from data_mixtures.recipe import Input\n"
+            "content.PART_CONTENTS, content.CONNECTIONS, content.AHEAD = 40, 4, 8\n"
+            "folder, url = Path(sys.argv[1]), sys.argv[2]\n"
+            "given = Input('resolved', ('x',), content_url=url)\n"
+            "content.fetch(str(folder / 'resolved.parquet'), 0, 500, given, folder / 'raw.parquet', folder / 'parts')\n"
+        )
+        running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), bucket.url])
+        while not (tmp_path / "parts/part-000001.parquet").exists():
+            assert running.poll() is None, "it ended before two parts were saved"
+            time.sleep(0.005)
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait()
+        saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
+        assert 80 <= saved < 300
+        bucket.asked.clear()
+        bucket.slow_s = 0.0
+        _, rows = fetched(tmp_path, bucket.url)
+        assert bucket.asked == {sha1(each): 1 for each in CONTENTS[saved:]}
+    assert [row["text"] for row in rows] == CONTENTS, "the same bytes, in the same order"
+
+
+RECIPE = """
+seq_len = 32
+windows_per_shard = 40
+valid_per_10000 = 0
+tokenizer = {{ vocab_size = 300, train_bytes = 60_000 }}
+[sources.code]
+inputs = [{{ kind = "resolved", paths = ["*.parquet"], content_url = "{url}", max_missing_share = 0.05 }}]
+[phase1]
+code = 1
+"""
+
+
+def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch, run_prepare):
+    monkeypatch.setattr(plan, "UNIT_ROWS", 100)
+    contents = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20]
+    resolved(tmp_path / "resolved.parquet", contents)
+    out = tmp_path / "out"
+    with FakeBucket(contents[:100] + contents[110:]) as bucket:
+        (tmp_path / "code.toml").write_text(RECIPE.format(url=bucket.url))
+        with pytest.raises(ValueError, match=r"fetch code/unit-00001: 10 of 100 contents \(10.00%\) are missing"):
+            run_prepare(tmp_path / "code.toml", out)
+        assert list((out / "fetch/code").glob(".unit-*")) == [out / "fetch/code/.unit-00001.parts"]
+        bucket.objects |= FakeBucket(contents[100:107]).objects
+        bucket.asked.clear()
+        run_prepare(tmp_path / "code.toml", out)
+        assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
+    assert not list((out / "fetch/code").glob(".unit-*"))
+    manifest = shards.read_manifest(out / "code")
+    assert (manifest["read"], manifest["kept"]) == (251, 247 - manifest["dropped"]["too_short"])
+    assert {"not_found": 3, "not_utf8": 1}.items() <= manifest["dropped"].items()
+
+
+def test_a_resolved_file_without_sha1_is_named(tmp_path, run_prepare):
+    pq.write_table(pa.table({"repo": ["a"]}), tmp_path / "resolved.parquet")
+    (tmp_path / "code.toml").write_text(RECIPE.format(url="http://127.0.0.1:9/{sha1}"))
+    with pytest.raises(ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"):
+        run_prepare(tmp_path / "code.toml", tmp_path / "out")
