@@ -2,8 +2,9 @@
 
 A shard is a little-endian stream of windows * S + 1 tokens, uint16 where the vocabulary has at most 65,536 ids and
 uint32 where it has more; window i is tokens[i * S : i * S + S + 1], so windows overlap by one token and every token is
-a target exactly once. Neighbouring shards share one token for the same reason. `shard-NNNNN.docs.zst` holds,
-zstd-compressed: uint64 count, uint64 document ids, uint32 lengths in tokens, of the documents that begin in the shard.
+a target exactly once. Neighbouring shards share one token for the same reason. `shard-NNNNN.docs.zst` lists the
+documents that begin in the shard, zstd-compressed: uint64 count, uint64 ids, uint32 lengths in tokens, uint32 lengths
+of the origins in bytes, and the origins: where each came from, as JSON.
 `valid.bin` has the same window form. `source.json` is a pure function of the texts, the tokenizer, the recipe's numbers
 and the code: no time, no path, no host. What a lock pins of it is its content (`content_sha256`): code version, plan,
 counts and document indexes say where it came from, and may differ.
@@ -17,8 +18,9 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow
@@ -113,23 +115,40 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
     return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks}
 
 
-def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
-    """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version."""
-    data = len(ids).to_bytes(8, "little") + ids.astype("<u8").tobytes() + lengths.astype("<u4").tobytes()
+def write_documents(
+    path: Path,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    origin_bytes: np.ndarray | None = None,
+    origins: Iterable[np.ndarray] = (),
+) -> dict[str, Any]:
+    """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version.
+
+    origin_bytes: (documents,), by default no document has an origin. origins: those bytes together, in pieces.
+    """
+    sizes = np.zeros(len(ids), "<u4") if origin_bytes is None else origin_bytes
+    columns = (np.array([len(ids)], "<u8"), ids.astype("<u8"), lengths.astype("<u4"), sizes.astype("<u4"))
+    whole = hashlib.sha256()
     with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
-        stream.write(data)
-    return {"name": path.name, "documents": len(ids), "sha256_uncompressed": hashlib.sha256(data).hexdigest()}
+        for data in chain(columns, origins):
+            whole.update(data.data)
+            stream.write(data.data)
+    return {"name": path.name, "documents": len(ids), "sha256_uncompressed": whole.hexdigest()}
 
 
-def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(ids uint64, lengths uint32) of the documents that begin in a shard."""
+def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
+    """(ids uint64, lengths uint32, origins) of the documents that begin in a shard."""
     with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
         return unpack_documents(stream.read())
 
 
-def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray]:
+def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
     count = int.from_bytes(data[:8], "little")
-    return np.frombuffer(data, "<u8", count, 8), np.frombuffer(data, "<u4", count, 8 + 8 * count)
+    ids, at = np.frombuffer(data, "<u8", count, 8), 8 + 8 * count
+    lengths, sizes = np.frombuffer(data, "<u4", 2 * count, at).reshape(2, count)
+    offsets = at + 8 * count + np.append(0, np.cumsum(sizes, dtype=np.int64))
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]
+    return ids, lengths, pyarrow.Array.from_buffers(pyarrow.large_string(), count, buffers)
 
 
 def content_sha256(manifest: dict[str, Any]) -> str:
@@ -215,8 +234,14 @@ def write_json(path: Path, value: Any) -> None:
 def save_array(path: Path, array: np.ndarray) -> None:
     """np.save of an array, but a full disk is reported as such: numpy says "145 requested and 122 written"."""
     with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        write_array_header(file, array.dtype, len(array))
         file.write(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def write_array_header(file: BinaryIO, dtype: np.dtype, rows: int) -> None:
+    """The header of a .npy file of one dimension."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (rows,)})
 
 
 def publish(partial: Path, final: Path) -> None:

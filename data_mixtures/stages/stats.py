@@ -21,7 +21,8 @@ from rich.console import Console
 from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
-from data_mixtures.stages import shuffle, stage, stats_page
+from data_mixtures.stages import blocks, runs, stage, stats_page
+from data_mixtures.stages.tokenize import INDEX
 from records.files import write_atomically
 
 JSON, PAGE = "stats.json", "stats.html"
@@ -105,13 +106,14 @@ def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dic
     {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units were deleted.
     """
     for source in sources:
-        for unit in stage.planned_units(out, source):
-            receipt = stage.read_receipt(out, shuffle.UPSTREAM, unit)
+        name, units = runs.made_by(out, source)
+        for unit in units:
+            receipt = stage.read_receipt(out, name, unit)
             if receipt is None or receipt.get("freed"):
-                return {"unknown": f"{stage.unit_folder(out, shuffle.UPSTREAM, unit)} is not there any more"}
-    documents = sum(r["counts"]["documents"] for s in sources for r in stage.receipts(out, shuffle.UPSTREAM, s))
-    ranges = -(-documents // shuffle.DOCUMENTS_PER_RANGE)
-    bounds = [shuffle.range_bounds(number, ranges) for number in range(ranges)]
+                return {"unknown": f"{stage.unit_folder(out, name, unit)} is not there any more"}
+    documents = sum(receipt["counts"]["documents"] for source in sources for receipt in runs.receipts(out, source))
+    ranges = -(-documents // runs.DOCUMENTS_PER_RANGE)
+    bounds = [runs.range_bounds(number, ranges) for number in range(ranges)]
     shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
     for found in pool.map(lambda keys: _shared_in_range(out, sources, *keys), bounds):
         shared += found
@@ -123,13 +125,14 @@ def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -
     """int64 (sources, sources), upper triangle: common documents with low <= key < high."""
     parts = []
     for index, source in enumerate(sources):
-        part = shuffle.merge(shuffle.read_slices(out, source, low, high)[0])  # each id once
+        with blocks.opened(out, *runs.made_by(out, source), INDEX) as files:
+            part = runs.merge(runs.read_slices(files, low, high))  # each id once
         part["unit"] = index
         parts.append(part)
-    documents, shared = shuffle.in_order(parts), np.zeros((len(sources), len(sources)), dtype=np.int64)
+    documents, shared = runs.in_order(parts), np.zeros((len(sources), len(sources)), dtype=np.int64)
     for apart in range(1, len(sources)):  # equal ids lie in a row, in the order of the sources
         left, right = documents[:-apart], documents[apart:]
-        equal = shuffle.same_id(left, right)
+        equal = runs.same_id(left, right)
         if not equal.any():
             break
         np.add.at(shared, (left["unit"][equal], right["unit"][equal]), 1)
@@ -148,7 +151,7 @@ def _document(out: Path, source: str, manifest: dict[str, Any], number: int, lis
     shard = int(np.searchsorted(listed, number, side="right"))
     entry = manifest["shards"][shard]
     place = number - int(listed[shard]) + entry["docs"]["documents"]
-    ids, lengths = shards.read_documents(out / source / entry["docs"]["name"])
+    ids, lengths, _ = shards.read_documents(out / source / entry["docs"]["name"])
     tokens = np.memmap(out / source / entry["name"], dtype=shards.token_dtype(entry), mode="r")
     offset = _first_begin(tokens, manifest["bos_id"]) + int(lengths[:place].sum(dtype=np.int64))
     shown = tokens[offset : offset + min(int(lengths[place]), TEXT_TOKENS)].tolist()

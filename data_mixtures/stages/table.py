@@ -12,7 +12,7 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
-from data_mixtures.stages import decontaminate, manifest, plan, quality, shuffle, stage, tokenize, verify
+from data_mixtures.stages import decontaminate, manifest, plan, quality, runs, shuffle, stage, tokenize, verify
 from data_mixtures.stages.fetch import Fetch, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
@@ -23,7 +23,8 @@ multiprocessing.set_forkserver_preload([__name__, "pandas"])
 READERS: Mapping[str, type[stage.Stage]] = {
     "fetch": Filter,
     "filter": tokenize.Tokenize,
-    "tokenize": shuffle.WriteShards,
+    "tokenize": runs.Runs,
+    "runs": shuffle.WriteShards,
 }
 
 
@@ -94,6 +95,11 @@ def _tokenize(context: RunContext) -> None:
     context.run(tokenize.Tokenize)
 
 
+def _runs(context: RunContext) -> None:
+    if runs.Runs(context.recipe, context.out, context.sources).units():
+        context.run(runs.Runs)
+
+
 def _shuffle(context: RunContext) -> None:
     context.run(shuffle.OrderDocuments)
     context.run(shuffle.WriteShards)
@@ -121,12 +127,15 @@ def _free(context: RunContext) -> None:
     for source in context.recipe.sources:
         if source.name not in context.sources:
             continue
-        reader = READERS[context.to_free](context.recipe, context.out, (source.name,))
+        of_source = context.recipe, context.out, (source.name,)
+        merged = runs.Runs(*of_source).units()
+        units = merged if context.to_free == "runs" else stage.planned_units(context.out, source.name)
+        kind = READERS[context.to_free]
+        reader = (kind if merged or kind is not runs.Runs else shuffle.WriteShards)(*of_source)
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
             raise ValueError(
                 f"{context.to_free} of {source.name!r} is still needed: {len(left)} units are not through {reader.name}"
             )
-        units = stage.planned_units(context.out, source.name)
         freed = sum(stage.free(context.out, context.to_free, unit) for unit in units)
         context.console.print(f"{source.name}: {freed:,} bytes of {context.to_free} are free", highlight=False)
 
@@ -136,10 +145,11 @@ STAGES: Mapping[str, Callable[[RunContext], object]] = {
     "fetch": _fetch,
     "filter": _filter,
     "tokenize": _tokenize,
+    "runs": _runs,
     "shuffle": _shuffle,
     "manifest": lambda context: manifest.write(context.recipe, context.out, context.sources, context.console),
     "verify": _verify,
     "stats": _stats,
     "free": _free,
 }
-TO_SHARDS = ("plan", "fetch", "filter", "tokenize", "shuffle")  # `manifest` follows
+TO_SHARDS = ("plan", "fetch", "filter", "tokenize", "runs", "shuffle")  # `manifest` follows

@@ -1,7 +1,7 @@
-"""tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy, tokens.bin}, in shuffled order.
+"""tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy, tokens.bin, origins.bin}, shuffled.
 
-Both files list the unit's documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low, seed). So
-any range of keys is one slice of every unit, and the order of a whole source is a merge. Before that, the tokenizer is
+All list the unit's documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low, seed). So any
+range of keys is one slice of every unit, and the order of a whole source is a merge. Before that, the tokenizer is
 copied, or trained on the documents with the smallest keys: a sample that does not depend on units or workers.
 """
 
@@ -21,16 +21,17 @@ import xxhash
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
-from data_mixtures.stages import stage
+from data_mixtures.stages import blocks, gather, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
-INDEX, TOKENS = "documents.npy", "tokens.bin"
-DOCUMENT = np.dtype([("key", "<u8"), ("high", "<u8"), ("low", "<u8"), ("length", "<u4"), ("bytes", "<u4")])
+INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
+# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that tells where it came from
+_COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
+DOCUMENT = np.dtype([(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names])
 COMPARED_OF, _COMPARED_CHARS = 1000, 100_000
 _BATCH_ROWS = 256
-_COPY_TOKENS = 8 << 20
-_MODULES = ("stages/tokenize.py", "tokenizer.py")
+_MODULES = ("stages/tokenize.py", "stages/gather.py", "stages/blocks.py", "tokenizer.py")
 _SLACK_BYTES = 1 << 24
 
 
@@ -47,21 +48,32 @@ class Tokenize(Stage):
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         filtered = stage.checked(self.out, "filter", unit, DOCUMENTS)
         made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
-        rows, unsorted = [], folder / f".{TOKENS}.unsorted"
-        with unsorted.open("wb") as file:
-            for ids, texts in read_documents(filtered):
+        rows, unsorted = [], {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
+        with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
+            for ids, texts, origins in read_documents(filtered):
                 decoded = [text.decode("utf-8") for text in texts]
                 tokens, lengths = made.encode(decoded)
-                file.write(tokens.tobytes())
+                token_file.write(tokens.tobytes())
+                origin_file.writelines(origins)
                 compare(made, ids, decoded)
-                rows.append(describe(ids, self.recipe.seed, lengths, list(map(len, texts))))
+                rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
         documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
         order = np.lexsort((documents["low"], documents["high"], documents["key"]))
-        shards.save_array(folder / INDEX, documents[order])
-        write_ordered(folder / TOKENS, unsorted, documents["length"], order, made.dtype)
-        unsorted.unlink()
+        ordered = documents[order]
+        for name, start, length, dtype in parts(made.dtype):
+            ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
+            write_ordered(folder / name, unsorted[name], documents[length] * np.int64(dtype.itemsize), order)
+            unsorted[name].unlink()
+        shards.save_array(folder / INDEX, ordered)
+        for name in SLICED:
+            blocks.seal(folder / name)
         total = {name: int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes")}
         return {"documents": len(documents), "tokens": total["length"], "bytes": total["bytes"]}
+
+
+def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
+    """Tokens and origins: the file, the columns of DOCUMENT that say where one begins and how long it is, its dtype."""
+    return (TOKENS, "start", "length", tokens), (ORIGINS, "origin", "origin_bytes", np.dtype("u1"))
 
 
 def compare(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[str]) -> None:
@@ -84,20 +96,22 @@ def _loaded(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
     return tokenizer.load(path)
 
 
-def read_documents(path: Path) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """(ids, texts as UTF-8) of documents.parquet, in batches."""
+def read_documents(path: Path) -> Iterator[tuple[list[bytes], list[bytes], list[bytes]]]:
+    """(ids, texts as UTF-8, origins) of documents.parquet, in batches."""
     with pq.ParquetFile(path, memory_map=True) as parquet:
         for batch in parquet.iter_batches(_BATCH_ROWS):
-            yield batch.column("doc_id").to_pylist(), batch.column("text").cast(pa.binary()).to_pylist()
+            columns = (batch.column(name).cast(pa.binary()) for name in ("doc_id", "text", "origin"))
+            ids, texts, origins = (column.to_pylist() for column in columns)
+            yield ids, texts, origins
 
 
-def describe(ids: list[bytes], seed: int, lengths: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """The rows of documents.npy: key and halves of the ids, lengths in tokens, sizes in bytes."""
-    rows = np.empty(len(ids), DOCUMENT)
+def describe(ids: list[bytes], seed: int, lengths: np.ndarray, texts: list[bytes], origins: list[bytes]) -> np.ndarray:
+    """The rows of documents.npy, before they are in order: key and halves of the ids, and lengths."""
+    rows = np.zeros(len(ids), DOCUMENT)
     halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
     rows["high"], rows["low"] = halves[:, 0], halves[:, 1]
     rows["key"] = [key_of_id(identity, seed) for identity in ids]
-    rows["length"], rows["bytes"] = lengths, sizes
+    rows["length"], rows["bytes"], rows["origin_bytes"] = lengths, list(map(len, texts)), list(map(len, origins))
     return rows
 
 
@@ -106,20 +120,12 @@ def key_of_id(identity: bytes, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(identity[:7:-1], seed=seed)
 
 
-def write_ordered(path: Path, unsorted: Path, lengths: np.ndarray, order: np.ndarray, dtype: np.dtype) -> None:
-    """Documents of a token file, lengths as they stand in it, written in another order."""
-    if not len(order):
-        path.touch()
-        return
-    tokens = np.memmap(unsorted, dtype, mode="r")
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = ends - lengths
-    ordered_ends = np.cumsum(lengths[order], dtype=np.int64)
-    cuts = np.searchsorted(ordered_ends, np.arange(0, ordered_ends[-1], _COPY_TOKENS), side="right")
+def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarray) -> None:
+    """Documents of a file, sizes in bytes as they stand in it, written in another order."""
+    offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     with path.open("wb") as file:
-        for first, last in zip(cuts, [*cuts[1:], len(order)], strict=True):
-            if first < last:
-                file.write(np.concatenate([tokens[starts[i] : ends[i]] for i in order[first:last]]).tobytes())
+        if offsets[-1]:
+            file.writelines(piece.data for piece in gather.taken(offsets, np.memmap(unsorted, mode="r"), order))
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
@@ -169,7 +175,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
         batches = (b for unit in units for b in read_documents(stage.checked(out, "filter", unit, DOCUMENTS)))
-        documents = (document for batch in batches for document in zip(*batch, strict=True))
+        documents = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
         sample += first_documents(documents, train_bytes * size // max(sum(sizes.values()), 1), recipe)
     return sample
 

@@ -97,7 +97,7 @@ def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -
     wrong, documents = _check_documents(path, entry["docs"])
     if begins is None or documents is None:
         return damage + wrong, None
-    ids, lengths = documents
+    ids, lengths, _ = documents
     if (ids < np.uint64(shards.held_out_below(manifest["valid_per_10000"]))).any():
         wrong.append(Damage(path, "lists documents that are held out"))
     begins = begins[begins < entry["windows"] * manifest["seq_len"]]  # the last token is the next shard's first as well
@@ -140,7 +140,7 @@ def _check_tokens(path: Path, entry: dict[str, Any], bos_id: int) -> tuple[list[
     return damage, None if damage else np.concatenate([np.empty(0, np.int64), *begins])
 
 
-def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], tuple[np.ndarray, np.ndarray] | None]:
+def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], tuple[Any, ...] | None]:
     try:
         with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
             data = stream.read()
@@ -151,10 +151,10 @@ def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], t
     found = hashlib.sha256(data).hexdigest()
     if found != entry["sha256_uncompressed"]:
         return [Damage(path, f"unpacked sha256 {found}, {entry['sha256_uncompressed']} in the manifest")], None
-    ids, lengths = shards.unpack_documents(data)
-    if len(ids) != entry["documents"]:
-        return [Damage(path, f"{len(ids)} documents, {entry['documents']} in the manifest")], None
-    return [], (ids, lengths)
+    documents = shards.unpack_documents(data)
+    if (count := len(documents[0])) != entry["documents"]:
+        return [Damage(path, f"{count} documents, {entry['documents']} in the manifest")], None
+    return [], documents
 
 
 def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | None]) -> list[Damage]:

@@ -27,7 +27,7 @@ def documents(data: Path, source: str):
     pieces, starts, ids, lengths = [], [], [], []
     for shard in manifest["shards"]:
         tokens = np.fromfile(data / source / shard["name"], "<u2")
-        doc_ids, doc_lengths = shards.read_documents(data / source / shard["docs"]["name"])
+        doc_ids, doc_lengths, _ = shards.read_documents(data / source / shard["docs"]["name"])
         assert len(doc_ids) == shard["docs"]["documents"]
         pieces.append(tokens[:-1] if shard is not manifest["shards"][-1] else tokens)
         ids += doc_ids.tolist()

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import xxhash
 from rich.console import Console
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTraining
-from data_mixtures.stages import manifest, shuffle, stage
+from data_mixtures.stages import blocks, manifest, runs, shuffle, stage
 from data_mixtures.stages.stage import Unit
-from data_mixtures.stages.tokenize import DOCUMENT
+from data_mixtures.stages.tokenize import DOCUMENT, SLICED
 
 SEED = 7
 
@@ -54,6 +55,11 @@ def text_of(tokens: Sequence[int]) -> str:
     return bytes(token - 3 for token in tokens if token > 2).decode()
 
 
+def origin_of(text: str) -> str:
+    """None for some documents, as of a source without provenance."""
+    return stage.origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
+
+
 @dataclass(frozen=True)
 class Tokenize:
     """The contract of the stage `tokenize` over texts that are given with their units."""
@@ -71,12 +77,21 @@ class Tokenize:
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         rows = sorted(_row(text) for text in self.texts[unit.number])
-        tokens = [np.array(tokens_of(text), "<u2") for *_, text in rows]
-        documents = np.array(
-            [(*ids, len(t), len(text.encode())) for (*ids, text), t in zip(rows, tokens, strict=True)], DOCUMENT
-        )
+        documents = np.zeros(len(rows), DOCUMENT)
+        for at, name in enumerate(("key", "high", "low")):
+            documents[name] = [row[at] for row in rows]
+        data = [text.encode() for *_, text in rows]
+        tokens = [np.array(tokens_of(text), "<u2").tobytes() for *_, text in rows]
+        origins = [origin_of(text).encode() for *_, text in rows]
+        documents["bytes"] = list(map(len, data))
+        for start, length, parts, size in (("start", "length", tokens, 2), ("origin", "origin_bytes", origins, 1)):
+            documents[length] = [len(part) // size for part in parts]
+            documents[start] = np.cumsum(documents[length]) - documents[length]
+        for name, content in (("tokens.bin", b"".join(tokens)), ("origins.bin", b"".join(origins))):
+            (folder / name).write_bytes(content)
         np.save(folder / "documents.npy", documents)
-        np.concatenate([np.empty(0, "<u2"), *tokens]).tofile(folder / "tokens.bin")
+        for name in SLICED:
+            blocks.seal(folder / name)
         sizes = {"tokens": int(documents["length"].sum()), "bytes": int(documents["bytes"].sum())}
         return {"documents": len(rows), **sizes}
 
@@ -114,6 +129,7 @@ def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: in
     """Tokenize, order and shuffle every source of texts."""
     for source, given in texts.items():
         tokenized(out, source, split(given, units))
+    run(runs.Runs(plan, out, tuple(texts)))
     run(shuffle.OrderDocuments(plan, out, tuple(texts)))
     run(shuffle.WriteShards(plan, out, tuple(texts)))
 
@@ -156,7 +172,10 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
             ids = np.array([digests[i] % 2**64 for i in here], "<u8")
             lengths = np.array([starts[i + 1] - starts[i] for i in here], "<u4")
             files[f"shard-{number:05d}.bin"] = np.array(stream[first : last + 1], "<u2").tobytes()
-            files[f"shard-{number:05d}.docs.zst"] = len(here).to_bytes(8, "little") + ids.tobytes() + lengths.tobytes()
+            origins = [origin_of(unique[digests[i]]).encode() for i in here]
+            sizes = np.array(list(map(len, origins)), "<u4")
+            columns = [ids.tobytes(), lengths.tobytes(), sizes.tobytes()]
+            files[f"shard-{number:05d}.docs.zst"] = b"".join([len(here).to_bytes(8, "little"), *columns, *origins])
     return files
 
 
@@ -165,8 +184,8 @@ def shuffled_files(out: Path, source: str) -> dict[str, bytes]:
     files = {}
     for path in sorted((out / "shuffle" / source).glob("unit-*/*")):
         if path.name.endswith(".docs.zst"):
-            ids, lengths = shards.read_documents(path)
-            files[path.name] = len(ids).to_bytes(8, "little") + ids.tobytes() + lengths.tobytes()
+            with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
+                files[path.name] = stream.read()
         elif path.name != stage.RECEIPT:
             files[path.name] = path.read_bytes()
     return files

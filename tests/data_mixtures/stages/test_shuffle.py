@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_mixtures import shards
-from data_mixtures.stages import shuffle, stage
+from data_mixtures.stages import blocks, gather, runs, shuffle, stage
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.shuffle_assets import (
     Tokenize,
@@ -36,8 +36,10 @@ from tests.data_mixtures.stages.shuffle_assets import (
 def tiny(monkeypatch):
     """Ranges and pieces so small that a few texts need many of them."""
 
-    for name, size in (("DOCUMENTS_PER_RANGE", 13), ("READ_TOKENS", 100), ("COPY_TOKENS", 50)):
-        monkeypatch.setattr(shuffle, name, size)
+    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 13)
+    for module, name, size in ((gather, "READ_BYTES", 200), (gather, "COPY_BYTES", 100), (blocks, "BLOCK_BYTES", 16)):
+        monkeypatch.setattr(module, name, size)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
 
 
 @pytest.mark.parametrize("units", [1, 3, 7])
@@ -61,16 +63,18 @@ def test_bytes_are_those_of_the_in_memory_way_for_any_units(tmp_path, tiny, unit
     seq_len=st.integers(1, 9),
     windows_per_shard=st.integers(20, 200),
     documents=st.integers(7, 90),
-    tokens=st.integers(1, 200),
-    copied=st.integers(1, 200),
+    read=st.integers(1, 400),
+    copied=st.integers(1, 400),
+    block=st.integers(1, 40),
 )
-def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, tokens, copied):
+def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, read, copied, block):
     texts += [f"{i}" for i in range(60)]  # enough for a window of each part
     plan = plan_of(("notes",), seq_len, windows_per_shard)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "DOCUMENTS_PER_RANGE", documents)
-        patch.setattr(shuffle, "READ_TOKENS", tokens)
-        patch.setattr(shuffle, "COPY_TOKENS", copied)
+        patch.setattr(runs, "DOCUMENTS_PER_RANGE", documents)
+        patch.setattr(gather, "READ_BYTES", read)
+        patch.setattr(gather, "COPY_BYTES", copied)
+        patch.setattr(blocks, "BLOCK_BYTES", 2 * block)
         patch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
         shuffled(Path(folder), plan, {"notes": texts}, units)
         assert shuffled_files(Path(folder), "notes") == in_memory(texts, plan)
@@ -79,7 +83,7 @@ def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, tokens, 
 def test_the_comparison_sees_a_wrong_order(tmp_path, tiny, monkeypatch):
     # the planted error: a range that takes its units one after the other instead of merging them
     texts, plan = texts_of(200), plan_of()
-    monkeypatch.setattr(shuffle, "merge", lambda parts: shuffle.first_of_equals(np.concatenate(parts)))
+    monkeypatch.setattr(runs, "merge", lambda parts: runs.first_of_equals(np.concatenate(parts)))
     shuffled(tmp_path, plan, {"notes": texts}, 3)
     assert shuffled_files(tmp_path, "notes") != in_memory(texts, plan)
 
@@ -88,12 +92,12 @@ def test_equal_keys_are_ordered_by_id_and_equal_ids_are_duplicates():
     rows = [(5, 2, 9), (5, 1, 9), (5, 1, 3), (4, 8, 8), (5, 1, 9), (6, 0, 0), (6, 0, 0)]
     parts = []
     for unit in range(2):
-        part = np.zeros(len(rows), shuffle._MERGED)
+        part = np.zeros(len(rows), runs.MERGED)
         for i, name in enumerate(("key", "high", "low")):
             part[name] = sorted(row[i] for row in rows) if name == "key" else [row[i] for row in sorted(rows)]
         part["unit"] = unit
         parts.append(part)
-    merged = shuffle.merge(parts)
+    merged = runs.merge(parts)
     assert merged[["key", "high", "low"]].tolist() == sorted(set(rows))
     assert not merged["unit"].any()  # the first of the equal ones stays
 
@@ -123,16 +127,22 @@ def test_a_small_held_out_part_is_read_alone(tmp_path, monkeypatch):
     plan = plan_of(seq_len=4, valid_per_10000=300)
     texts = [f"{i} " + "x" * 500 for i in range(400)]
     read = []
-    read_tokens = shuffle._read_tokens
+    read_blocks = blocks.CheckedFile.read_blocks
+
+    def counted(file, first, last, into):
+        read.append(last - first)
+        read_blocks(file, first, last, into)
+
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     tokenized(tmp_path, "notes", split(texts, 2))
     run(shuffle.OrderDocuments(plan, tmp_path, ("notes",)))
     work = shuffle.WriteShards(plan, tmp_path, ("notes",))
-    monkeypatch.setattr(shuffle, "_read_tokens", lambda *a: (read.extend(map(len, a[2])), read_tokens(*a)))
+    monkeypatch.setattr(blocks.CheckedFile, "read_blocks", counted)
     stage.do(work, work.units()[-1])
     orders = stage.receipts(tmp_path, "order", "notes", shuffle.key_ranges(tmp_path, "notes"))
     counts = [receipt["counts"]["valid"] for receipt in orders]
     tokens = sum(count["tokens"] for count in counts)
-    assert tokens // 2 < sum(read) <= 2 * tokens < 400 * len(tokens_of(texts[0])) // 10
+    assert tokens // 2 < sum(read) * 64 // 2 <= 2 * tokens < 400 * len(tokens_of(texts[0])) // 10
 
 
 def test_a_finished_unit_is_kept_and_a_change_before_it_is_seen(tmp_path, tiny):
@@ -220,13 +230,18 @@ def test_missing_and_damaged_inputs_are_named(tmp_path, tiny):
     work = shuffle.WriteShards(plan, tmp_path, ("notes",))
     tokens = tmp_path / "tokenize/notes/unit-00002/tokens.bin"
     tokens.write_bytes(tokens.read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"unit-00002/tokens\.bin ends before token"):
+    with pytest.raises(ValueError, match=r"unit-00002/tokens\.bin is not what 'tokenize' wrote: bytes \d+ to"):
         run(work)
     assert not list((tmp_path / "shuffle/notes").glob(".*"))
+    run(tokenize)
     documents = tmp_path / "tokenize/notes/unit-00001/documents.npy"
     np.save(documents, np.load(documents)[::-1])
-    with pytest.raises(AssertionError, match=r"unit 1: documents\.npy is not sorted"):
-        shuffle.read_slices(tmp_path, "notes", 0, 2**64)
+    blocks.seal(documents)
+    with (
+        blocks.opened(tmp_path, *runs.made_by(tmp_path, "notes"), documents.name) as files,
+        pytest.raises(AssertionError, match=r"unit-00001/documents\.npy is not sorted"),
+    ):
+        runs.read_slices(files, 0, 2**64)
 
 
 def test_receipts_hold_the_counts(tmp_path):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import shuffle, stage, stats
+from data_mixtures.stages import runs, stage, stats
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.shuffle_assets import (
     plan_of,
@@ -32,7 +32,7 @@ TEXTS = {
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    monkeypatch.setattr(shuffle, "DOCUMENTS_PER_RANGE", 50)
+    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 50)
     return prepared(tmp_path / "data", plan_of(SOURCES, windows_per_shard=40), TEXTS, units=3)
 
 

@@ -1,5 +1,6 @@
 """The tokenize stage and the tokenizer's training: order, counts, and independence of units."""
 
+import json
 import random
 
 import numpy as np
@@ -9,8 +10,8 @@ import xxhash
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import TokenizerFile, TokenizerTraining
-from data_mixtures.stages import stage, tokenize
-from data_mixtures.stages.tokenize import DOCUMENT, INDEX, TOKENS, Tokenize
+from data_mixtures.stages import gather, stage, tokenize
+from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, TOKENS, Tokenize
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
 from tests.data_mixtures.stages.shuffle_assets import unique_train
 
@@ -36,7 +37,7 @@ def tokenized(out, texts) -> Tokenize:
 
 
 def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize, "_COPY_TOKENS", 1000)  # several copies a unit
+    monkeypatch.setattr(gather, "COPY_BYTES", 2000)  # several copies a unit
     texts = notes(300)
     texts[17] = texts[3]
     done = tokenized(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
@@ -52,7 +53,12 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
         assert (row["length"], row["bytes"]) == (len(processor.encode(text)) + 2, len(text.encode()))
     sizes = {"documents": 300, "tokens": len(tokens), "bytes": sum(len(text.encode()) for text in texts)}
     assert receipt["counts"] == sizes
-    assert sorted(receipt["files"]) == [INDEX, TOKENS]
+    origins = json.loads(f"[{(folder / ORIGINS).read_text().replace('}{', '},{')}]")
+    assert [origin["row"] for origin in origins] == [
+        texts.index(text, 5 if i and ordered[i - 1] == text else 0) for i, text in enumerate(ordered)
+    ]
+    names = {INDEX, TOKENS, ORIGINS}
+    assert set(receipt["files"]) == names | {f"{name}.xxh3" for name in names}
     assert stage.result(done.out, "tokenize", stage.Unit("a", 1))[1]["counts"] == dict.fromkeys(sizes, 0)
 
 

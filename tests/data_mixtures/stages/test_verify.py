@@ -13,7 +13,7 @@ from rich.console import Console
 
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import manifest, shuffle, stage, verify
+from data_mixtures.stages import manifest, runs, shuffle, stage, verify
 from data_mixtures.stages.verify import quarantine
 from tests.data_mixtures.stages.shuffle_assets import plan_of, prepared, read_json, run, texts_of
 
@@ -24,7 +24,7 @@ SOURCES = ("notes", "sums")
 def data(tmp_path, monkeypatch) -> Path:
     """Two sources of several shards, with blocks of 128 bytes: three a shard of 322 bytes."""
     monkeypatch.setattr(shards, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(shuffle, "DOCUMENTS_PER_RANGE", 100)
+    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 100)
     texts = {"notes": texts_of(130), "sums": texts_of(90, seed=1)}
     return prepared(tmp_path / "data", plan_of(SOURCES, windows_per_shard=20), texts)
 
@@ -74,7 +74,7 @@ def test_every_damage_is_named_not_only_the_first(data):
 
 def other_docs(data: Path) -> None:
     """An index that unpacks, of other documents."""
-    ids, lengths = shards.read_documents(data / "notes/shard-00002.docs.zst")
+    ids, lengths, _ = shards.read_documents(data / "notes/shard-00002.docs.zst")
     shards.write_documents(data / "notes/shard-00002.docs.zst", ids + np.uint64(1), lengths)
 
 
@@ -111,7 +111,7 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     """Hashes say only that file and manifest fit each other; an index must fit the tokens, and its neighbours."""
     content = shards.read_manifest(data / "notes")
     path = data / "notes/shard-00002.docs.zst"
-    ids, lengths = shards.read_documents(path)
+    ids, lengths, _ = shards.read_documents(path)
     docs = shards.write_documents(path, ids[:-1], lengths[:-1])
     entries = [{**e, "docs": docs} if e["name"] == "shard-00002.bin" else e for e in content["shards"]]
     edited(data, "notes", shards=entries)

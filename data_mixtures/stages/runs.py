@@ -1,0 +1,175 @@
+"""runs: many tokenized units merged to few sorted runs, DIR/runs/<source>/unit-NNNNN/, of the same form.
+
+Every shard reads a slice of each run, so files are opened (runs x shards) times: with a source's units as its runs, the
+square of its size. A source of more than RUNS units is therefore merged first, consecutive units to one run: here every
+file is opened once, and then at most RUNS by a shard. Nothing is dropped and ties keep the order of the units, so the
+shards have the same bytes with and without. Of a source of fewer units, each is a run already.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_mixtures import shards
+from data_mixtures.stages import blocks, stage
+from data_mixtures.stages.blocks import CheckedFile
+from data_mixtures.stages.gather import gather
+from data_mixtures.stages.stage import Stage, Unit
+from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS, parts
+
+RUNS = 64
+UNITS_PER_RUN = 128  # each has six files open while it is merged; a process may open 1,024
+DOCUMENTS_PER_RANGE = 1 << 21  # about 500 MB while merging
+_HEADER_BYTES = 256  # of documents.npy
+# what a merge works on
+MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u4")])
+
+
+def made_by(out: Path, source: str) -> tuple[str, list[Unit]]:
+    """The stage that made the runs of a source, and its units."""
+    units = stage.planned_units(out, source)
+    if len(units) <= RUNS:
+        return "tokenize", units
+    return "runs", [Unit(source, number) for number in range(-(-len(units) // units_per_run(len(units))))]
+
+
+def units_per_run(units: int) -> int:
+    return min(-(-units // RUNS), UNITS_PER_RUN)
+
+
+def receipts(out: Path, source: str) -> tuple[dict[str, Any], ...]:
+    name, units = made_by(out, source)
+    return stage.receipts(out, name, source, len(units))
+
+
+def token_dtype(receipts: Iterable[dict[str, Any]]) -> np.dtype:
+    """The type of the tokens that these receipts describe."""
+    sizes = [(receipt["files"][TOKENS]["bytes"], receipt["counts"]["tokens"]) for receipt in receipts]
+    return shards.token_dtype(dict(zip(("bytes", "tokens"), map(sum, zip(*sizes, strict=True)), strict=True)))
+
+
+@dataclass(frozen=True)
+class Runs(Stage):
+    """One unit: consecutive tokenized units, merged. No units for a source that needs no merge."""
+
+    name = "runs"
+
+    def units(self) -> list[Unit]:
+        made = (made_by(self.out, source) for source in self.sources)
+        return [unit for name, units in made if name == self.name for unit in units]
+
+    def _group(self, unit: Unit) -> list[Unit]:
+        units = stage.planned_units(self.out, unit.source)
+        size = units_per_run(len(units))
+        return units[unit.number * size : (unit.number + 1) * size]
+
+    def key(self, unit: Unit) -> str:
+        files = [stage.receipt_of(self.out, "tokenize", each)["files"] for each in self._group(unit)]
+        return stage.key_of(("stages/runs.py", "stages/gather.py", "stages/blocks.py"), files)
+
+    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        group = self._group(unit)
+        made = [stage.receipt_of(self.out, "tokenize", each) for each in group]
+        total = {name: sum(each["counts"][name] for each in made) for name in made[0]["counts"]}
+        ranges = max(-(-total["documents"] // DOCUMENTS_PER_RANGE), 1)
+        with ExitStack() as stack:
+            read = {n: stack.enter_context(blocks.opened(self.out, "tokenize", group, n)) for n in SLICED}
+            written = {name: stack.enter_context((folder / name).open("wb")) for name in SLICED}
+            shards.write_array_header(written[INDEX], DOCUMENT, total["documents"])
+            at = {TOKENS: 0, ORIGINS: 0}
+            for number in range(ranges):
+                rows = in_order(read_slices(read[INDEX], *range_bounds(number, ranges)))
+                for name, start, length, dtype in parts(token_dtype(made)):
+                    lengths = rows[length].astype(np.int64)
+                    for piece in gather(read[name], rows["unit"], rows[start], lengths, dtype):
+                        written[name].write(piece.data)
+                    rows[start] = at[name] + np.cumsum(lengths) - lengths
+                    at[name] += int(lengths.sum())
+                written[INDEX].write(with_columns(rows, DOCUMENT).data)
+        for name in SLICED:
+            blocks.seal(folder / name)
+        return total
+
+
+def key_ranges(out: Path, source: str) -> int:
+    """How many ranges of keys a source is merged in: a function of its documents alone. ValueError when it has none."""
+    documents = sum(receipt["counts"]["documents"] for receipt in receipts(out, source))
+    if not documents:
+        raise ValueError(
+            f"source {source!r} is empty: no document of it was kept. Look at the counts in {out}/filter/{source}/"
+            "unit-*/receipt.json for what was dropped and why, give it text, or take it out of the recipe"
+        )
+    return -(-documents // DOCUMENTS_PER_RANGE)
+
+
+def range_bounds(number: int, ranges: int) -> tuple[int, int]:
+    """Keys low <= key < high of one of equal ranges."""
+    return number * 2**64 // ranges, (number + 1) * 2**64 // ranges
+
+
+def read_slices(files: Sequence[CheckedFile], low: int, high: int) -> list[np.ndarray]:
+    """Documents of every run with low <= key < high (MERGED), from its documents.npy."""
+    slices = []
+    for number, file in enumerate(files):
+        part = with_columns(_between(file, low, high), MERGED)
+        assert (part["key"][1:] >= part["key"][:-1]).all(), f"{file} is not sorted"
+        part["unit"] = number
+        slices.append(part)
+    return slices
+
+
+def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Rows of another dtype, with the columns that both have."""
+    made = np.zeros(len(rows), dtype)
+    for name in set(made.dtype.names or ()).intersection(rows.dtype.names or ()):
+        made[name] = rows[name]  # one at a time: numpy assigns several ten times slower
+    return made
+
+
+def _between(file: CheckedFile, low: int, high: int) -> np.ndarray:
+    header = io.BytesIO(file.read(0, _HEADER_BYTES))
+    np.lib.format.read_magic(header)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(header)
+    assert dtype == DOCUMENT, f"{file} has dtype {dtype}"
+
+    offset = header.tell()
+
+    def rows(first: int, last: int) -> np.ndarray:
+        return np.frombuffer(file.read(*(offset + row * DOCUMENT.itemsize for row in (first, last))), DOCUMENT)
+
+    def key(row: int) -> int:
+        return int(rows(row, row + 1)["key"][0])
+
+    return rows(*(bisect_left(range(shape[0]), bound, key=key) for bound in (low, high)))
+
+
+def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Documents (MERGED) by (key, high, low), the first of those with the same 128-bit id."""
+    return first_of_equals(in_order(parts))
+
+
+def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Documents (MERGED) by (key, high, low); equal ones stay in the order of the parts."""
+    documents = np.concatenate(list(parts))
+    documents = documents[np.argsort(documents["key"], kind="stable")]
+    equal = documents["key"][1:] == documents["key"][:-1]
+    tied = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
+    rows = documents[tied]
+    documents[tied] = rows[np.lexsort((rows["low"], rows["high"], rows["key"]))]
+    return documents
+
+
+def same_id(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return (left["low"] == right["low"]) & (left["high"] == right["high"])
+
+
+def first_of_equals(documents: np.ndarray) -> np.ndarray:
+    return documents[np.append(True, ~same_id(documents[1:], documents[:-1]))[: len(documents)]]
