@@ -58,6 +58,7 @@ def pin(
         "seed": seed,
         "seq_len": seq_len,
         "packing": packing,
+        "order": order.RULE,
         **{key: first[key] for key in shards.TOKENIZER_FACTS},
         "sources": [
             {
@@ -92,6 +93,8 @@ def read_lock(path: Path) -> dict[str, Any]:
             f"{path} does not match its own fingerprint {lock.get('fingerprint')!r}: it was edited. Change the recipe "
             "and prepare again instead"
         )
+    if lock["order"] != order.RULE:
+        raise ValueError(f"{path} has the order {lock['order']!r}, this code reads in the order {order.RULE!r}")
     return lock
 
 
@@ -124,6 +127,13 @@ class Mixture:
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
         self._file_names = [shard["name"] for _, shard in files]
+        # epoch 0: how many windows a file has, the step between those that are read in a row, and the first of them
+        owners = np.searchsorted(self._source_begins, self._file_begins, side="right") - 1
+        named = zip(owners.tolist(), self._file_names, lengths.tolist(), strict=True)
+        self._steps = np.array(
+            [(n, order.stride(n), order.begin(self.seed, self.source_names[i], name, n)) for i, name, n in named],
+            dtype=np.int64,
+        )
 
     @classmethod
     def open(
@@ -207,12 +217,14 @@ class Mixture:
         index = self._places[place]
         items = self._offsets[index] + block * self._weights[index] + self._ranks[place]
         epochs, window = np.divmod(items, self._windows[index])
-        for at in np.flatnonzero(epochs).tolist():  # epoch 0 reads the shards as they lie
+        for at in np.flatnonzero(epochs).tolist():
             keys = order.round_keys(self.seed, self.source_names[index[at]], int(epochs[at]))
             window[at] = order.permute(int(window[at]), int(self._windows[index[at]]), keys)
         window = np.asarray(window + self._source_begins[index])
         file = np.searchsorted(self._file_begins, window, side="right") - 1
-        return index, file, window - self._file_begins[file]
+        window -= self._file_begins[file]
+        count, stride, begin = self._steps[file].T
+        return index, file, np.where(epochs == 0, (window * stride + begin) % count, window)
 
 
 def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> list[TokenFile]:

@@ -3,8 +3,9 @@
 Idea. Source weights are integers w_s with sum M. A pattern P of M entries names the source of each sequence of a block;
 the rank R of an entry counts the earlier entries of the same source in the block. Global sequence g lies in block
 b = g div M at place r = g mod M, comes from source s = P[r] and is that source's item j = offset_s + b w_s + R[r]. Item
-j lies in epoch e = j div n_s of a source of n_s windows; the window is pi(j mod n_s), where pi is the identity in epoch
-0 (the shards are shuffled already, so reads stay sequential) and a keyed permutation afterwards.
+j lies in epoch e = j div n_s of a source of n_s windows; the window is pi(j mod n_s). In epoch 0, pi stays within each
+shard file: the documents of the shards are shuffled already, and a `stride` keeps the windows of a long document apart
+while one file is read after another. Afterwards it is a keyed permutation of the whole source.
 
 The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n sources
 no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences, and every block is exact.
@@ -13,13 +14,16 @@ Taking the largest deficit first, as is usual, has no such bound: docs/decisions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import gcd
 
 import numpy as np
 import xxhash
 
+RULE = "golden-stride"  # of epoch 0, pinned in locks
 MAX_WEIGHT_SUM = 32_768  # keeps the integer comparison of deadlines in `pattern` exact, see there
+MAX_QUOTIENT = 5  # Zaremba's conjecture: there are such strides for every number of windows
 FEISTEL_ROUNDS = 8
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 _NEVER = np.int64(1) << 62
@@ -68,6 +72,34 @@ def served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.nda
     """How many of the first `sequences` sequences come from each source: closed form, int64 (sources,)."""
     blocks, rest = divmod(sequences, len(places))
     return blocks * np.asarray(weights, dtype=np.int64) + np.bincount(places[:rest], minlength=len(weights))
+
+
+@lru_cache(maxsize=4096)
+def stride(windows: int) -> int:
+    """The step from each window that epoch 0 reads of a shard to the next: about windows / 1.618, coprime to windows.
+
+    Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it apart. Proof:
+    let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1), j strides end at least
+    windows / (q_i + q_(i+1)) from where they began (the law of best approximations), and q_(i+1) <= (MAX_QUOTIENT + 1)
+    q_i, so at least windows / ((MAX_QUOTIENT + 2) j) from there.
+    """
+    golden = windows * _GOLDEN >> 64
+    near = (golden + sign * distance for distance in range(windows + 1) for sign in (1, -1))
+    fits = (each for each in near if 0 < each <= windows and gcd(each, windows) == 1)
+    return next(each for each in fits if max(_quotients(windows, each)) <= MAX_QUOTIENT)
+
+
+def _quotients(numerator: int, denominator: int) -> Iterator[int]:
+    """The continued fraction of numerator / denominator."""
+    while denominator:
+        quotient, rest = divmod(numerator, denominator)
+        yield quotient
+        numerator, denominator = denominator, rest
+
+
+def begin(seed: int, source: str, shard: str, windows: int) -> int:
+    """The window of a shard that epoch 0 reads first."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{source}/{shard}".encode()) % windows
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from data_mixtures import order, shards
 from data_mixtures.mixture import Mixture, valid_windows
 
 
-def reference(mix, g, weights, windows, offsets, seed=5):
+def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
     """Source and window of global sequence g, one at a time, straight from the definition."""
     places, _ = order.pattern(weights)
     total = sum(weights)
@@ -19,10 +19,13 @@ def reference(mix, g, weights, windows, offsets, seed=5):
     rank = int((places[: g % total] == source).sum())
     item = offsets[source] + (g // total) * weights[source] + rank
     epoch, window = divmod(item, windows[source])
+    name = mix.source_names[source]
     if epoch:
-        keys = order.round_keys(seed, mix.source_names[source], epoch)
-        window = order.permute(window, windows[source], keys)
-    return source, window
+        return source, order.permute(window, windows[source], order.round_keys(seed, name, epoch))
+    shard, place = divmod(window, per_shard)
+    count = min(windows[source] - shard * per_shard, per_shard)
+    begin = order.begin(seed, name, f"shard-{shard:05d}.bin", count)
+    return source, shard * per_shard + (begin + place * order.stride(count)) % count
 
 
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (13, 40, 9)])
@@ -57,8 +60,10 @@ def test_any_slicing_gives_the_same_sequences(counting_data, cuts):
 def test_every_epoch_reads_every_window_once_in_another_order(counting_data):
     mix = Mixture.open(counting_data(weights=(1, 0, 0), cap=4) / "phase1.lock.json")
     epochs = mix.sequences(0, 200)[0][:, 0].reshape(4, 50) // 4
-    assert epochs[0].tolist() == list(range(50))  # as on disk
-    for i in range(1, 4):
+    shards_in_turn = [window // 8 for window in epochs[0]]
+    assert shards_in_turn == sorted(shards_in_turn), "epoch 0 reads one shard after another"
+    assert (np.diff(epochs[0]) != 1).all()
+    for i in range(4):
         assert sorted(epochs[i]) == list(range(50))
         assert all((epochs[i] != epochs[j]).any() for j in range(i))
 
@@ -76,10 +81,11 @@ def test_phase_two_continues_where_phase_one_stopped(counting_data):
     consumed = one.windows_per_source(33)
     two = Mixture.open(data / "phase2.lock.json", offsets=consumed)
     tokens, sources = two.sequences(0, 10)
-    last = one.sequences(0, 33)
+    alone = Mixture.open(data / "phase1.lock.json").sequences(0, 60)
     for s in (0, 2):
-        window_after_phase1 = last[0][last[1] == s][-1, 0] + 4  # epoch 0: windows lie in a row
-        assert tokens[sources == s][0, 0] == window_after_phase1
+        following = alone[0][alone[1] == s][consumed[f"s{s}"] :][: (sources == s).sum()]
+        assert np.array_equal(tokens[sources == s][: len(following)], following)
+        assert len(following)
     assert (sources != 1).all()  # weight 0
     assert two.windows_per_source(10)["s1"] == consumed["s1"]
     restarted = Mixture.open(data / "phase2.lock.json").sequences(0, 10)[0]

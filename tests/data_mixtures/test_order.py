@@ -53,6 +53,46 @@ def test_the_check_sees_the_usual_greedy_rule_fail():
     assert worst_deviation(order.pattern(weights)[0], weights) <= bound(weights)
 
 
+def strided(windows, begin=0):
+    """Windows of a shard in the order in which epoch 0 reads them."""
+    return (np.arange(windows) * order.stride(windows) + begin) % windows
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4000), st.integers(0, 2**63 - 1), st.integers(1, 200))
+def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(windows, seed, apart):
+    read = strided(windows, order.begin(seed, "web", "shard-00000.bin", windows))
+    place = np.empty(windows, dtype=np.int64)
+    place[read] = np.arange(windows)
+    assert np.array_equal(np.sort(read), np.arange(windows))
+    if apart < windows:
+        distance = np.abs(place[apart:] - place[:-apart])  # of all pairs of windows that lie so far apart
+        assert distance.min() >= windows / ((order.MAX_QUOTIENT + 2) * apart)
+
+
+def test_a_document_of_ten_megabytes_is_spread_over_its_shard():
+    """In a row, 2,416 windows were seven batches of one document; now each batch of a source's 322 windows has 6."""
+    read = strided(131_072, 77_777)
+    held = (read >= 50_000) & (read < 50_000 + 2416)
+    batches = np.add.reduceat(held, np.arange(0, 131_072, 1536 * 21 // 100))
+    assert batches.max() <= 8
+    assert batches.sum() == 2416
+
+
+def test_the_stride_never_changes():
+    assert [order.stride(windows) for windows in (1, 2, 6, 54, 150, 8192, 32_768, 131_072)] == [
+        1, 1, 5, 35, 91, 5065, 20_249, 81_003,
+    ]  # fmt: skip
+    assert order.begin(7, "web", "shard-00003.bin", 131_072) == 23_704
+    assert order.RULE == "golden-stride"  # another order needs another name
+
+
+@pytest.mark.slow
+def test_there_is_a_stride_for_every_number_of_windows():
+    sizes = [*range(1, 10_000), *np.random.default_rng(2).integers(10_000, 10**8, 300).tolist()]
+    assert all(np.gcd(order.stride(windows), windows) == 1 for windows in sizes)
+
+
 def permuted_range(size, keys):
     return np.array([order.permute(item, size, keys) for item in range(size)])
 
