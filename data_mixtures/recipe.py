@@ -47,7 +47,7 @@ class Input:
     """Cap on the extracted text, in bytes (not of Parquet); the input is then read in sequence, by one process"""
 
     content_url: str = ""
-    """Of kind resolved: URL of a content, with {sha1} in it; any that fsspec knows, best https or s3"""
+    """Of kind resolved: URL of a content, with {sha1} in it: https, or s3, which takes two requests for each"""
     max_missing_share: float = 0.01
     """Of kind resolved: share of the contents of a unit (500,000 rows) that may be missing"""
 

@@ -105,13 +105,18 @@ def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command
     assert total["need_tokens"] == pytest.approx(5_851_054_080_000)
     assert total["stored_tokens"] < 1.01 * total["need_tokens"], "not twice as much"
     assert total["shard_bytes"] <= total["peak_bytes"] < 1.05 * total["shard_bytes"], "the largest sources come first"
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    tokens = (f"{total[key] / 1e12:.2f}" for key in ("need_tokens", "stored_tokens"))
+    sizes = (f"{total[key] / 1e12:.1f} TB" for key in ("fetched_bytes", "shard_bytes", "peak_bytes"))
+    cells = [f"`{name}.toml`", *tokens, *sizes, f"{total['units']:,}", f"{total['core_hours']:,.0f}"]
+    assert f"| {' | '.join(cells)} |" in page, "its figures are those of this command"
 
 
 def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None:
-    def part(share: float, expected: float = 1e12, files: int | None = None) -> dict:
+    def part(share: float, expected: float = 1e12, files: int | None = None, listed: int = 1000) -> dict:
         need = share * preparation.TOKENS_AS_COUNTED * expected / (1 + preparation.MARGIN)
-        source = {"name": "s", "tokens_so_far": need, "expected_tokens": expected, "keep": 1.0, "files": files}
-        return preparation.parts([{**source, "prepared": False}], {"s": [10**9] * 1000})[0]
+        source = {"name": "s", "tokens_so_far": need, "expected_tokens": expected, "files": files, "prepared": False}
+        return preparation.parts([source], {"s": [10**9] * listed})[0]
 
     few = part(0.1)
     assert (few["files"], few["units"]) == (110, 110)
@@ -121,7 +126,10 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None
     assert (most["files"], most["keep"], most["fetched_bytes"]) == (None, 0.7, 1e12)
     assert part(0.95)["keep"] == part(0.1, expected=5e8)["keep"] == 1, "nearly all, and a small source"
     assert part(0.0)["keep"] > 0, "a source of the other phase"
-    assert (part(0.1, files=110)["files"], part(0.1, files=110)["keep"]) == (110, 0.1), "its listing has those alone"
+    for listed in (358, 0):  # a fifth of the bytes, or of as many files of the usual size
+        again = part(0.1, files=358 if listed else 224, listed=listed)
+        assert again["keep"] == pytest.approx(0.5, abs=0.011), "of the files that the recipe takes"
+        assert again["fetched_bytes"] == pytest.approx(358e9, rel=0.01)
     assert preparation.toml([few | {"keep": 0.5}]) == "[keep]\ns = 0.5\n\n[files]\ns = 110\n"
 
 

@@ -160,7 +160,7 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
     files = {s.name: s.files for s in read.sources if isinstance(s, recipe.HubSource)}
     return [
         {"name": s.name, "category": s.category, "weight": read.phases[phase][s.name],
-         "expected_tokens": expected.get(s.name), "keep": s.keep, "files": files.get(s.name), "prepared": False}
+         "expected_tokens": expected.get(s.name), "files": files.get(s.name), "prepared": False}
         for s in read.sources
     ]  # fmt: skip
 

@@ -46,8 +46,8 @@ def listed_files(out: Path | None) -> dict[str, list[int]]:
 def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> list[Result]:
     """Each source with what is needed of it, the `keep` and `files` that give it, and what that costs.
 
-    sources: name, tokens_so_far (of all phases), expected_tokens, and keep and files of the recipe. A recipe's `files`
-    stays, as its listing holds no others. Prepared sources are left out, and those without expected tokens.
+    sources: name, tokens_so_far (of all phases), expected_tokens, and the recipe's `files`, which stay. Those that are
+    prepared are left out, and those without expected tokens.
     """
     return [
         _part(each, listed.get(each["name"], ()))
@@ -59,20 +59,23 @@ def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> lis
 def _part(source: Result, sizes: Sequence[int]) -> Result:
     need, pool = source["tokens_so_far"], TOKENS_AS_COUNTED * source["expected_tokens"]
     share = min(1.0, max(need * (1 + MARGIN), MIN_TOKENS) / pool)
-    files, of_files = source["files"], 1.0
-    if sizes and files is None and share < MANY:
-        files = math.ceil(len(sizes) * share * (1 + MARGIN))  # files differ in size
-        of_files = files / len(sizes)
-    keep = share / of_files
+    files, of_files, raw = source["files"], 1.0, RAW_BYTES * source["expected_tokens"]
+    if files is not None:  # whatever is listed are those files
+        of_files = min(1.0, (sum(sizes) or files * FILE_BYTES) / raw)
+    elif sizes:
+        raw = sum(sizes)
+        if share < MANY:
+            files = math.ceil(len(sizes) * share * (1 + MARGIN))  # files differ in size
+            of_files = files / len(sizes)
+    keep = min(1.0, share / of_files)
     keep = 1.0 if keep > WHOLE else math.ceil(100 * keep) / 100
-    raw = sum(sizes) or RAW_BYTES * source["expected_tokens"]
     stored = pool * of_files * keep
     text = TEXT_BYTES * pool * of_files
     filter_s = text * keep / FILTER_BYTES + text * (1 - keep) / UNKEPT_BYTES
     return {
         "name": source["name"], "need_tokens": need, "pool_tokens": pool, "keep": keep, "files": files,
         "kept_epochs": need / stored, "fetched_bytes": raw * of_files, "stored_tokens": stored,
-        "units": math.ceil(len(sizes) * of_files or raw / FILE_BYTES),
+        "units": files or len(sizes) or math.ceil(raw / FILE_BYTES),
         "core_hours": (filter_s + stored / TOKENIZE_TOKENS + stored / SHUFFLE_TOKENS) / 3600,
     }  # fmt: skip
 
@@ -88,9 +91,9 @@ def totals(rows: Sequence[Result]) -> Result:
 
 
 def working_bytes(row: Result) -> float:
-    """Disk space while a source is prepared: its largest two neighbours of raw, documents, tokens, runs and shards."""
+    """Disk space while a source is prepared: raw and documents, documents and tokens, or tokens, runs and shards."""
     documents, tokens = row["fetched_bytes"] * row["keep"], SHARD_BYTES * row["stored_tokens"]
-    return max(row["fetched_bytes"] + documents, documents + tokens, 2 * tokens)
+    return max(row["fetched_bytes"] + documents, documents + tokens, 3 * tokens)
 
 
 def toml(rows: Sequence[Result]) -> str:

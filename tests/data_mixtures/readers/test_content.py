@@ -151,7 +151,8 @@ code = 1
 """
 
 
-def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch, run_prepare):
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch, run_prepare, workers):
     monkeypatch.setattr(plan, "UNIT_ROWS", 100)
     contents = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20]
     resolved(tmp_path / "resolved.parquet", contents)
@@ -163,7 +164,7 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
         assert list((out / "fetch/code").glob(".unit-*")) == [out / "fetch/code/.unit-00001.parts"]
         bucket.objects |= FakeBucket(contents[100:107]).objects
         bucket.asked.clear()
-        run_prepare(tmp_path / "code.toml", out)
+        run_prepare(tmp_path / "code.toml", out, workers)
         assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
     assert not list((out / "fetch/code").glob(".unit-*"))
     manifest = shards.read_manifest(out / "code")

@@ -1,0 +1,82 @@
+"""The commands of docs/data.md, as they stand there: the loop of the 2B run, against a hub of small files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_mixtures import recipe
+from data_mixtures.mixture import Mixture
+from data_mixtures.stages import table
+from tests.data_mixtures.stages import fake_hub
+from tests.data_mixtures.stages.hub_assets import write_parquet
+from tests.data_mixtures.stages.shuffle_assets import tokenizer_model
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "data_mixtures"
+SMALL = """
+seq_len = 32
+windows_per_shard = 40
+valid_per_10000 = 1000
+tokenizer = "tokenizer.model"
+sources = "sources.toml"
+[keep]
+cc2-mq = 0.5
+[phase1]
+cc2-mq = 3
+cc2-mhq = 1
+[phase2]
+cc2-mq = 1
+cc2-mhq = 1
+"""
+
+
+def commands() -> str:
+    """The block of the page that defines `stage`."""
+    blocks = re.findall(r"^ *```\n(.*?)^ *```$", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.M | re.S)
+    (found,) = (block for block in blocks if "stage()" in block)
+    return found
+
+
+def test_the_loop_has_all_sources_and_all_stages():
+    (names,) = re.findall(r'sources="(.*?)"', commands(), re.S)
+    assert sorted(names.split()) == sorted(source.name for source in recipe.load(FOLDER / "nemotron.toml").sources)
+    stages = re.findall(r"^ *stage (\w+)(?:.*--stage (\w+))?", commands(), re.M)
+    assert [name for name, _ in stages if name != "free"] == [*table.TO_SHARDS, "manifest", "verify"]
+    freed = [freed for name, freed in stages if name == "free"]
+    assert freed == list(table.READERS)
+
+
+@pytest.mark.slow
+def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkeypatch):
+    hub = tmp_path / "hub"
+    for folder, first in (("Medium-Quality", 0), ("Medium-High-Quality", 5000)):
+        for number in range(2):
+            write_parquet(hub / f"nvidia/Nemotron-CC-v2/{folder}/part_{number}.parquet", first + 300 * number, 300)
+    monkeypatch.setattr(fake_hub, "COMMIT", "229a2e7" + "1" * 33)
+    there = tmp_path / "data_mixtures"
+    there.mkdir()
+    shutil.copy(FOLDER / "sources.toml", there)
+    (there / "nemotron.toml").write_text(SMALL)
+    (there / "tokenizer.model").write_bytes(tokenizer_model())
+    script = re.sub(r'sources=".*?"', 'sources="cc2-mq cc2-mhq"', commands(), flags=re.S)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with fake_hub.FakeHub(hub) as server:
+        env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
+        done = subprocess.run(
+            ["bash", "-euc", script.replace("--workers 16", "--workers 1")],
+            cwd=tmp_path, env=env, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "0 damaged" in done.stdout
+    data = tmp_path / "data/nemotron"
+    for phase in ("phase1", "phase2"):
+        assert Mixture.open(data / f"{phase}.lock.json").sequences(0, 4)[0].shape == (4, 33)
+    left = {file.parts[len(data.parts)] for file in data.rglob("*.parquet")}
+    assert not left, "raw text and documents are freed"
