@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from data_mixtures import order
 
-KINDS = ("text", "jsonl", "docstrings", "resolved")
+KINDS = ("text", "jsonl", "parquet", "resolved")
 RESERVED_FOLDERS = ("corpus", "fetch", "filter", "tokenize", "order", "shuffle")
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Input:
 
     kind: str
     """text (a document each), jsonl (one JSON object with the text a line) or parquet (a row each). Text and JSON lines
-    may be compressed (.gz, .zst, .bz2, .xz). resolved: Parquet with a column sha1, with contents from content_url"""
+    may be compressed (.gz, .zst, .bz2). resolved: Parquet with a column sha1, with contents from content_url"""
     paths: tuple[str, ...]
     """Globs (`**` for any folders), each of which must match: relative to the recipe's folder, absolute, or URLs that
     fsspec knows, such as s3://bucket/a/*.parquet, gs://..., hf://datasets/owner/name/*.jsonl. {stdlib}, {site_packages}

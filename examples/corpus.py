@@ -1,8 +1,8 @@
 """The demo's text, found on this machine or generated, as JSON lines: `python -m examples.corpus --out DIR`.
 
-Manual pages, package descriptions, Python's reference, examples of docstrings, and generated text: DIR/<source>.jsonl,
-one {"text": ...} a line, which data_mixtures/demo.toml reads. A file that is there is not written again; delete it to
-read the machine's files again.
+Manual pages, what packages say of themselves, Python's reference, docstrings, their examples, and generated text:
+DIR/<source>.jsonl, one {"text": ...} a line, which data_mixtures/demo.toml reads. A file that is there is not written
+again; delete it to read the machine's files again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import tyro
 
@@ -27,6 +27,12 @@ from examples import generated
 from records.files import write_atomically
 
 Texts = Iterator[str]
+MIN_DOCSTRING_CHARS = 100
+DOCUMENTED = (
+    "torch", "numpy", "sympy", "networkx", "pandas", "pip", "huggingface_hub", "datasets", "fsspec", "setuptools",
+    "rich", "aiohttp", "jinja2", "hypothesis", "tokenizers",
+)  # fmt: skip
+_Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main(out: Path) -> None:
@@ -54,9 +60,9 @@ def _capped(texts: Texts, max_bytes: int | None) -> Texts:
 
 def read(reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, ...] = ()) -> Texts:
     """The documents of all files of these globs that can be read, in an order that depends on the files alone."""
-    for path in local.find(Input("text", paths, exclude=exclude), local.roots(Path(), Path())):
+    for name, _, _ in local.find(Input("text", paths, exclude=exclude), local.roots(Path(), Path()), all_match=False):
         with suppress(local.Unreadable, PermissionError):
-            yield from reader(path)
+            yield from reader(Path(name))
 
 
 _GLYPHS = {"aq": "'", "dq": '"', "lq": "“", "rq": "”", "Bq": "„", "Fo": "«", "Fc": "»", "em": "—", "en": "–", "ss": "ß"}
@@ -95,6 +101,11 @@ def man(path: Path) -> list[str]:
     return [page.strip()]
 
 
+def plain(path: Path) -> list[str]:
+    """A text file as it is."""
+    return [local.read(path)]
+
+
 def metadata(path: Path) -> list[str]:
     """The long description of an installed package."""
     message = email.parser.Parser(policy=email.policy.compat32).parsestr(local.read(path))
@@ -114,7 +125,7 @@ def doctests(path: Path) -> list[str]:
     if ">>>" not in source:  # parsing is the expensive part
         return []
     texts = []
-    for name, docstring in local.definitions(str(path), source):
+    for name, docstring in definitions(str(path), source):
         parts, pending = [], ""
         with suppress(ValueError):  # a malformed docstring; the others of its file may be good
             for example in doctest.DocTestParser().get_examples(docstring):
@@ -129,13 +140,61 @@ def doctests(path: Path) -> list[str]:
     return texts
 
 
+def docstrings(path: Path) -> list[str]:
+    """A module's documentation as one text: names and docstrings without their examples. Unreadable: not_python."""
+    entries = []
+    for name, docstring in definitions(str(path), local.read(path)):
+        prose = re.sub(r"\n{3,}", "\n\n", _without_examples(docstring)).strip()
+        if len(prose) >= MIN_DOCSTRING_CHARS:
+            entries.append(f"{name}\n\n{prose}")
+    return ["\n\n".join(entries)]
+
+
+def definitions(path: str, text: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, docstring) of a Python file, in its order. Unreadable: not_python."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise local.Unreadable("not_python") from error
+    # only definitions are visited, which is much faster than ast.walk
+    stack: list[tuple[str, _Definition]] = [(_module_name(path), tree)]
+    while stack:
+        name, node = stack.pop()
+        docstring = ast.get_docstring(node)
+        if docstring:
+            yield name, docstring
+        inner = [child for child in node.body if isinstance(child, _Definition)]
+        stack.extend((f"{name}.{child.name}", child) for child in reversed(inner))
+
+
+def _module_name(path: str) -> str:
+    parts = PurePath(path).with_suffix("").parts
+    root = max((i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")), default=-1)
+    return ".".join(part for part in parts[root + 1 :] if part not in ("__init__", "/"))
+
+
+def _without_examples(docstring: str) -> str:
+    kept, inside = [], False
+    for line in docstring.split("\n"):
+        inside = line.lstrip().startswith(">>>") or (inside and bool(line.strip()))
+        if not inside:
+            kept.append(line)
+    # the headings of sections that held nothing else
+    return re.sub(r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(kept), flags=re.MULTILINE)
+
+
 def demo() -> dict[str, list[tuple[Texts, int | None]]]:
     """The corpus of demo.toml, by source."""
     tested = ("sympy", "networkx", "numpy", "pandas", "torch", "mpmath")  # packages with many examples in docstrings
     modules = [f"{{site_packages}}/{package}/**/*.py" for package in tested]
+    documented = [f"{{site_packages}}/{package}/**/*.py" for package in DOCUMENTED]
+    texts = ("README*", "*.txt", "*.txt.gz", "*.md", "*.md.gz", "FAQ*")
+    manuals = [*(f"/usr/share/doc/**/{pattern}" for pattern in texts), "/usr/share/vim/vim*/doc/usr_*.txt"]
     translated = read(man, "/usr/share/man/[a-z][a-z]*/man[1-8]/*", exclude=("/usr/share/man/man*",))
     return {
         "web": [
+            (read(docstrings, *documented, exclude=("*/tests/*", "*/test_*")), 4_000_000),
+            (read(plain, *manuals, exclude=("*hangelog*", "*copyright*", "*google-cloud*")), 2_000_000),
             (read(metadata, "{site_packages}/*.dist-info/METADATA"), 1_000_000),
             (read(topics, "{stdlib}/pydoc_data/topics.py"), 1_000_000),
             (read(man, "/usr/share/man/man[2-7]/*", exclude=("*.3ssl*", "*.3pm*")), 3_000_000),

@@ -56,9 +56,13 @@ def texts(out: Path) -> dict[str, list[tuple[corpus.Texts, int | None]]]:
     """What debian.toml reads as JSON lines, by source."""
     pages, languages = ("usr/share/man/man[1-8]/*", "usr/share/man/[a-z][a-z]*/man[1-8]/*")
     translated = corpus.read(corpus.man, f"{out}/{languages}", f"/{languages}", exclude=("*/share/man/man*",))
-    modules = corpus.read(corpus.doctests, "{site_packages}/**/*.py", exclude=("*/tests/*", "*/test_*"))
+    packages = ("{site_packages}/**/*.py", ("*/tests/*", "*/test_*"))
+    modules = corpus.read(corpus.doctests, packages[0], exclude=packages[1])
     return {
-        "web": [(corpus.read(corpus.man, f"/{pages}", f"{out}/{pages}"), None)],
+        "web": [
+            (corpus.read(corpus.man, f"/{pages}", f"{out}/{pages}"), None),
+            (corpus.read(corpus.docstrings, packages[0], exclude=packages[1]), None),
+        ],
         "math": [(map(generated.arithmetic, itertools.count()), 40_000_000)],
         "multilingual": [(translated, None)],
         "qa": [(modules, None)],

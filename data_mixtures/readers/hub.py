@@ -93,7 +93,7 @@ class Mirror:
     def __init__(self, url: str) -> None:
         self.url = url
         self.system, self.root = fsspec.url_to_fs(url)
-        self.remote = not isinstance(self.system, fsspec.implementations.local.LocalFileSystem)
+        self.remote = not is_local(self.system)
 
     def revision(self, repo: str, revision: str) -> str:
         if not self.system.isdir(f"{self.root}/{repo}"):
@@ -114,11 +114,19 @@ class Mirror:
         return self.system.open(f"{self.root}/{repo}/{path}", "rb")
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
-        source = f"{self.root}/{repo}/{path}"
-        if not self.remote and os.path.exists(source):
-            with suppress(OSError):  # another disk, or a file system without links
-                return os.link(source, target)  # needs no space
-        self.system.get_file(source, str(target))
+        copy_or_link(self.system, f"{self.root}/{repo}/{path}", target)
+
+
+def copy_or_link(system: Any, source: str, target: Path) -> None:
+    """A file of an fsspec file system; a link needs no space."""
+    if is_local(system) and os.path.exists(source):
+        with suppress(OSError):  # another disk, or a file system without links
+            return os.link(source, target)
+    system.get_file(source, str(target))
+
+
+def is_local(system: Any) -> bool:
+    return isinstance(system, fsspec.implementations.local.LocalFileSystem)
 
 
 Origin = Hub | Mirror

@@ -1,107 +1,248 @@
-"""Text of local files: plain text and JSON lines, gzipped or not, and the docstrings of Python files.
+"""Files of one's own, here or behind a URL: which there are, and the documents of those that are not Parquet.
 
-Order and amount depend on the files alone: files of an input are read in the order of a hash of their path, so that a
-cap in bytes takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a file that is
-not UTF-8, or that cannot be parsed, gives a named reason, which is counted in the manifest.
+Order and amount depend on the files alone: files of an input are read in the order of a hash of their names, so that a
+cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a file or line that
+cannot be read gives a named reason, which is counted in the manifest.
+
+pyarrow unpacks: it knows several members in a row, and finds what is truncated. The readers of `datasets` and datatrove
+end a truncated .zst file without a word (decisions/0016).
 """
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import glob
-import gzip
+import io
+import itertools
 import os
-import re
 import sysconfig
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePath
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, cast
 
+import fsspec
+import pyarrow
 import xxhash
 
 from data_mixtures.recipe import Input
 from records.files import json_lines
 
-MIN_DOCSTRING_CHARS = 100
-_Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+UNREADABLE = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf")
+# reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
+DAMAGE = ("damaged", "not_utf8", "not_text", "not_json", "no_field", "no_permission")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
+Listed = list[Any]  # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
 
 
-def roots(out: Path, recipe: Path) -> dict[str, str]:
+def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
     """What {recipe}, {stdlib}... stand for in the paths of an input; the data folder and the recipe's are given."""
     python = sysconfig.get_paths()
-    here = {"recipe": os.path.abspath(recipe), "corpus": str(out / "corpus")}
+    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
 
 
-def find(source_input: Input, roots: Mapping[str, str]) -> list[Path]:
-    """The files of an input, in the order in which they are read."""
-    excluded = [pattern.format(**roots) for pattern in source_input.exclude]
-    found: dict[str, str] = {}
+def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) -> list[Listed]:
+    """The files of an input, in the order in which they are read. ValueError names all globs without a match."""
+    excluded = [_in_place(pattern, roots) for pattern in source_input.exclude]
+    found: dict[str, Listed] = {}
+    without = []
     for pattern in source_input.paths:
-        for path in glob.iglob(pattern.format(**roots), recursive=True):
-            if os.path.isfile(path) and not any(fnmatch.fnmatch(path, each) for each in excluded):
-                found[path] = portable(path, roots)
-    ordered = sorted(found, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), found[path]))
-    return [Path(path) for path in ordered]
+        listed = {file[0]: file for file in _glob(_in_place(pattern, roots))}
+        kept = {
+            name: file
+            for name, file in listed.items()
+            if not any(fnmatch.fnmatch(each, out) for each in (name, portable(name, roots)) for out in excluded)
+        }
+        if not kept:
+            without.append(_in_place(pattern, roots) + (" (all excluded)" if listed else ""))
+        found |= kept
+    if without and all_match:
+        raise ValueError(f"no file matches {', '.join(without)}")
+    names = {name: portable(name, roots) for name in found}
+    ordered = sorted(found, key=lambda name: (xxhash.xxh3_64_intdigest(os.fsencode(names[name])), names[name]))
+    return [found[name] for name in ordered[: source_input.files]]
+
+
+def _in_place(pattern: str, roots: Mapping[str, str]) -> str:
+    for name, root in roots.items():
+        pattern = pattern.replace(f"{{{name}}}", glob.escape(root))
+    return pattern
 
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
-    """A file's name in plans and orders: the same package in another folder must get the same place."""
+    """A file's name in plans, orders and origins: the same files in another folder must get the same place.
+
+    Those beside the recipe are named from there.
+    """
     for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):  # one may contain the other
         if path.startswith(root + os.sep):
-            return name + path[len(root) :]
+            return path[len(root) + 1 :] if name == "recipe" else name + path[len(root) :]
     return path
 
 
-def documents(source_input: Input, paths: Iterable[Path], dropped: Counter[str]) -> Iterator[str]:
-    """All texts of an input up to its cap; files and parts of files that give none are counted in `dropped`.
-
-    It ends at the first text that does not fit under the cap, so it is at most one document short of it. ValueError for
-    a line that is not JSON, or lacks the field of text.
-    """
-    size = 0
-    for found in _read(source_input, paths, dropped):
-        # string literals can hold what UTF-8 cannot (lone surrogates) and what text should not (NUL)
-        clean = found.encode(errors="ignore").decode().replace("\0", "")
-        if not clean.strip():
-            dropped["no_text"] += 1
-            continue
-        size += len(clean.encode())
-        if source_input.max_bytes is not None and size > source_input.max_bytes:
-            return
-        yield clean
+def _glob(pattern: str) -> Iterator[Listed]:
+    if "://" not in pattern:
+        for path in glob.iglob(pattern, recursive=True):
+            if os.path.isfile(path):
+                yield _listed(path)
+        return
+    with _named(pattern):
+        system, name = fsspec.url_to_fs(pattern)
+        for path, info in system.glob(name, detail=True).items():
+            if info["type"] == "file":
+                found = info if info["size"] is not None else system.info(path)  # listings of web servers lack it
+                yield _described(system.unstrip_protocol(path), found)
 
 
-def _read(source_input: Input, paths: Iterable[Path], dropped: Counter[str]) -> Iterator[str]:
-    for path in paths:
+@contextmanager
+def _named(url: str) -> Iterator[None]:
+    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
+    try:
+        yield
+    except ImportError as error:
+        extra = _EXTRAS.get(url.split("://")[0])
+        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
+        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
+    except Exception as error:
+        raise ValueError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _listed(name: str) -> Listed:
+    """A file as it is now. ValueError where it cannot be named, FileNotFoundError where it is gone."""
+    if "://" in name:
+        system, path = fsspec.url_to_fs(name)
+        return _described(name, system.info(path))
+    try:
+        name.encode("utf-8")  # as JSON will want it
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it") from error
+    status = os.stat(name)
+    return [name, status.st_size, status.st_mtime_ns]
+
+
+def _described(name: str, info: Mapping[str, Any]) -> Listed:
+    tags = (info.get(key) for key in ("ETag", "etag", "md5Hash", "blob_id", "mtime"))
+    if info["size"] is None:
+        raise ValueError("the server does not say how large it is")
+    return [name, info["size"], str(next((tag for tag in tags if tag), ""))]
+
+
+def check_unchanged(files: Iterable[Listed]) -> None:
+    """ValueError names a file that is not as it was planned."""
+    again = "start again with `plan`, which lists the files again, or with `prepare`, which plans first"
+    for name, size, version in files:
         try:
-            match source_input.kind:
-                case "jsonl":
-                    yield from json_texts(path, source_input.field)
-                case "docstrings":
-                    yield docstrings(str(path), read(path))
-                case _:
-                    yield read(path)
-        except Unreadable as error:
-            dropped[str(error)] += 1
-        except PermissionError:
-            dropped["no_permission"] += 1
+            _, found, now = _listed(name)
+        except FileNotFoundError as error:
+            raise ValueError(f"{name} is planned and no longer there; {again}") from error
+        if (found, now) != (size, version):
+            how = f"{size:,} bytes then, {found:,} now" if found != size else "same size, other time or tag"
+            raise ValueError(f"{name} has changed since it was planned ({how}); {again}")
+
+
+def check_kind(source_input: Input, files: Iterable[Listed]) -> None:
+    """ValueError for a file whose suffix says that it is of another kind than its input."""
+    wanted = "parquet" if source_input.kind == "resolved" else source_input.kind
+    for name, _, _ in files:
+        plain, codec = _unpacked_name(name)
+        suffix = os.path.splitext(plain)[1].lower()
+        if suffix in UNREADABLE or (codec and wanted == "parquet"):
+            raise ValueError(
+                f"{name} is not read; convert it to Parquet, JSON lines or text (.gz, .zst), or exclude it"
+            )
+        if SUFFIXES.get(suffix, wanted) != wanted:
+            kind = SUFFIXES[suffix]
+            raise ValueError(f"{name} is {kind}, its input has kind = {source_input.kind!r}; correct it, or exclude it")
+
+
+def _unpacked_name(name: str) -> tuple[str, str | None]:
+    """A name without the suffix of its compression, and which that is."""
+    plain, suffix = os.path.splitext(name.split("?")[0] if "://" in name else name)
+    codec = CODECS.get(suffix.lower())
+    return (plain, codec) if codec else (plain + suffix, None)
+
+
+@contextmanager
+def opened(name: str) -> Iterator[BinaryIO]:
+    """The bytes of a file here or behind a URL, unpacked. `Unreadable` where what is compressed is damaged."""
+    codec = _unpacked_name(name)[1]
+    with fsspec.open(name, "rb").open() if "://" in name else open(name, "rb") as raw:
+        if codec is None:
+            yield cast(BinaryIO, raw)
+            return
+        try:
+            with io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(raw, codec)), 1 << 20) as unpacked:
+                if not unpacked.peek(1) and not raw.tell():  # an empty file has no end either
+                    raise Unreadable("damaged")
+                yield unpacked
+        except OSError as error:
+            if type(error) is not OSError or error.errno is not None:  # not of what unpacks
+                raise
+            raise Unreadable("damaged") from error
 
 
 class Unreadable(Exception):
     """A file that gives no text; the message is the reason that the manifest counts."""
 
 
-def read(path: Path) -> str:
-    """A text file with \\n as line end. Unreadable: broken_gzip, not_utf8, not_text."""
-    raw = path.read_bytes()
+class Dropped(Counter[str]):
+    """What was not read, by reason, each with the first place where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.examples: dict[str, str] = {}
+
+    def add(self, reason: str, where: str, count: int = 1) -> None:
+        self[reason] += count
+        self.examples.setdefault(reason, where)
+
+
+class Damaged(Exception):
+    """A file of many documents that ends too early or was changed: (name, documents before that was seen)."""
+
+
+Document = tuple[str, str, int, Mapping[str, Any]]  # text, file, row from 0, and the fields beside the text
+
+
+def documents(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterator[Document]:
+    """All documents of text or JSON lines up to the input's cap; what gives none is counted in `dropped`.
+
+    It ends at the first text that does not fit under the cap, so it is at most one document short of it.
+    """
+    size = 0
+    for text, name, row, fields in _read(source_input, names, dropped):
+        # JSON can hold what UTF-8 cannot (lone surrogates) and what text should not (NUL)
+        clean = text.encode(errors="ignore").decode().replace("\0", "")
+        if not clean.strip():
+            dropped.add("no_text", f"{name}:{row + 1}")
+            continue
+        size += len(clean.encode())
+        if source_input.max_bytes is not None and size > source_input.max_bytes:
+            return
+        yield clean, name, row, fields
+
+
+def _read(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterator[Document]:
+    for name in names:
+        try:
+            if source_input.kind == "text":
+                yield read(name), name, 0, {}
+            else:
+                yield from _rows(name, source_input.field, dropped)
+        except Unreadable as error:
+            dropped.add(str(error), name)
+        except PermissionError:
+            dropped.add("no_permission", name)
+
+
+def read(name: str | os.PathLike[str]) -> str:
+    r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text."""
     try:
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
-    except (OSError, EOFError, zlib.error) as error:
-        raise Unreadable("broken_gzip") from error
+        with opened(os.fspath(name)) as file:
+            text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable("not_utf8") from error
     if "\0" in text:
@@ -109,64 +250,45 @@ def read(path: Path) -> str:
     return text.replace("\r\n", "\n")
 
 
-def json_objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number from 1, value) of every line that is not blank. ValueError: a line that is not JSON, or a broken .gz."""
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        try:
-            yield from json_lines(file, path)
-        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{path} is damaged or truncated: {error}") from error
-
-
-def json_texts(path: Path, field: str) -> Iterator[str]:
-    """The text of every line; null counts as empty. ValueError names a line where it is missing or no string."""
-    for number, row in json_objects(path):
-        if not isinstance(row, dict) or field not in row:
-            known = f"its fields: {', '.join(row)}" if isinstance(row, dict) else f"it is {type(row).__name__}"
-            raise ValueError(f"{path}:{number}: has no {field!r}; {known}. Set `field` of the input")
-        if not isinstance(row[field], str | None):
-            raise ValueError(f"{path}:{number}: {field!r} is {type(row[field]).__name__}, it must be a string")
-        yield row[field] or ""
-
-
-def docstrings(path: str, text: str) -> str:
-    """A module's documentation as one text: names and docstrings without their examples. Unreadable: not_python."""
-    entries = []
-    for name, docstring in definitions(path, text):
-        prose = re.sub(r"\n{3,}", "\n\n", _without_examples(docstring)).strip()
-        if len(prose) >= MIN_DOCSTRING_CHARS:
-            entries.append(f"{name}\n\n{prose}")
-    return "\n\n".join(entries)
-
-
-def definitions(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of a Python file, in its order. Unreadable: not_python."""
+def _rows(name: str, field: str, dropped: Dropped) -> Iterator[Document]:
+    """The documents of JSON lines; null is an empty text."""
+    row, skipped = 0, list[int]()
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Unreadable("not_python") from error
-    # only definitions are visited, which is much faster than ast.walk
-    stack: list[tuple[str, _Definition]] = [(_module_name(path), tree)]
-    while stack:
-        name, node = stack.pop()
-        docstring = ast.get_docstring(node)
-        if docstring:
-            yield name, docstring
-        inner = [child for child in node.body if isinstance(child, _Definition)]
-        stack.extend((f"{name}.{child.name}", child) for child in reversed(inner))
+        with opened(name) as file:
+            for number, value in json_lines(file, name, skipped):
+                row += 1
+                if problem := lacks(value, field):
+                    dropped.add("no_field", f"{name}:{number} {problem}")
+                else:
+                    yield value[field] or "", name, number - 1, value
+    except Unreadable as error:
+        raise Damaged(name, row) from error
+    finally:
+        if skipped:
+            dropped.add("not_json", f"{name}:{skipped[0]}", len(skipped))
 
 
-def _module_name(path: str) -> str:
-    parts = PurePath(path).with_suffix("").parts
-    root = max((i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")), default=-1)
-    return ".".join(part for part in parts[root + 1 :] if part not in ("__init__", "/"))
+def first_problem(name: str, field: str) -> str | None:
+    """What is wrong with the first line of a file; None where nothing is, or where it cannot be read."""
+    with suppress(Unreadable, PermissionError), opened(name) as file:
+        for number, value in json_lines(itertools.islice(file, 100), name, []):
+            return (problem := lacks(value, field)) and f"{name}:{number} {problem}"
+    return None
 
 
-def _without_examples(docstring: str) -> str:
-    kept, inside = [], False
-    for line in docstring.split("\n"):
-        inside = line.lstrip().startswith(">>>") or (inside and bool(line.strip()))
-        if not inside:
-            kept.append(line)
-    # the headings of sections that held nothing else
-    return re.sub(r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(kept), flags=re.MULTILINE)
+def lacks(value: Any, field: str) -> str | None:
+    """What is wrong with a JSON line that should have text in this field; None where nothing is."""
+    if not isinstance(value, dict):
+        return f"is a {type(value).__name__}, not an object"
+    if field not in value:
+        return f"has no {field!r}; its fields: {', '.join(value)}. Set `field` of the input"
+    return None if isinstance(value[field], str | None) else f"has {field!r} of {type(value[field]).__name__}, not text"
+
+
+def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
+    """(number from 1, value) of every line that is not blank. ValueError: a line that is not JSON, or a broken .gz."""
+    try:
+        with opened(os.fspath(name)) as file:
+            yield from json_lines(file, name)
+    except Unreadable as error:
+        raise ValueError(f"{name} is damaged or truncated: {error.__cause__}") from error

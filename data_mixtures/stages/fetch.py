@@ -1,20 +1,24 @@
 """fetch: DIR/plan.json -> DIR/fetch/<source>/unit-NNNNN/raw.parquet, checked against what was planned.
 
-Files of a hub dataset keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its text must
-be in the planned column. Local files go through `readers` into one column of text; what these leave out is counted.
+Parquet files keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its text must be in the
+planned column. Text and JSON lines go through `readers` into two columns, text and where it came from; what these leave
+out is counted.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow
 import pyarrow.parquet
 from huggingface_hub import errors as hub_errors
@@ -25,7 +29,7 @@ from data_mixtures.stages import plan, stage
 from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of
 from records.files import file_sha256
 
-TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string())])
+TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
 FIRST_WAIT_S = 2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
@@ -38,7 +42,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Fetch(Stage):
-    """One unit: one Parquet file of the hub or of its mirror, or a group of local files."""
+    """One unit: one Parquet file, or a group of files of text or JSON lines."""
 
     name = "fetch"
     mirror: str | None = None
@@ -46,22 +50,39 @@ class Fetch(Stage):
     def key(self, unit: Unit) -> str:
         entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
-            return key_of(_READERS, entry)
+            return key_of(_READERS, entry, self._portable(entry))
         if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
             return key_of((), entry["files"], entry["rows"])
         described = stage.planned(self.out, unit.source)
-        return key_of((), described["repo"], described["revision"], entry)
+        return key_of((), described.get("repo"), described.get("revision"), entry)
+
+    def _portable(self, entry: Entry) -> dict[str, str]:
+        roots = local.roots(self.out, self.recipe.folder)
+        return {name: local.portable(name, roots) for name, _, _ in entry["files"]}
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        entry = stage.planned_unit(self.out, unit)
+        entry, target = stage.planned_unit(self.out, unit), folder / RAW
         if entry["kind"] == "local":
-            return _read_local(entry, folder / RAW)
+            remote = any("://" in name for name, _, _ in entry["files"])
+            return _tried(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
         if entry["kind"] == "resolved":
             self.remove_parts()
             (path, _, _), (first, count) = entry["files"][0], entry["rows"]
             parts = folder.parent / f".unit-{unit.number:05d}.parts"
-            return content.fetch(path, first, count, _input(entry), folder / RAW, parts)
-        return self._download(unit, entry, folder / RAW)
+            return content.fetch(path, first, count, _input(entry), target, parts)
+        described = stage.planned(self.out, unit.source)
+        if "file" in entry:
+            return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])
+        origin, where = hub.origin(self.mirror), f"{described['repo']}/{entry['path']}"
+
+        def download() -> dict[str, Any]:
+            origin.fetch(described["repo"], described["revision"], entry["path"], target)
+            return check(target, entry, where)
+
+        try:
+            return _tried(download, target, origin.remote)
+        except Exception as error:
+            raise _for_users(error, f"{where} @ {described['revision']}") from error
 
     def remove_parts(self) -> None:
         """Delete contents that are in the files of finished units by now."""
@@ -70,49 +91,54 @@ class Fetch(Stage):
                 if is_done(self, Unit(source, int(folder.name[6:11]))):
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def _download(self, unit: Unit, entry: Entry, target: Path) -> dict[str, Any]:
-        described = stage.planned(self.out, unit.source)
-        wanted = next(each for each in self.recipe.sources if each.name == unit.source)
-        assert isinstance(wanted, HubSource), f"{unit} is planned as a Parquet file, its source is not of the hub"
-        origin, attempt = hub.origin(self.mirror), 0
-        while True:
-            try:
-                origin.fetch(described["repo"], described["revision"], entry["path"], target)
-                rows = check(target, entry, wanted, f"{described['repo']}/{entry['path']}")
-                return {"documents": rows, "bytes": entry["bytes"]}
-            except Exception as error:
-                target.unlink(missing_ok=True)
-                attempt += 1
-                if attempt == ATTEMPTS or not origin.remote or not _is_transient(error):
-                    raise _for_users(error, described, entry) from error
-                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-
     def check_room(self, budget_bytes: int | None) -> None:
         """Refuse before anything is read what would pass the budget (of all that DIR/fetch holds) or the disk."""
         todo: Counter[str] = Counter()
-        held = 0
+        held, links, linked = 0, 0, self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
             if is_done(self, unit):
                 receipt = stage.receipt_of(self.out, self.name, unit)
                 held += 0 if receipt.get("freed") else sum(entry["bytes"] for entry in receipt["files"].values())
             else:
-                todo[unit.source] += stage.planned_unit(self.out, unit).get("bytes", 0)
+                entry = stage.planned_unit(self.out, unit)
+                todo[unit.source] += entry.get("bytes", 0)
+                links += entry.get("bytes", 0) if linked or "://" not in entry.get("file", ["://"])[0] else 0
         need, listed = sum(todo.values()), ", ".join(f"{name} {size:,}" for name, size in todo.items())
         if budget_bytes is not None and held + need > budget_bytes:
             raise ValueError(
                 f"{held:,} bytes are fetched and {need:,} are to come ({listed}), more than --budget-bytes "
                 f"{budget_bytes:,}; fetch fewer --sources at a time, and `free` what the next stage has read"
             )
-        linked = self.mirror is not None and not hub.origin(self.mirror).remote
         free = shutil.disk_usage(self.out).free
-        if not linked and need > free:
+        if need - links > free:
             raise ValueError(
                 f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk"
             )
 
 
-def check(path: Path, entry: Entry, wanted: HubSource, where: str) -> int:
-    """A fetched file against its plan; returns its rows. Damaged says what differs."""
+def _tried(work: Callable[[], dict[str, Any]], target: Path, remote: bool) -> dict[str, Any]:
+    """What `work` returns, after more attempts where it fails with what may pass."""
+    for attempt in itertools.count(1):
+        try:
+            return work()
+        except Exception as error:
+            target.unlink(missing_ok=True)
+            if attempt == ATTEMPTS or not remote or not _is_transient(error):
+                raise
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _copy(entry: Entry, target: Path) -> dict[str, Any]:
+    """A Parquet file of one's own."""
+    local.check_unchanged([entry["file"]])
+    system, name = fsspec.url_to_fs(entry["file"][0])
+    hub.copy_or_link(system, name, target)
+    return check(target, entry, entry["file"][0])
+
+
+def check(path: Path, entry: Entry, where: str) -> dict[str, Any]:
+    """A fetched file against its plan; returns its counts. Damaged says what differs."""
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise Damaged(f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file")
@@ -123,9 +149,8 @@ def check(path: Path, entry: Entry, wanted: HubSource, where: str) -> int:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
     except pyarrow.ArrowInvalid as error:
         raise Damaged(f"{where} is not a complete Parquet file ({error}): truncated, or another file") from error
-    if (column := plan.text_column(schema, wanted, where)) != entry["text_column"]:
-        raise Damaged(f"{where} has its text in the column {column!r}, the plan says {entry['text_column']!r}")
-    return rows
+    plan.text_column(schema, (entry["text_column"],), where)
+    return {"documents": rows, "bytes": size}
 
 
 def _is_transient(error: Exception) -> bool:
@@ -137,8 +162,7 @@ def _is_transient(error: Exception) -> bool:
     return getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _for_users(error: Exception, described: Entry, entry: Entry) -> Exception:
-    where = f"{described['repo']}/{entry['path']} @ {described['revision']}"
+def _for_users(error: Exception, where: str) -> Exception:
     if isinstance(error, FileNotFoundError | hub_errors.EntryNotFoundError):
         return ValueError(
             f"{where} is planned and no longer there; has the mirror changed? Delete plan.json and plan again"
@@ -153,23 +177,59 @@ def _input(entry: Entry) -> Input:
     return Input(**{**given, "paths": tuple(given["paths"]), "exclude": tuple(given["exclude"])})
 
 
-def _read_local(entry: Entry, target: Path) -> dict[str, Any]:
-    source_input = _input(entry)
-    dropped: Counter[str] = Counter()
-    documents, size = 0, 0
-    paths = [Path(path) for path, _, _ in entry["files"]]
-    texts = local.documents(source_input, paths, dropped)
-    with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
+def _read_local(entry: Entry, target: Path, names: Mapping[str, str]) -> dict[str, Any]:
+    """All documents of a group of files; none of a file of JSON lines that turns out to be damaged behind some."""
+    damaged: dict[str, int] = {}
+    while True:
+        dropped = local.Dropped()
+        for name, rows in damaged.items():
+            dropped.add("damaged", name, rows + 1)  # and all that is behind, which nobody can count
         try:
-            for batch in stage.grouped(texts, len, ROW_GROUP_BYTES):
-                writer.write_batch(pyarrow.record_batch([batch], schema=TEXT_SCHEMA))
-                documents += len(batch)
-                size += sum(len(text.encode()) for text in batch)
-        except FileNotFoundError as error:
+            local.check_unchanged(entry["files"])
+            counts = _write(entry, [name for name in names if name not in damaged], target, dropped, names)
+            local.check_unchanged(entry["files"])
+        except local.Damaged as error:
+            damaged.update([error.args])
+            continue
+        files = {"files": len(names), "damaged_files": len(damaged)}
+        return {**counts, **files, "dropped": dict(sorted(dropped.items())), "examples": list(dropped.examples.items())}
+
+
+def _write(entry: Entry, files: list[str], target: Path, dropped: local.Dropped, names: Mapping[str, str]) -> Entry:
+    documents, size, found = 0, 0, local.documents(_input(entry), files, dropped)
+    with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
+        for group in stage.grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
+            texts = [text for text, *_ in group]
+            origins = [stage.origin(names[name], row, fields) for _, name, row, fields in group]
+            writer.write_batch(pyarrow.record_batch([texts, origins], schema=TEXT_SCHEMA))
+            documents += len(texts)
+            size += sum(len(text.encode()) for text in texts)
+    return {"documents": documents, "bytes": size}
+
+
+def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: tuple[str, ...]) -> None:
+    """ValueError for a source of which these stages could not read more than the recipe's max_dropped_share."""
+    for source in sources:
+        fetched = [receipt["counts"] for receipt in stage.receipts(out, "fetch", source)]
+        lost, examples = Counter[str](), dict[str, str]()
+        for name in stages:
+            for unit, receipt in zip(stage.planned_units(out, source), stage.receipts(out, name, source), strict=True):
+                for reason in local.DAMAGE:
+                    lost[reason] += (count := receipt["counts"].get("dropped", {}).get(reason, 0))
+                    known = dict(receipt["counts"].get("examples", ())).get(
+                        reason, stage.planned_unit(out, unit).get("path")
+                    )
+                    count and examples.setdefault(reason, known or str(unit))
+        read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
+        damaged, files = (sum(counts.get(name, 0) for counts in fetched) for name in ("damaged_files", "files"))
+        share = max(lost.total() / max(read, 1), damaged / max(files, 1))
+        if share > recipe.max_dropped_share:
+            why = "; ".join(f"{lost[reason]:,} {reason}, such as {example}" for reason, example in examples.items())
             raise ValueError(
-                f"{error.filename} is planned and no longer there; start again, which lists the files again"
-            ) from error
-    return {"documents": documents, "bytes": size, "dropped": dict(sorted(dropped.items()))}
+                f"source {source!r}: {share:.1%} could not be read ({lost.total():,} of {read:,} documents, "
+                f"{damaged:,} of {files:,} files damaged): {why}. Repair or exclude them, or raise max_dropped_share = "
+                f"{recipe.max_dropped_share} in the recipe"
+            )
 
 
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
@@ -180,10 +240,10 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
         counts = [receipt["counts"] for receipt in stage.receipts(out, "fetch", each.name)]
         total = sum(count["bytes"] for count in counts)
         if isinstance(each, LocalSource) and total < each.min_bytes:
-            kinds = [f"{i.kind}: {len(local.find(i, local.roots(out, recipe.folder)))} files" for i in each.inputs]
+            files = sum(count.get("files", 1) for count in counts)
             raise ValueError(
-                f"source {each.name!r} found {total} bytes of text on this machine ({', '.join(kinds)}), it needs at "
-                f"least min_bytes = {each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"
+                f"source {each.name!r} has {total} bytes of text in {files} files, it needs at least min_bytes = "
+                f"{each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"
             )
         if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
             raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them")

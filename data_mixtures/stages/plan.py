@@ -12,22 +12,24 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow
 import pyarrow.parquet
+import xxhash
 
 from data_mixtures import shards
 from data_mixtures.readers import content, hub, local
 from data_mixtures.readers.content import UNIT_ROWS
-from data_mixtures.recipe import HubSource, LocalSource, Recipe, check_known, nearest
+from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, grouped, read_plan
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
 _TEXT = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
+S = TypeVar("S", bound=Source)
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> dict[str, Any]:
@@ -38,10 +40,10 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     on_disk = [each for each in chosen if isinstance(each, LocalSource)]
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, Path(local.roots(out, recipe.folder)["corpus"]))
-    planned = {each.name: _local(each, out, recipe.folder) for each in on_disk}
     remote = [each for each in chosen if isinstance(each, HubSource)]
-    if new := [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]:
-        planned |= _ask(hub.origin(mirror), new)
+    new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
+    planned = _ask(hub.origin(mirror), new) if new else {}
+    planned |= _asked(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
     known = {**before, **planned}
     order = [each.name for each in recipe.sources if each.name in known]
     plan = {"format": PLAN_FORMAT, "sources": {name: known[name] for name in order}}
@@ -59,7 +61,7 @@ def _write_corpus(module: str, folder: Path) -> None:
 
 def _spec(each: HubSource) -> Entry:
     """What of a source decides its files and columns; not what others counted, nor its category."""
-    names = ("repo", "revision", "configs", "text_columns", "licence", "gate")
+    names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
     return json.loads(json.dumps({name: getattr(each, name) for name in names}))
 
 
@@ -68,43 +70,65 @@ def _hashed(entry: Entry, decides: Any) -> Entry:
     return {**entry, "plan_hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _local(each: LocalSource, out: Path, folder: Path) -> Entry:
+def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
     """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
-    roots = local.roots(out, folder)
     entries: list[Entry] = []
     decides: list[Any] = []
     for source_input in each.inputs:
-        found = [_file(path) for path in local.find(source_input, roots)]
+        files = local.find(source_input, roots)
+        local.check_kind(source_input, files)
+        _check_field(source_input, files[0][0])
         if source_input.kind == "resolved":
-            for file, first in _row_ranges(found):
+            for file, first in _row_ranges(files):
                 number = {"source": each.name, "number": len(entries), "kind": "resolved"}
-                entries.append({**number, "input": asdict(source_input), "files": [file], "rows": [first, UNIT_ROWS]})
+                rows = [first, UNIT_ROWS]
+                entries.append({**number, "input": asdict(source_input), "files": [file], "rows": rows})
                 decides.append(["resolved", local.portable(file[0], roots), file[1], first])
             continue
-        whole = source_input.max_bytes is not None and found
-        for group in [found] if whole else grouped(found, lambda entry: entry[1], UNIT_BYTES):
+        parquet, capped = source_input.kind == "parquet", source_input.max_bytes is not None
+        groups = [[file] for file in files] if parquet else grouped(files, lambda file: file[1], UNIT_BYTES)
+        for group in [files] if capped else groups:
             number = {"source": each.name, "number": len(entries), "kind": "local"}
-            entries.append({**number, "input": asdict(source_input), "files": group})
+            names = [[local.portable(name, roots), size] for name, size, _ in group]
+            entry = {"input": asdict(source_input), "files": group}
+            if parquet:
+                facts = {"bytes": group[0][1], "sha256": None, "text_column": source_input.field}
+                entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
+            entries.append({**number, **entry})
             # a file may get another time or folder without other content: it is read again, but the data is the same
-            decides.append([asdict(source_input), [[local.portable(path, roots), size] for path, size, _ in group]])
+            decides.append([asdict(source_input), names])
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
 
 
-def _row_ranges(files: list[list[Any]]) -> Iterator[tuple[list[Any], int]]:
+def _row_ranges(files: list[local.Listed]) -> Iterator[tuple[local.Listed, int]]:
     """Each file as often as it fills units, with the first row of each."""
     for file in files:
         for first in range(0, content.count_rows(file[0]), UNIT_ROWS):
             yield file, first
 
 
-def _file(path: Path) -> list[Any]:
-    """Name, size and time of a file."""
-    try:
-        str(path).encode("utf-8")  # as JSON will want it
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the name of the file {str(path)!r} is not UTF-8; rename it, or exclude it") from error
-    status = path.stat()
-    return [str(path), status.st_size, status.st_mtime_ns]
+def _check_field(source_input: Input, name: str) -> None:
+    """ValueError when the first file lacks the field or column of text; a damaged one is counted when it is read."""
+    if source_input.kind == "parquet":
+        with local.opened(name) as file:
+            text_column(_schema(file, name), (source_input.field,), name)
+    elif source_input.kind == "jsonl" and (problem := local.first_problem(name, source_input.field)):
+        raise ValueError(problem)
+
+
+def shared(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on files that two sources read, where the same text counts in both."""
+    places: dict[tuple[str, str], set[str]] = {}
+    for source, entry in plan["sources"].items():
+        for unit in entry["units"]:
+            for name in [file[0] for file in unit.get("files", [unit.get("file", [unit.get("path")])])]:
+                places.setdefault((entry.get("repo", ""), name), set()).add(source)
+    pairs: dict[tuple[str, ...], list[str]] = {}
+    for (_, name), readers in places.items():
+        if len(readers) > 1:
+            pairs.setdefault(tuple(sorted(readers)), []).append(name)
+    for sources, names in pairs.items():
+        yield f"{len(names)} files are in {' and '.join(sources)}, whose shares then hold the same text: {names[0]} ..."
 
 
 def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
@@ -121,10 +145,15 @@ def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
     counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
     hint = "estimate without a network what will be read and stored: python -m tools.plan JOB.toml" if away else ""
     _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
-    planned = {}
+    return _asked(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
+
+
+def _asked(wanted: list[S], ask: Callable[[S], Entry]) -> dict[str, Entry]:
+    """One entry for each source, or one error for all."""
+    planned, refused = {}, dict[str, list[str]]()
     for each in wanted:
         try:
-            planned[each.name] = _hub(origin, each, revisions[each.repo, each.revision])
+            planned[each.name] = ask(each)
         except ValueError as error:
             refused.setdefault(str(error), []).append(each.name)
     _stop_at(refused, f"{len(refused)} sources are not as the recipe says")
@@ -144,6 +173,8 @@ def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
         if not found:
             near = nearest(config, origin.folders(each.repo, revision), "its folders:")
             raise ValueError(f"{each.repo} @ {revision} has no Parquet file in {config}/; {near}")
+        if each.files is not None:
+            found = sorted(found, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
         column = _text_column(origin, each, revision, found[0].path)
         for file in found:
             number = {"source": each.name, "number": len(entries), "kind": "parquet"}
@@ -156,22 +187,26 @@ def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
 
 def _text_column(origin: hub.Origin, each: HubSource, revision: str, path: str) -> str:
     """The column of text by the file's footer."""
+    with origin.open(each.repo, revision, path) as file:
+        schema = _schema(file, f"{each.repo} @ {revision}: {path}")
+    return text_column(schema, each.text_columns, f"{each.repo}/{path}")
+
+
+def _schema(file: BinaryIO, where: str) -> pyarrow.Schema:
     try:
-        with origin.open(each.repo, revision, path) as file:
-            schema = pyarrow.parquet.read_schema(file)
+        return pyarrow.parquet.read_schema(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{each.repo} @ {revision}: {path} has no readable Parquet footer: {error}") from error
-    return text_column(schema, each, f"{each.repo}/{path}")
+        raise ValueError(f"{where} has no readable Parquet footer: {error}") from error
 
 
-def text_column(schema: pyarrow.Schema, each: HubSource, where: str) -> str:
-    """Which column of a file holds the text. ValueError names the columns of a layout that is not known."""
+def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:
+    """Which of these columns of a file holds the text. ValueError names the columns of a layout that is not known."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if field.type in _TEXT}
-    found = [name for name in each.text_columns if name in texts]
+    found = [name for name in names if name in texts]
     if len(found) != 1:
         raise ValueError(
-            f"{where} must have exactly one column of text or bytes named {' or '.join(each.text_columns)}; {columns}. "
-            "Look at the file and name its column of text as text_columns of the source"
+            f"{where} must have exactly one column of text or bytes named {' or '.join(names)}; {columns}. "
+            "Look at the file and name its column of text as `field` of the input, or text_columns of a hub source"
         )
     return found[0]

@@ -13,7 +13,7 @@ from rich.console import Console
 from data_mixtures import tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
 from data_mixtures.stages import decontaminate, manifest, plan, quality, runs, shuffle, stage, tokenize, verify
-from data_mixtures.stages.fetch import Fetch, check_enough
+from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
 
@@ -65,15 +65,18 @@ def check(recipe: Recipe, out: Path) -> None:
 
 
 def _plan(context: RunContext) -> None:
-    made = plan.make(context.recipe, context.out, context.sources, context.mirror)["sources"]
+    planned = plan.make(context.recipe, context.out, context.sources, context.mirror)
+    made = planned["sources"]
     units = sum(len(made[name]["units"]) for name in context.sources)
     context.console.print(f"plan     {units:6} units of {len(context.sources)} sources", highlight=False)
+    for sentence in plan.shared(planned):
+        context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     rows = []
     for name in context.sources if context.tables else ():
-        planned = made[name]
-        size = sum(unit.get("bytes", 0) + sum(file[1] for file in unit.get("files", ())) for unit in planned["units"])
-        facts = (planned.get(key, "") for key in ("revision", "gate", "licence"))
-        rows.append([name, f"{len(planned['units']):,}", f"{size:,}", *facts])
+        units = made[name]["units"]
+        size = sum(unit.get("bytes", 0) + sum(file[1] for file in unit.get("files", ())) for unit in units)
+        facts = (made[name].get(key, "") for key in ("revision", "gate", "licence"))
+        rows.append([name, f"{len(units):,}", f"{size:,}", *facts])
     if rows:
         context.console.print(source_table(None, ("units", "bytes", "revision", "gate", "licence"), rows))
 
@@ -82,12 +85,14 @@ def _fetch(context: RunContext) -> None:
     Fetch(context.recipe, context.out, context.sources, context.mirror).check_room(context.budget_bytes)
     context.run(Fetch, context.mirror)
     Fetch(context.recipe, context.out, context.sources).remove_parts()
+    check_dropped(context.recipe, context.out, context.sources, ("fetch",))
     check_enough(context.recipe, context.out, context.sources)
 
 
 def _filter(context: RunContext) -> None:
     decontaminate.make_index(context.recipe.filter.benchmarks, context.out)
     context.run(Filter)
+    check_dropped(context.recipe, context.out, context.sources, ("fetch", "filter"))
 
 
 def _tokenize(context: RunContext) -> None:

@@ -4,6 +4,9 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
+
+from data_mixtures.readers import local
 from examples import corpus, generated
 
 MODULE = '''"""A module about doubling, with a docstring of a hundred characters or more, because shorter
@@ -115,3 +118,18 @@ def test_the_demo_has_text_on_any_machine(tmp_path):
     ]
     assert (tmp_path / "math.jsonl").stat().st_size > 3_000_000
     assert (tmp_path / "multilingual.jsonl").stat().st_size > 500_000
+
+
+def test_docstrings_without_their_examples(tmp_path):
+    (tmp_path / "site-packages/pkg").mkdir(parents=True)
+    path = tmp_path / "site-packages/pkg/twice.py"
+    path.write_text(MODULE)
+    (prose,) = corpus.docstrings(path)
+    assert prose.startswith("pkg.twice\n\nA module about doubling")
+    assert "pkg.twice.double\n\nReturn twice x." in prose
+    assert "Nothing else happens" in prose
+    assert ">>>" not in prose
+    assert "double(2)" not in prose
+    path.write_text("def (")
+    with pytest.raises(local.Unreadable, match="not_python"):
+        corpus.docstrings(path)

@@ -1,94 +1,118 @@
-"""Local inputs: which files in which order, caps, what text comes of them, and the named reasons why none does."""
+"""Files of one's own: which in which order, caps, what text comes of them, and the named reasons why none does."""
 
+import bz2
 import gzip
 import json
-from collections import Counter
+import os
+import sys
+from pathlib import Path
 
+import fsspec
+import pyarrow
 import pytest
 
 from data_mixtures.readers import local
 from data_mixtures.recipe import Input
 
 ROWS = [{"text": "one", "id": 1}, {"id": 2, "text": "zwei ü\n"}, {"text": None}, {"text": "", "body": "x"}]
-MODULE = '''"""A module about doubling, with a docstring of a hundred characters or more, because shorter
-ones are left out: it doubles numbers."""
+RAW = b"".join(b'{"text": "some words of line %d"}\n' % number for number in range(3000))
+PACK = {"gz": gzip.compress, "zst": lambda raw: pyarrow.compress(raw, "zstd", asbytes=True), "bz2": bz2.compress}
 
 
-def double(x):
-    """Return twice x. This sentence only makes the docstring long enough to be kept among the documentation texts.
-
-    >>> double(2)
-    4
-
-    Nothing else happens here.
-    """
-'''
-
-
-def test_docstrings_without_their_examples():
-    prose = local.docstrings("/x/site-packages/pkg/twice.py", MODULE)
-    assert prose.startswith("pkg.twice\n\nA module about doubling")
-    assert "pkg.twice.double\n\nReturn twice x." in prose
-    assert "Nothing else happens" in prose
-    assert ">>>" not in prose
-    assert "double(2)" not in prose
-    with pytest.raises(local.Unreadable, match="not_python"):
-        local.docstrings("x.py", "def (")
+def texts(source_input: Input, *paths, dropped: local.Dropped | None = None) -> list[str]:
+    found = local.documents(source_input, map(str, paths), local.Dropped() if dropped is None else dropped)
+    return [text for text, *_ in found]
 
 
 @pytest.mark.parametrize(
-    ("raw", "reason"),
+    ("name", "raw", "reason"),
     [
-        (b"\xff\xfe", "not_utf8"),
-        (b"a\0b", "not_text"),
-        (gzip.compress(b"hello" * 100, mtime=0)[:20], "broken_gzip"),
-        (gzip.compress(b"hello" * 100, mtime=0)[:12] + b"\xff" * 30, "broken_gzip"),
+        ("file", b"\xff\xfe", "not_utf8"),
+        ("file", b"a\0b", "not_text"),
+        ("file.gz", gzip.compress(b"hello" * 100, mtime=0)[:20], "damaged"),
+        ("file.gz", gzip.compress(b"hello" * 100, mtime=0)[:12] + b"\xff" * 30, "damaged"),
+        ("file.gz", b"", "damaged"),
     ],
 )
-def test_unreadable_files_give_a_reason(raw, reason, tmp_path):
-    (tmp_path / "file").write_bytes(raw)
+def test_unreadable_files_give_a_reason(name, raw, reason, tmp_path):
+    (tmp_path / name).write_bytes(raw)
     with pytest.raises(local.Unreadable, match=reason):
-        local.read(tmp_path / "file")
+        local.read(tmp_path / name)
 
 
-def test_gzip_and_line_ends(tmp_path):
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"one\r\ntwo"))
+def test_gzip_line_ends_and_marks(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfone\r\ntwo"))
     assert local.read(tmp_path / "a.gz") == "one\ntwo"
 
 
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize(
+    ("damage", "whole"),
+    [
+        (lambda pack: pack(RAW), True),
+        (lambda pack: pack(RAW[:9000]) + pack(RAW[9000:]), True),  # several members, as `cat` makes them
+        (lambda pack: pack(RAW)[: len(pack(RAW)) // 2], False),
+        (lambda pack: pack(RAW)[:-1], False),
+        (lambda pack: pack(RAW[:9000]) + pack(RAW[9000:])[:-9], False),
+        (lambda pack: pack(RAW) + b"garbage", False),
+        (lambda pack: b"not packed", False),
+        (lambda pack: b"", False),
+    ],
+)
+def test_what_is_packed_is_whole_or_damaged(suffix, damage, whole, tmp_path):
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(damage(PACK[suffix]))
+    if whole:
+        assert len(texts(Input("jsonl", ("x",)), path)) == 3000
+    else:
+        with pytest.raises(local.Damaged) as error:
+            texts(Input("jsonl", ("x",)), path)
+        assert error.value.args[0] == str(path)
+        assert 0 <= error.value.args[1] <= 3000
+        with pytest.raises(ValueError, match=rf"a\.jsonl\.{suffix} is damaged or truncated"):
+            list(local.json_objects(path))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_texts_of_a_field(name, tmp_path):
-    raw = "\n".join(
-        [json.dumps(ROWS[0]), "", "  ", *(json.dumps(row, ensure_ascii=False) for row in ROWS[1:])]
-    ).encode()
+def test_texts_of_a_field_with_their_rows(name, tmp_path):
+    lines = [json.dumps(ROWS[0]), "", "  ", *(json.dumps(row, ensure_ascii=False) for row in ROWS[1:])]
+    raw = "\n".join(lines).encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-    assert list(local.json_texts(tmp_path / name, "text")) == ["one", "zwei ü\n", "", ""]
+    dropped = local.Dropped()
+    found = list(local.documents(Input("jsonl", ("x",)), [str(tmp_path / name)], dropped))
+    assert [(text, row) for text, _, row, _ in found] == [("one", 0), ("zwei ü\n", 3)]
+    assert found[1][3]["id"] == 2
+    assert dropped == {"no_text": 2}
     assert [number for number, _ in local.json_objects(tmp_path / name)] == [1, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "reason", "example"),
     [
-        ('{"text": "cut', r"a\.jsonl:2: not JSON"),
-        ('{"content": "x", "id": 3}', r"a\.jsonl:2: has no 'text'; its fields: content, id\. Set `field`"),
-        ('["x"]', r":2: has no 'text'; it is list"),
-        ('{"text": 3}', r":2: 'text' is int, it must be a string"),
-        (b'"\xff"', r":2: not JSON"),
+        (b'{"text": "cut', "not_json", "a.jsonl:2"),
+        (b'"\xff"', "not_json", "a.jsonl:2"),
+        (
+            b'{"content": "x", "id": 3}',
+            "no_field",
+            "a.jsonl:2 has no 'text'; its fields: content, id. Set `field` of the input",
+        ),
+        (b'["x"]', "no_field", "a.jsonl:2 is a list, not an object"),
+        (b'{"text": 3}', "no_field", "a.jsonl:2 has 'text' of int, not text"),
     ],
 )
-def test_a_wrong_line_is_named(line, message, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "good"}\n' + (line if isinstance(line, bytes) else line.encode()))
-    with pytest.raises(ValueError, match=message):
-        list(local.json_texts(path, "text"))
+def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path):
+    path, dropped = tmp_path / "a.jsonl", local.Dropped()
+    path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
+    assert texts(Input("jsonl", ("x",)), path, dropped=dropped) == ["good", "good too"]
+    assert dropped == {reason: 1}
+    assert dropped.examples == {reason: f"{tmp_path}/{example}"}
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: raw[:30] + b"\xff" * 9, lambda raw: b"no gzip"])
-def test_a_broken_gzip_is_named(damage, tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(damage(gzip.compress(b'{"text": "some words of a line"}\n' * 50)))
-    with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged or truncated"):
-        list(local.json_texts(path, "text"))
+def test_other_fields_may_change_their_type(tmp_path):
+    """What ends the JSON reader of `datasets`, which gives every field one type."""
+    rows = [{"text": "a", "meta": {"url": "x"}}, {"text": "b", "meta": "none"}, {"text": "c", "more": [1]}] * 9
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert texts(Input("jsonl", ("x",)), tmp_path / "a.jsonl") == ["a", "b", "c"] * 9
 
 
 @pytest.fixture
@@ -99,19 +123,63 @@ def folder(tmp_path):
     return tmp_path
 
 
+def names(source_input: Input, roots) -> list[str]:
+    return [name for name, _, _ in local.find(source_input, roots)]
+
+
 def test_the_order_depends_on_names_below_a_root_alone(folder, tmp_path):
     chosen = Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",))
-    found = local.find(chosen, {"corpus": str(folder)})
+    roots = {"corpus": str(folder)}
+    found = names(chosen, roots)
     assert len(found) == 19
     assert found != sorted(found)
-    (tmp_path / "other").mkdir()
-    (folder / "a").rename(tmp_path / "other/a")
-    moved = local.find(chosen, {"corpus": str(tmp_path / "other")})
-    assert [path.name for path in moved] == [path.name for path in found]
-    assert local.portable(str(moved[0]), {"corpus": str(tmp_path / "other")}) == f"corpus/a/{moved[0].name}"
-    roots = local.roots(tmp_path, tmp_path)
-    assert roots["corpus"] == str(tmp_path / "corpus")
+    status = Path(found[0]).stat()
+    assert local.find(chosen, roots)[0] == [found[0], status.st_size, status.st_mtime_ns]
+    (tmp_path / "ot[h]er").mkdir()  # a folder whose name is a pattern
+    (folder / "a").rename(tmp_path / "ot[h]er/a")
+    moved = {"corpus": str(tmp_path / "ot[h]er")}
+    assert [local.portable(name, moved) for name in names(chosen, moved)] == [local.portable(n, roots) for n in found]
+    assert local.portable(found[0], {"recipe": str(folder), **roots}) == f"a/{found[0].split('/')[-1]}"
+    roots = local.roots(tmp_path, tmp_path / "recipes")
+    assert (roots["corpus"], roots["recipe"]) == (str(tmp_path / "corpus"), str(tmp_path / "recipes"))
     assert local.find(Input("text", ("{stdlib}/json/*.py",)), roots)
+
+
+def test_the_first_files_stay_the_first(folder):
+    every = names(Input("text", (f"{folder}/a/*",)), {})
+    assert names(Input("text", (f"{folder}/a/*",), files=5), {}) == every[:5]
+    assert names(Input("text", (f"{folder}/a/*",), files=99), {}) == every
+
+
+def test_every_glob_must_match(folder):
+    with pytest.raises(ValueError, match=rf"^no file matches {folder}/b/\*, {folder}/a/1.* \(all excluded\)$"):
+        local.find(Input("text", (f"{folder}/b/*", f"{folder}/a/*", f"{folder}/a/1*"), exclude=("*/1*",)), {})
+    assert len(local.find(Input("text", (f"{folder}/b/*", f"{folder}/a/*")), {}, all_match=False)) == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("text", "a.jsonl", "is jsonl, its input has kind = 'text'"),
+        ("text", "a.json.gz", "is jsonl, its input has kind = 'text'"),
+        ("text", "A.JSONL.zst", "is jsonl, its input has kind = 'text'"),
+        ("text", "a.parquet", "is parquet, its input has kind = 'text'"),
+        ("text", "a.csv", "is not read; convert it"),
+        ("jsonl", "a.parquet", "is parquet, its input has kind = 'jsonl'"),
+        ("jsonl", "a.jsonl.xz", "is not read; convert it"),
+        ("parquet", "a.jsonl", "is jsonl, its input has kind = 'parquet'"),
+        ("parquet", "a.parquet.gz", "is not read; convert it"),
+        ("text", "s3://b/a.jsonl?versionId=3", "is jsonl"),
+    ],
+)
+def test_a_suffix_of_another_kind_is_refused(kind, name, message):
+    with pytest.raises(ValueError, match=message):
+        local.check_kind(Input(kind, ("x",)), [["good", 1, 1], [name, 1, 1]])
+
+
+def test_usual_suffixes_are_taken():
+    for kind, name in [("text", "a.md.gz"), ("text", "README"), ("jsonl", "a.json.zst"), ("parquet", "a.b.parquet")]:
+        local.check_kind(Input(kind, ("x",)), [[name, 1, 1]])
 
 
 def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
@@ -119,13 +187,51 @@ def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     (folder / "a/1.txt").write_text("   ")
     (folder / "b.jsonl").write_text('{"body": "one\\ud800 two\\u0000"}\n{"body": null}\n')
     paths = sorted((folder / "a").iterdir())
-    dropped = Counter[str]()
-    found = list(local.documents(Input("text", ("x",)), paths, dropped))
+    dropped = local.Dropped()
+    found = texts(Input("text", ("x",)), *paths, dropped=dropped)
     assert found == [path.read_text() for path in paths[2:]]
     assert dropped == {"not_utf8": 1, "no_text": 1}
-    capped = list(local.documents(Input("text", ("x",), max_bytes=1000), paths, dropped))
+    assert dropped.examples["not_utf8"] == str(folder / "a/0.txt")
+    capped = texts(Input("text", ("x",), max_bytes=1000), *paths)
     assert capped == found[: len(capped)]
     assert sum(map(len, capped)) <= 1000 < sum(map(len, found[: len(capped) + 1]))
     dropped.clear()
-    assert list(local.documents(Input("jsonl", ("x",), field="body"), [folder / "b.jsonl"], dropped)) == ["one two"]
+    assert texts(Input("jsonl", ("x",), field="body"), folder / "b.jsonl", dropped=dropped) == ["one two"]
     assert dropped == {"no_text": 1}
+
+
+def test_urls_are_listed_read_and_checked(tmp_path):
+    store = fsspec.filesystem("memory")
+    store.pipe({"/own/a.jsonl.gz": gzip.compress(RAW), "/own/b.jsonl.gz": gzip.compress(RAW[:300])})
+    chosen = Input("jsonl", ("memory://own/*.jsonl.gz",))
+    found = local.find(chosen, local.roots(tmp_path, tmp_path))
+    assert sorted(name for name, _, _ in found) == ["memory:///own/a.jsonl.gz", "memory:///own/b.jsonl.gz"]
+    assert len(texts(chosen, *(name for name, _, _ in found))) > 3000
+    local.check_unchanged(found)
+    store.pipe("/own/a.jsonl.gz", gzip.compress(RAW * 2))
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl\.gz has changed since it was planned \([\d,]+ bytes then, [\d,]+ now"
+    ):
+        local.check_unchanged(found)
+    store.rm("/own", recursive=True)
+    with pytest.raises(ValueError, match=r"(a|b)\.jsonl\.gz is planned and no longer there; start again"):
+        local.check_unchanged(found)
+    with pytest.raises(ValueError, match=r"no file matches memory://own/"):
+        local.find(chosen, {})
+    path = tmp_path / "a.txt"
+    path.write_text("here")
+    for name in (str(path), f"file://{path}"):
+        found = local.find(Input("text", (name,)), {})
+        os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))  # the same size, later
+        with pytest.raises(ValueError, match=r"a\.txt has changed since it was planned \(same size, other time or tag"):
+            local.check_unchanged(found)
+
+
+def test_a_missing_package_or_protocol_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(
+        ValueError, match=r"gs://b/\* needs a package that is missing .*pip install 'laneformer\[gcs\]'"
+    ):
+        local.find(Input("jsonl", ("gs://b/*",)), {})
+    with pytest.raises(ValueError, match=r"nowhere://b/\* cannot be read: ValueError: Protocol not known: nowhere"):
+        local.find(Input("jsonl", ("nowhere://b/*",)), {})
