@@ -199,10 +199,14 @@ def summary(stage: str, receipts: Mapping[Unit, Mapping[str, Any]]) -> Table:
 
 def source_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """A row for each source: its name, then figures."""
+    return figures(title, ("source", *columns), rows)
+
+
+def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """Rows of a name and its figures."""
     table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
-    table.add_column("source", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    for number, name in enumerate(head):
+        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
         table.add_row(*row)
     return table

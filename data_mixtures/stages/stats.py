@@ -1,4 +1,4 @@
-"""stats: statistics of prepared data: DIR/stats.json, and the page DIR/stats.html.
+"""stats: what prepared data holds: tables on the terminal, DIR/stats.json, and both as the page DIR/stats.html.
 
 Tokens by source and category against the mixtures, how often a run of given length reads each source, lengths of
 documents, what was dropped and why, which sources share documents, and some documents as the model will see them.
@@ -9,8 +9,9 @@ brings equal ids together, whatever source they come from.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from html import escape
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from rich.console import Console
 from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
-from data_mixtures.stages import blocks, runs, stage, stats_page
+from data_mixtures.stages import blocks, runs, stage
+from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
+from records import page
 from records.files import write_atomically
 
 JSON, PAGE = "stats.json", "stats.html"
 LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
+BARS = "·▁▂▃▄▅▆▇█"
+PAIRS = 40  # of sources that share documents are shown
 TEXT_CHARS = 1200  # of a document are shown
 TEXT_TOKENS = 500
 _FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "windows")
@@ -40,7 +45,7 @@ def write(
     documents_per_source: int = 3,
     workers: int | None = None,
 ) -> dict[str, Any]:
-    """Write stats.json and stats.html; returns what stats.json holds.
+    """Print, and write stats.json and stats.html; returns what stats.json holds.
 
     sequences: phase -> how many sequences of it a run would read, for the epochs of each source. ValueError for a phase
     without a lock, or a source without a manifest.
@@ -61,9 +66,69 @@ def write(
             "documents": [d for s in sources for d in look(out, s, manifests[s], documents_per_source)],
         }
     shards.write_json(out / JSON, result)
-    write_atomically(out / PAGE, stats_page.page(result))
+    cards = []
+    for title, head, rows, caption in tables(result):
+        console.print(figures(title, head, rows), caption, highlight=False)
+        cards.append(page.card(title, page.table(head, [[*map(escape, row)] for row in rows], "numbers"), caption))
+    cards.append(page.card("Some documents", "".join(map(_shown, result["documents"]))))
+    write_atomically(out / PAGE, page.html_page("Data", "<h1>Prepared data</h1>" + "".join(cards), library=""))
     console.print(f"{out / JSON}, {out / PAGE}", highlight=False, soft_wrap=True)
     return result
+
+
+def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]], str]]:
+    """(title, head, rows, caption): what stats.json holds, but for the documents, as text."""
+    sources, phases = stats["sources"], stats["phases"]
+    tokens = sum(each["tokens"] for each in sources.values())
+    rows = []
+    for category in dict.fromkeys(each["category"] for each in sources.values()):
+        names = [name for name, each in sources.items() if each["category"] == category]
+        shares = [sum(phase["shares"].get(name, 0) for name in names) for phase in phases.values()]
+        have = sum(sources[name]["tokens"] for name in names)
+        rows.append([category, page.short(have), *(page.percent(each, ".2f") for each in (have / tokens, *shares))])
+    yield "Categories", ["category", "tokens", "share", *phases], rows, "What there is, and what each phase draws."
+    epochs = {name: phase["epochs_at_end"] for name, phase in phases.items() if "sequences" in phase}
+    head = ["source", "tokens", *phases, *(f"epochs after {name}" for name in epochs)]
+    rows = [
+        [name, page.short(each["tokens"]),
+         *(page.percent(phase["shares"].get(name, 0), ".2f") for phase in phases.values()),
+         *(f"{done.get(name, 0):.3f}" for done in epochs.values()),
+         *map(page.short, (each["windows"], each["valid_windows"], each["quarantined"]))]
+        for name, each in sources.items()
+    ]  # fmt: skip
+    yield "Sources", [*head, "windows", "held out", "quarantined"], rows, f"Windows of {stats['seq_len']:,} tokens."
+    bins = max(each["lengths"]["longest"] for each in sources.values()).bit_length()
+    rows = [
+        [name, page.short(each["documents"]), f"{each['bytes'] / max(each['tokens'], 1):.2f}", f"{found['mean']:,.0f}",
+         f"{found['longest']:,}", _bars(found["histogram"][:bins])]
+        for name, each, found in ((name, each, each["lengths"]) for name, each in sources.items())
+    ]  # fmt: skip
+    head = ["source", "documents", "bytes per token", "mean length", "longest", "by length"]
+    yield "Lengths of documents", head, rows, "In tokens; by length: documents of 1, 2 to 3, 4 to 7, 8 to 15... tokens."
+    reasons = sorted({reason for each in sources.values() for reason, count in each["dropped"].items() if count})
+    rows = [
+        [name, page.short(each["read"]), *(page.short(each["dropped"].get(reason, 0)) for reason in reasons),
+         page.percent(each["kept"] / max(each["read"], 1), ".2f")]
+        for name, each in sources.items()
+    ]  # fmt: skip
+    yield "Dropped", ["source", "read", *reasons, "kept"], rows, "Every document that was read is kept or counted here."
+    shared = stats["shared_documents"]
+    rows = []
+    for pair in shared.get("pairs", ())[:PAIRS]:
+        of = [page.percent(pair["documents"] / sources[name]["documents"], ".2f") for name in pair["sources"]]
+        rows.append([", ".join(pair["sources"]), f"{pair['documents']:,}", *of])
+    caption = f"Not counted: {shared['unknown']}" if "unknown" in shared else "The same text in both, by its hash."
+    yield "Documents that sources share", ["sources", "documents", "of the first", "of the second"], rows, caption
+
+
+def _bars(histogram: list[int]) -> str:
+    return "".join(BARS[-(-count * (len(BARS) - 1) // max(1, *histogram))] for count in histogram)
+
+
+def _shown(document: Mapping[str, Any]) -> str:
+    place = f"{document['source']}, {document['shard']}, token {document['token_offset']:,}"
+    text = escape(document["text"] + " …" * (not document["whole"]))
+    return f"<details><summary>{escape(place)}, {document['tokens']:,} tokens</summary><pre>{text}</pre></details>"
 
 
 def _lengths(folder: Path, manifest: dict[str, Any], pool: Executor) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _verify(context: RunContext) -> None:
 
 
 def _stats(context: RunContext) -> None:
-    from data_mixtures.stages import stats  # here: importing plotly takes half a second
+    from data_mixtures.stages import stats
 
     workers = context.executor.options.threads
     stats.write(context.out, context.sources, context.console, context.sequences, workers=workers)

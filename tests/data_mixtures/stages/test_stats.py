@@ -69,7 +69,7 @@ def test_shared_documents_are_counted_exactly(data):
 def test_shared_documents_are_unknown_when_units_are_freed(data):
     stage.free(data, "tokenize", Unit("sums", 1))
     assert "sums/unit-00001 is not there any more" in write(data)["shared_documents"]["unknown"]
-    assert "Not counted" in (data / "stats.html").read_text()
+    assert "Not counted: " in (data / "stats.html").read_text()
 
 
 def test_epochs_are_those_that_the_mixture_serves(data):
@@ -105,12 +105,23 @@ def test_random_documents_are_documents(data, monkeypatch):
     assert "&lt;b&gt; &amp; so" in html  # text is never markup
 
 
-def test_the_page_needs_nothing_else(data):
-    write(data, sequences={"phase1": 60})
-    html = (data / "stats.html").read_text()
+def test_terminal_and_page_show_the_same_tables(data):
+    console = Console(record=True, width=160, quiet=False)
+    stats.write(data, SOURCES, console, sequences={"phase1": 60})
+    printed, html = console.export_text(), (data / "stats.html").read_text()
     body = html[html.index("<body") :]
     assert not re.search(r'(?:src|href)="', body)
     assert "default-src 'none'" in html
-    for word in ("Categories", "Epochs", "Lengths of documents", "Dropped", "share", "A look at"):
+    for word in (
+        "Categories",
+        "Lengths of documents",
+        "Dropped",
+        "Documents that sources share",
+        "epochs after phase1",
+    ):
+        assert word in printed
         assert word in body
-    assert body.count('<script type="application/json">') == 3
+    found = read_json(data / "stats.json")
+    windows = found["sources"]["odds"]["windows"]
+    row = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["odds"])
+    assert row[3:7] == ["50.00", "%", f"{found['phases']['phase1']['epochs_at_end']['odds']:.3f}", str(windows)]
