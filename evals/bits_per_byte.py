@@ -132,16 +132,18 @@ def _from_sentencepiece(path: Path) -> np.ndarray:
 def _from_tokenizer_json(path: Path) -> np.ndarray:
     content = json.loads(path.read_text(encoding="utf-8"))
     model = content["model"]
-    if not model.get("byte_fallback"):
+    of_bytes = '"ByteLevel"' in json.dumps(content.get("decoder"))  # each character of a piece is one byte
+    if not of_bytes and not model.get("byte_fallback"):
         raise ValueError(
-            f"{path} has no byte fallback, so its pieces are not plain text and their bytes cannot be counted; "
-            "export the model with a SentencePiece BPE tokenizer"
+            f"{path} has neither byte fallback nor bytes as characters, so the bytes of its pieces cannot be counted; "
+            "use a SentencePiece BPE with byte fallback, or a byte-level BPE"
         )
     added = {token["id"]: token for token in content.get("added_tokens", [])}
     pieces = {id_: piece for piece, id_ in model["vocab"].items()} | {i: t["content"] for i, t in added.items()}
     silent = {i for i, token in added.items() if token["special"]}
     silent |= {model["vocab"][model["unk_token"]]} if model.get("unk_token") else set()
-    counts = [0 if i in silent else _bytes_of(pieces.get(i, "")) for i in range(max(pieces) + 1)]
+    size_of = {i: len(p) if of_bytes and i not in added else _bytes_of(p) for i, p in pieces.items() if i not in silent}
+    counts = [size_of.get(i, 0) for i in range(max(pieces) + 1)]
     return np.array(counts, dtype=np.int64)
 
 

@@ -44,7 +44,7 @@ inputs = [{ kind = "text", max_bytes = 120_000, paths = ["{stdlib}/json/*.py", "
 [sources.math]
 category = "math"
 min_bytes = 10_000
-inputs = [{ kind = "text", max_bytes = 100_000, paths = ["{stdlib}/random.py", "{stdlib}/statistics.py"] }]
+inputs = [{ kind = "text", paths = ["{stdlib}/statistics.py"] }]
 
 [phase1]
 web = 63

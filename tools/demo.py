@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
 from laneformer import Engine
 from laneformer.chat import ChatTokenizer, render, token_ids
-from laneformer.config import EOS
 from records.files import read_lines
 
 PROMPTS = ("def main(", "The first", "import os\n", "Question: what is 12 + 30?\n", "Returns a list of")
@@ -225,7 +224,7 @@ def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], A
     with Engine.from_pretrained(final, device="cpu") as engine:
         prompts = [ids[: int(said.argmax())] for ids, said in conversations]
         replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
-    ended = sum(reply[-1] == EOS for reply in replies)
+    ended = sum(reply[-1] in engine.eos_ids for reply in replies)
     console.print(f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end", highlight=False)
     return {
         "chat_loss_before": round(before, 4),
@@ -247,7 +246,8 @@ def reply(folder: Path, question: str) -> str:
     with Engine.from_pretrained(folder, device="cpu") as engine:
         assert engine.tokenizer is not None, f"{folder} was exported with its tokenizer"
         asked = [{"role": "user", "content": question}]
-        prompt = token_ids(render(asked, ChatTokenizer(engine.tokenizer), add_generation_prompt=True))
+        tokenizer = ChatTokenizer(engine.tokenizer, engine.eos_ids[0])
+        prompt = token_ids(render(asked, tokenizer, add_generation_prompt=True))
         return str(engine.tokenizer.decode(engine.generate(prompt, max_new_tokens=REPLY_TOKENS)))
 
 

@@ -1,9 +1,9 @@
 """Conversations as token ids, in the model's chat template: what training, the server and `laneformer chat` share.
 
-Every message is a role header, its content without surrounding white space, and </s>. The ids are made segment by
-segment and put in a row, so no merge crosses a boundary and each id is either trained or not. The exported
-chat_template.jinja gives the same ids through Transformers, with one exception: there a message that spells "</s>"
-ends its turn, here text stays text.
+Every message is a role header, its content without surrounding white space, and the token that ends a text. The ids are
+made segment by segment and put in a row, so no merge crosses a boundary and each id is either trained or not. The
+exported chat_template.jinja gives the same ids through Transformers, with one exception: there a message that spells
+"</s>" ends its turn, here text stays text.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
-
-from .config import EOS
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 _HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
@@ -37,8 +35,11 @@ class ChatError(ValueError):
 class ChatTokenizer:
     """A folder's tokenizer for which text is only text: what spells a control token becomes ordinary pieces."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        """ValueError for a tokenizer with pieces across a line break, where ids of segments depend on neighbours."""
+    def __init__(self, tokenizer: Tokenizer, eos_id: int):
+        """ValueError for a tokenizer with pieces across a line break, where ids of segments depend on neighbours.
+
+        eos_id: what ends a message.
+        """
         crossing = [piece for piece in tokenizer.get_vocab() if "\n" in piece and piece.strip("\n")]
         if crossing:
             raise ValueError(
@@ -48,7 +49,15 @@ class ChatTokenizer:
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: the mode is for all threads of an object
         self._tokenizer.encode_special_tokens = True
         self._line_break_ids = len(self._encode("\n"))
+        self.eos_id = eos_id
         self.headers = {role: self._encode(_HEADER.format(role)) for role in (USER, ASSISTANT)}
+        for text in ("Hi", "1", "(a", "é", "東"):
+            if self._encode(_HEADER.format(USER) + text) != [*self.headers[USER], *self.content(text)]:
+                raise ValueError(
+                    f"the tokenizer gives {text!r} behind the header of a message other ids than alone, so a message "
+                    "could not be told from its header. Use one whose pre-tokenizer keeps line breaks apart (Llama 3, "
+                    "Qwen 2), or that is trained line by line (Llama 2)"
+                )
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -74,7 +83,7 @@ def render(
             continue
         expected = USER if role == ASSISTANT else ASSISTANT
         segments.append(Segment(tokenizer.headers[role], False))
-        segments.append(Segment([*tokenizer.content(text), EOS], role == ASSISTANT))
+        segments.append(Segment([*tokenizer.content(text), tokenizer.eos_id], role == ASSISTANT))
     if not segments:
         raise ChatError("empty", "the conversation has no message of a user")
     if add_generation_prompt:

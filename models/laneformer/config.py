@@ -18,7 +18,6 @@ MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
 NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
 HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
-UNK, BOS, EOS = 0, 1, 2  # special token ids, as in Llama 2; every document begins with BOS
 ROPE_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 

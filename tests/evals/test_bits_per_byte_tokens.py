@@ -88,7 +88,7 @@ def test_tokenizer_json_counts_the_same(tmp_path: Path) -> None:
 def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "byte_fallback": False}}))
-    with pytest.raises(ValueError, match="no byte fallback"):
+    with pytest.raises(ValueError, match="neither byte fallback"):
         bytes_per_token(path)
 
 

@@ -68,7 +68,7 @@ def fine_tuned(example: str, folder: Path, conversations: Path, out: Path, lr: f
 def loss(folder: Path) -> float:
     """The mean loss of the trained tokens of all conversations, each one alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-    chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     losses = []
     for one in CONVERSATIONS:
         segments = render(one, chat)

@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from laneformer.chat import ChatError, ChatTokenizer, render, token_ids
-from laneformer.config import BOS, EOS
 from laneformer.hf.tokenizer import write_tokenizer
 from tests.laneformer.hf.hf_assets import sentencepiece_model
 
+BOS, EOS = 1, 2
 TEXTS = st.text(alphabet=st.sampled_from("ab \n\t.<|>/3é🙂def_start_header_id"), min_size=1, max_size=30).filter(
     lambda text: text.strip() and "</s>" not in text and "<s>" not in text and "<unk>" not in text
 )
@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def chat(folder: Path) -> ChatTokenizer:
-    return ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    return ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_text_never_becomes_a_control_token(chat: ChatTokenizer) -> None:
 
 def test_the_tokenizer_given_keeps_its_mode(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ChatTokenizer(tokenizer)
+    ChatTokenizer(tokenizer, EOS)
     assert EOS in tokenizer.encode("</s>").ids
 
 
@@ -108,4 +108,4 @@ def test_pieces_across_line_breaks_are_refused() -> None:
     crossing = Tokenizer(models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>"))
     crossing.add_special_tokens([AddedToken("<unk>", special=True)])
     with pytest.raises(ValueError, match=r"pieces that join a line break and text, such as '\\na'"):
-        ChatTokenizer(crossing)
+        ChatTokenizer(crossing, EOS)

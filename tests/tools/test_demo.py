@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from laneformer import Laneformer
 from laneformer.chat import ChatTokenizer, render, token_ids
-from laneformer.config import EOS
 from laneformer.hf.tokenizer import write_tokenizer
 from laneformer.model import KVCache
 from tests.laneformer.engine.assets import write_folder
@@ -27,7 +26,7 @@ Conversations = list[tuple[list[int], torch.Tensor]]
 def folder(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("hf")
     write_tokenizer(prepared_data / "tokenizer.model", out, 512)
-    return write_folder(out, model(), eos_token_id=EOS)
+    return write_folder(out, model(), eos_token_id=2)
 
 
 def model() -> Laneformer:
@@ -41,7 +40,7 @@ def conversations(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_held_out_conversations_are_whole(conversations: Conversations, folder: Path) -> None:
-    chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     known = {}
     for one in chats.conversations(60):
         segments = render(one, chat)
@@ -70,7 +69,6 @@ def test_figures(conversations: Conversations, folder: Path, tmp_path: Path, mon
     end = replies[0][-1]  # a random model ends no reply; this token ends some
     ended = sum(end in reply for reply in replies)
     assert 0 < ended < len(replies)
-    monkeypatch.setattr(demo, "EOS", end)
     monkeypatch.setattr(demo, "REPLY_TOKENS", 12)
     shutil.copytree(folder, tmp_path / "hf")
     figures = demo.chat_figures(folder, write_folder(tmp_path / "hf", plain, eos_token_id=end), asked)

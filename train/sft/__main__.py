@@ -1,6 +1,6 @@
 """`python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR`: conversations -> the mixture of an SFT job.
 
-    DIR/tokenizer.model
+    DIR/tokenizer.model or tokenizer.json
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
     DIR/sft.lock.json
 
@@ -21,10 +21,10 @@ from typing import Any
 
 import tyro
 
-from data_mixtures import mixture, order
+from data_mixtures import mixture, order, shards
 from data_mixtures.recipe import check_known
 from data_mixtures.tokenizer import facts
-from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
+from laneformer.hf.tokenizer import open_tokenizer
 from records.files import hold_lock
 
 from .source import Rules, prepare
@@ -39,7 +39,7 @@ class Arguments:
     conversations: tyro.conf.Positional[tuple[str, ...]]
     """[NAME=]FILE or [NAME=]ORG/DATASET[:SPLIT], one or more."""
     tokenizer: Path
-    """SentencePiece model that the weights were trained with, such as data/nemotron/tokenizer.model."""
+    """tokenizer.model or tokenizer.json that the weights were trained with, such as data/nemotron/tokenizer.model."""
     out: Path
     """The data folder that is written."""
     seq_len: int = 4096
@@ -78,16 +78,20 @@ def run(arguments: Arguments) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     with hold_lock(out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"):
         token_facts = facts(arguments.tokenizer)
-        tokenizer = tokenizer_from_sentencepiece(arguments.tokenizer)
+        tokenizer, _ = open_tokenizer(arguments.tokenizer)
         made = {}
         for name, origins in sources.items():
             made[name] = prepare(
                 out / name, origins, token_facts, tokenizer, rules, arguments.max_dropped, arguments.workers
             )
             print(_summary(made[name]), flush=True)
-        model = out / "tokenizer.model"
-        if not model.exists() or not model.samefile(arguments.tokenizer):
-            shutil.copyfile(arguments.tokenizer, model)
+        given = {shards.TOKENIZER_MODEL: arguments.tokenizer}
+        if arguments.tokenizer.suffix == ".json":
+            config = arguments.tokenizer.with_name(shards.TOKENIZER_CONFIG)
+            given = {shards.TOKENIZER_JSON: arguments.tokenizer, shards.TOKENIZER_CONFIG: config}
+        for name, path in given.items():
+            if not (copy := out / name).exists() or not copy.samefile(path):
+                shutil.copyfile(path, copy)
         weights = _weights(arguments.weights, {name: manifest["windows"] for name, manifest in made.items()})
         lock = mixture.pin(out, PHASE, weights, rules.seed, rules.seq_len, arguments.epoch_cap, mixture.CONVERSATIONS)
     shares = ", ".join(f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items())

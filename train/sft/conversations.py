@@ -119,9 +119,9 @@ def encode(row: Any, tokenizer: ChatTokenizer, longest: int, cut: bool) -> Conve
 _worker: tuple[ChatTokenizer, int, bool]
 
 
-def _start_worker(tokenizer_json: str, longest: int, cut: bool) -> None:
+def _start_worker(tokenizer_json: str, eos_id: int, longest: int, cut: bool) -> None:
     global _worker
-    _worker = ChatTokenizer(Tokenizer.from_str(tokenizer_json)), longest, cut
+    _worker = ChatTokenizer(Tokenizer.from_str(tokenizer_json), eos_id), longest, cut
 
 
 def _encode_row(row: Any) -> Conversation | str:
@@ -132,12 +132,12 @@ def _encode_row(row: Any) -> Conversation | str:
 
 
 def encode_all(
-    origin: str, tokenizer: Tokenizer, longest: int, cut: bool, workers: int
+    origin: str, tokenizer: Tokenizer, eos_id: int, longest: int, cut: bool, workers: int
 ) -> Iterator[Conversation | str]:
     """Every row of an origin in its order: the conversation, or the reason why it is none."""
     if workers == 1:
-        _start_worker(tokenizer.to_str(), longest, cut)
+        _start_worker(tokenizer.to_str(), eos_id, longest, cut)
         yield from map(_encode_row, rows(origin))
         return
-    with get_context("spawn").Pool(workers, _start_worker, (tokenizer.to_str(), longest, cut)) as pool:
+    with get_context("spawn").Pool(workers, _start_worker, (tokenizer.to_str(), eos_id, longest, cut)) as pool:
         yield from pool.imap(_encode_row, rows(origin), chunksize=ROWS_AT_A_TIME)

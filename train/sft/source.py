@@ -48,7 +48,7 @@ def prepare(
     facts = {"format": shards.FORMAT, "source": folder.name, "category": "chat", **asdict(rules), **made_from}
     if None not in made_from["origins"] and (found := _finished(folder, facts)):
         return found
-    kept, counts = _read(origins, tokenizer, rules, workers)
+    kept, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers)
     _check_dropped(folder.name, counts, max_dropped)
     held_out = shards.held_out_below(rules.valid_per_10000)
     parts = {
@@ -95,13 +95,15 @@ def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
     return manifest if all(path.is_file() and file_sha256(path) == sha256 for path, sha256 in paths) else None
 
 
-def _read(origins: list[str], tokenizer: Any, rules: Rules, workers: int) -> tuple[list[Conversation], dict[str, Any]]:
+def _read(
+    origins: list[str], tokenizer: Any, eos_id: int, rules: Rules, workers: int
+) -> tuple[list[Conversation], dict[str, Any]]:
     """The conversations in the order of their keys, each once, and the counts of source.json."""
     found: dict[int, Conversation] = {}
     reasons: Counter[str] = Counter()
     read = 0
     for origin in origins:
-        for each in encode_all(origin, tokenizer, rules.seq_len, rules.cut_long, workers):
+        for each in encode_all(origin, tokenizer, eos_id, rules.seq_len, rules.cut_long, workers):
             read += 1
             if isinstance(each, str):
                 reasons[each] += 1

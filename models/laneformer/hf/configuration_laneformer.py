@@ -11,10 +11,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..config import BOS, EOS, UNK, LaneformerConfig
+from ..config import LaneformerConfig
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(LaneformerConfig)}
-TOKEN_IDS = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": UNK}
 
 
 class LaneformerHFConfig(PretrainedConfig):
@@ -26,13 +25,12 @@ class LaneformerHFConfig(PretrainedConfig):
 
     def __init__(self, **kwargs: Any):
         values = {name: kwargs.pop(name, default) for name, default in FIELDS.items()}
-        for key in kwargs.keys() - TOKEN_IDS.keys():
+        for key in kwargs:
             near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.85)
             if near and not hasattr(PretrainedConfig, key):
                 raise ValueError(f"unknown config key {key!r}; did you mean {near[0]!r}?")
         for name, value in LaneformerConfig.from_dict(values).to_dict().items():
             setattr(self, name, value)
-        kwargs = TOKEN_IDS | kwargs
         kwargs["tie_word_embeddings"] = self.tie_word_embeddings  # else 4.57 restores its own default, True
         super().__init__(**kwargs)
 

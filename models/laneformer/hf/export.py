@@ -30,7 +30,6 @@ from torch import Tensor
 
 from ..config import LaneformerConfig, hf_name
 from ..model import Laneformer
-from .configuration_laneformer import TOKEN_IDS
 from .tokenizer import write_tokenizer
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -75,7 +74,8 @@ def export(
         out: folder to create.
         dtype: dtype of the weights in `out`.
         config: path of `model.json`; default: the run folder's.
-        tokenizer: path of a SentencePiece `tokenizer.model`; default: the run folder's.
+        tokenizer: path of a SentencePiece `tokenizer.model`, or of a `tokenizer.json` with its tokenizer_config.json;
+            default: the run folder's.
         overwrite: replace `out` if it is not empty.
         max_shard_bytes: largest safetensors file; larger models are split.
         progress: training progress for the model card; the step defaults to the checkpoint's name.
@@ -85,7 +85,9 @@ def export(
     """
     started = time.monotonic()
     run_folder = checkpoint.resolve().parent.parent
-    config_path, tokenizer_path = config or run_folder / "model.json", tokenizer or run_folder / "tokenizer.model"
+    config_path, names = config or run_folder / "model.json", ("tokenizer.json", "tokenizer.model")
+    found = next((run_folder / name for name in names if (run_folder / name).is_file()), run_folder / names[-1])
+    tokenizer_path = tokenizer or found
     for path, option in ((config_path, "--config"), (tokenizer_path, "--tokenizer")):
         if not path.is_file():
             raise ValueError(f"{path} does not exist; pass its path with {option}")
@@ -99,14 +101,17 @@ def export(
             weights[name] = rounded(name, weights[name], dtype)
         console.print(f"writing {folder}")
         write_weights(folder, weights, max_shard_bytes)
-        write_configs(folder, architecture, dtype)
-        write_code(folder)
-        pieces = write_tokenizer(tokenizer_path, folder, architecture.max_position_embeddings).get_vocab_size()
+        made, special = write_tokenizer(tokenizer_path, folder, architecture.max_position_embeddings)
+        pieces = 1 + max(made.get_vocab().values())
         if pieces > architecture.vocab_size:
             most = f"vocab_size = {architecture.vocab_size}"
             raise ValueError(f"{tokenizer_path} has {pieces} pieces, more than {most}; check --tokenizer")
-        shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
-        (folder / "README.md").write_text(model_card(architecture, dtype, progress))
+        if tokenizer_path.suffix != ".json":
+            shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
+        token_ids = {f"{name}_id": made.token_to_id(token) for name, token in special.items() if name != "unk_token"}
+        write_configs(folder, architecture, dtype, token_ids)
+        write_code(folder)
+        (folder / "README.md").write_text(model_card(architecture, dtype, progress, special))
         console.print("loading it back and comparing its logits with the training model's")
         difference = verify(folder, architecture, weights)
     return {
@@ -188,12 +193,12 @@ def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_configs(folder: Path, config: LaneformerConfig, dtype: DType) -> None:
-    """config.json and generation_config.json."""
+def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, int]) -> None:
+    """config.json and generation_config.json; token_ids: bos_token_id, eos_token_id, and pad_token_id if any."""
     head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
     head |= {"model_type": "laneformer", "dtype": dtype}
-    (folder / "config.json").write_text(json.dumps({**head, **TOKEN_IDS, **config.to_dict()}, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps({**TOKEN_IDS, "do_sample": False}, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps({**head, **token_ids, **config.to_dict()}, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({**token_ids, "do_sample": False}, indent=2) + "\n")
 
 
 def write_code(folder: Path) -> None:
@@ -204,7 +209,7 @@ def write_code(folder: Path) -> None:
         (folder / Path(source).name).write_text(re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE))
 
 
-def model_card(config: LaneformerConfig, dtype: str, progress: Progress) -> str:
+def model_card(config: LaneformerConfig, dtype: str, progress: Progress, special: dict[str, str]) -> str:
     """The model card of a checkpoint whose weights were exported as `dtype`."""
     c = config
     full = [str(i) for i in range(c.num_hidden_layers) if c.window(i) is None]
@@ -226,7 +231,8 @@ def model_card(config: LaneformerConfig, dtype: str, progress: Progress) -> str:
     size = f"{total / 1e9:.1f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
     rows = "\n".join(f"| {key} | {value} |" for key, value in table.items())
     text = Path(__file__).with_name("model_card.md").read_text()
-    return text.format(size=size, total=total, rows=rows, dtype=dtype, **c.to_dict())
+    special = {"pad_token": "not set", **special}
+    return text.format(size=size, total=total, rows=rows, dtype=dtype, **special, **c.to_dict())
 
 
 @torch.no_grad()

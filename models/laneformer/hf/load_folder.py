@@ -27,8 +27,8 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
     """Write the run folder `out` from the exported folder `hf`.
 
     Args:
-        hf: exported folder with config.json, model*.safetensors, tokenizer.model.
-        out: run folder to create, with model.json, tokenizer.model, checkpoint/step-0.
+        hf: exported folder with config.json, model*.safetensors, tokenizer.model or tokenizer.json.
+        out: run folder to create, with model.json, the tokenizer, checkpoint/step-0.
         overwrite: replace `out` if it is not empty.
 
     Returns out, checkpoint, parameters, dtype (as stored in `hf`), tokenizer (whether `hf` has one), seconds.
@@ -42,19 +42,20 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
     weights = read_weights(hf, config)
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
     weights = {name: weights[name].float() for name in list(weights)}
-    tokenizer = hf / "tokenizer.model"
+    names = ["tokenizer.model"] if (hf / "tokenizer.model").is_file() else ["tokenizer.json", "tokenizer_config.json"]
+    tokenizer = [hf / name for name in names if (hf / name).is_file()]
     with staged_folder(out, overwrite) as folder:
         console.print(f"writing {folder}")
         (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, folder / "tokenizer.model")
+        for path in tokenizer:
+            shutil.copyfile(path, folder / path.name)
         dcp.save(weights, checkpoint_id=folder / "checkpoint" / "step-0", no_dist=True)
     return {
         "out": str(out),
         "checkpoint": str(out / "checkpoint" / "step-0"),
         "parameters": sum(w.numel() for w in weights.values()),
         "dtype": ",".join(sorted(dtypes)),
-        "tokenizer": tokenizer.is_file(),
+        "tokenizer": bool(tokenizer),
         "seconds": round(time.monotonic() - started, 2),
     }
 

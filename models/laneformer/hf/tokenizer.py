@@ -1,8 +1,9 @@
-"""A SentencePiece BPE model as a `tokenizer.json` that yields the same ids, with nothing but `tokenizers` at run time.
+"""The tokenizer of the data as a `tokenizer.json` that yields the same ids, with nothing but `tokenizers` at run time.
 
-SentencePiece keeps scores, `tokenizers` keeps merges. A BPE piece's score is its rank, so every way to split a piece
-into two known pieces is a merge, ranked by the score of the whole. The result is held against SentencePiece itself
-before it is used: on every piece of the vocabulary and on texts that are known to go wrong.
+One that is a tokenizer.json keeps its pieces, a SentencePiece BPE model is converted. SentencePiece keeps scores,
+`tokenizers` keeps merges. A BPE piece's score is its rank, so every way to split a piece into two known pieces is a
+merge, ranked by the score of the whole. The result is held against SentencePiece itself before it is used: on every
+piece of the vocabulary and on texts that are known to go wrong.
 
 Text that spells a special token ("<s>") becomes that token here, as in every Llama tokenizer of Transformers (the chat
 template needs it for "</s>"); SentencePiece alone reads it as plain characters. After a special token a text starts
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 SPACE = "\u2581"  # SentencePiece's visible space
-SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>")  # well-known names
 PROBES = [
     "", " ", "  ", "   x", "a", " a", "a ", "a  b", "\t", "\n", "\n\n\n", "\r\n", " " * 17 + "x", SPACE, f"a{SPACE}b",
     "\tif x:\n\t\treturn  1\n", "def f(x):\n        return x  # eight spaces\n" + "\n" * 5 + "-" * 40 + "=" * 9,
@@ -45,22 +46,68 @@ def merges_by_score(pieces: list[str], scores: list[float]) -> list[tuple[str, s
     return merges
 
 
-def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
-    """The fast tokenizer of a `tokenizer.model`, BOS in front; ValueError where it cannot give the same ids."""
+def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """A `tokenizer.model` or `tokenizer.json` with BOS in front of a text, and its special tokens ("bos_token", ...).
+
+    Without a token of its own to begin a document, EOS begins one. Padding is a token that no text has: with `</s>` as
+    padding its loss would be masked away. ValueError for a tokenizer that cannot give the same ids.
+    """
+    if path.suffix == ".json":
+        return _tokenizer_from_json(path)
+    tokenizer = tokenizer_from_sentencepiece(path)
+    return tokenizer, _special_of(_sentencepiece(path))
+
+
+def _begin_with(bos: str, tokenizer: Tokenizer) -> None:
+    begin = [(bos, tokenizer.token_to_id(bos))]
+    tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], [bos, "$A", bos, "$B"], begin)
+
+
+def _sentencepiece(model: Path | str) -> SentencePieceProcessor:
     from sentencepiece import SentencePieceProcessor
 
-    sp = SentencePieceProcessor(model_file=str(model))
-    pieces, needed = [sp.id_to_piece(i) for i in range(len(sp))], list(SPECIAL.values())
-    if pieces[: len(needed)] != needed:
-        raise ValueError(
-            f"{model}: its first pieces are {pieces[: len(needed)]}; Laneformer needs {needed}, as in Llama-2"
-        )
+    return SentencePieceProcessor(model_file=str(model))
+
+
+def _special_of(sp: SentencePieceProcessor) -> dict[str, str]:
+    if sp.eos_id() < 0:
+        raise ValueError("the SentencePiece model has no piece that ends a document; train it with eos_id set")
+    bos_id = sp.eos_id() if sp.bos_id() < 0 else sp.bos_id()
+    ids = {"unk_token": sp.unk_id(), "bos_token": bos_id, "eos_token": sp.eos_id(), "pad_token": sp.unk_id()}
+    return {name: sp.id_to_piece(i) for name, i in ids.items()}
+
+
+def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} cannot be read as a tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    beside = path.with_name("tokenizer_config.json")
+    values = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    said = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
+    eos, unk = said.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
+    if tokenizer.token_to_id(eos or "") is None:
+        raise ValueError(f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does")
+    bos = said.get("bos_token") or eos
+    _begin_with(bos, tokenizer)
+    pads = (said.get("pad_token"), *PADDING, unk)
+    pad = next((p for p in pads if p and p not in (bos, eos) and tokenizer.token_to_id(p) is not None), None)
+    special = {"unk_token": unk, "bos_token": bos, "eos_token": eos, "pad_token": pad}
+    return tokenizer, {name: token for name, token in special.items() if token}
+
+
+def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
+    """The fast tokenizer of a `tokenizer.model`, BOS in front; ValueError where it cannot give the same ids."""
+    sp = _sentencepiece(model)
+    pieces, special = [sp.id_to_piece(i) for i in range(len(sp))], _special_of(sp)
     if not any(sp.is_byte(i) for i in range(len(sp))):
         raise ValueError(f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids")
     ordinary = [i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
     merges = merges_by_score([pieces[i] for i in ordinary], [sp.get_score(i) for i in ordinary])
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True))
     spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if sp.normalize("x") == f"{SPACE}x":  # add_dummy_prefix
@@ -69,8 +116,9 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     tokenizer.normalizer, tokenizer.decoder = spaces, decoders.Sequence(steps)
     for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
         check_same_ids(tokenizer, sp, text)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL.values()])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", sp.bos_id())])
+    control = dict.fromkeys([*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    _begin_with(special["bos_token"], tokenizer)
     return tokenizer
 
 
@@ -83,17 +131,13 @@ def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) 
         )
 
 
-def write_tokenizer(model: Path | str, out: Path, max_length: int) -> Tokenizer:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja of a `tokenizer.model` into the folder `out`.
-
-    Padding is `<unk>`: byte fallback never produces it, and with `</s>` as padding its loss would be masked away.
-    """
-    tokenizer = tokenizer_from_sentencepiece(model)
+def write_tokenizer(path: Path, out: Path, max_length: int) -> tuple[Tokenizer, dict[str, str]]:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja into the folder `out`; returns `open_tokenizer`."""
+    tokenizer, special = open_tokenizer(path)
     tokenizer.save(str(out / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # others are rebuilt from their class by 5.x, with other ids
-        **SPECIAL,
-        "pad_token": SPECIAL["unk_token"],
+        **special,
         "padding_side": "left",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
@@ -101,4 +145,4 @@ def write_tokenizer(model: Path | str, out: Path, max_length: int) -> Tokenizer:
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), out / "chat_template.jinja")
-    return tokenizer
+    return tokenizer, special

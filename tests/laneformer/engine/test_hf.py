@@ -34,7 +34,7 @@ def exported(folder: Path, model: Laneformer, dtype: str) -> Path:
     """The model's folder as the export writes it, without a tokenizer."""
     folder.mkdir()
     write_weights(folder, {name: w.to(TORCH_DTYPES[dtype]).contiguous() for name, w in model.state_dict().items()})
-    write_configs(folder, model.config, DTYPES[dtype])
+    write_configs(folder, model.config, DTYPES[dtype], {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
     write_code(folder)
     return folder
 

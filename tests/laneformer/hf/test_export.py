@@ -57,7 +57,7 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
 
 def conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list[int], list[int]]]:
     """Random conversations, some opened by a system message, with their ids and what of them is trained (0 or 1)."""
-    tokenizer = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    tokenizer = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     draw, found = random.Random(3), []
     for _ in range(count):
         messages = [{"role": "system", "content": "Be brief."}] * draw.randint(0, 1)

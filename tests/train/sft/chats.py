@@ -35,7 +35,9 @@ def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -
     """The lock file of a mixture of `count` conversations, less those that are too long for a window."""
     rows = folder / "identity.jsonl"
     rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations(count)))
-    given = Arguments((str(rows),), tokenizer, folder / "data", seq_len=seq_len, holdout=0.1, max_dropped=1, workers=1)
+    given = Arguments(
+        (str(rows),), tokenizer, folder / "data", seq_len=seq_len, holdout=0.1, max_dropped=1, workers=1, seed=2
+    )
     return run(given)
 
 

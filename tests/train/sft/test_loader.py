@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from data_mixtures.mixture import Mixture, read_lock
-from laneformer.config import EOS
 from records.skips import SkipList
 from tests.train.sft import chats
 from train.data import MixtureLoader, inputs_and_labels
@@ -62,6 +61,6 @@ def test_every_label_is_the_next_token_of_its_own_document(lock: Path) -> None:
     assert (documents[:, 0] == 1).all()
     inside = documents[:, 1:] == documents[:, :-1]
     assert inside[trained[:, :-1]].all(), "no label crosses into another conversation"
-    ends = (labels == EOS)[:, :-1]
+    ends = (labels == 2)[:, :-1]
     assert ends.any()
     assert torch.equal(labels[:, :-1][ends], inputs["input"][:, 1:][ends])

@@ -167,7 +167,7 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_workers_change_nothing(arguments: Arguments, tokenizer: Path) -> None:
     fast, (path,) = tokenizer_from_sentencepiece(tokenizer), arguments.conversations
-    one, two = (list(encode_all(path, fast, SEQ_LEN, False, workers)) for workers in (1, 2))
+    one, two = (list(encode_all(path, fast, 2, SEQ_LEN, False, workers)) for workers in (1, 2))
     assert len(one) > ROWS_AT_A_TIME
     assert [each.key for each in one] == [each.key for each in two]  # type: ignore[union-attr]
 
