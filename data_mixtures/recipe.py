@@ -40,7 +40,7 @@ class Input:
     field: str = "text"
     """Field (JSON lines) or column (Parquet) that holds the text"""
     exclude: tuple[str, ...] = ()
-    """Patterns of paths to leave out"""
+    """Patterns of paths to leave out, such as */drafts/*"""
     files: int | None = None
     """Read the first so many files alone, in the order of a hash of their names: a fair sample that can be extended"""
     max_bytes: int | None = None
@@ -81,8 +81,8 @@ class Source:
     expected_tokens_b: float | None = None
     """Billions of tokens, as others counted them; for estimates before there is a count of our own"""
     valid_per_10000: int | None = None
-    """Documents held out of training, out of 10,000; default: the recipe's. 0: none. The same texts are held out of all
-    sources with the same figure; a source with a smaller one trains on more of what another holds out"""
+    """Documents held out of training, out of 10,000; default: the recipe's. 0: none. Sources with the same figure hold
+    out the same texts; one with a smaller figure trains on some that others hold out"""
     steps: tuple[str | dict, ...] | None = None
     """Filters of this source in place of those of [filter]"""
     keep: float = 1.0
@@ -340,7 +340,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def in_toml(hint: Any) -> str:
     """A field's type in the words of TOML."""
     if isinstance(hint, types.UnionType):
-        return " or ".join(in_toml(kind) for kind in typing.get_args(hint) if kind is not type(None))
+        return " or ".join(dict.fromkeys(in_toml(kind) for kind in typing.get_args(hint) if kind is not type(None)))
     if typing.get_origin(hint) is tuple:
         return f"list of {in_toml(typing.get_args(hint)[0])}s"
     return {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}.get(hint, "table")

@@ -194,6 +194,7 @@ class Dropped(Counter[str]):
     def __init__(self) -> None:
         super().__init__()
         self.examples: dict[str, str] = {}
+        self.files: set[str] = set()  # that are lost as a whole
 
     def add(self, reason: str, where: str, count: int = 1) -> None:
         self[reason] += count
@@ -232,10 +233,9 @@ def _read(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterat
                 yield read(name), name, 0, {}
             else:
                 yield from _rows(name, source_input.field, dropped)
-        except Unreadable as error:
-            dropped.add(str(error), name)
-        except PermissionError:
-            dropped.add("no_permission", name)
+        except (Unreadable, PermissionError) as error:
+            dropped.add(str(error) if isinstance(error, Unreadable) else "no_permission", name)
+            dropped.files.add(name)
 
 
 def read(name: str | os.PathLike[str]) -> str:

@@ -184,6 +184,7 @@ def _read_local(entry: Entry, target: Path, names: Mapping[str, str]) -> dict[st
         dropped = local.Dropped()
         for name, rows in damaged.items():
             dropped.add("damaged", name, rows + 1)  # and all that is behind, which nobody can count
+            dropped.files.add(name)
         try:
             local.check_unchanged(entry["files"])
             counts = _write(entry, [name for name in names if name not in damaged], target, dropped, names)
@@ -191,7 +192,8 @@ def _read_local(entry: Entry, target: Path, names: Mapping[str, str]) -> dict[st
         except local.Damaged as error:
             damaged.update([error.args])
             continue
-        files = {"files": len(names), "damaged_files": len(damaged)}
+        sizes = {name: size for name, size, _ in entry["files"]}
+        files = {"file_bytes": sum(sizes.values()), "lost_file_bytes": sum(sizes[name] for name in dropped.files)}
         return {**counts, **files, "dropped": dict(sorted(dropped.items())), "examples": list(dropped.examples.items())}
 
 
@@ -221,13 +223,14 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
                     )
                     count and examples.setdefault(reason, known or str(unit))
         read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
-        damaged, files = (sum(counts.get(name, 0) for counts in fetched) for name in ("damaged_files", "files"))
-        share = max(lost.total() / max(read, 1), damaged / max(files, 1))
+        # a file that is lost is one document at least, and nobody knows how many more
+        gone, size = (sum(counts.get(name, 0) for counts in fetched) for name in ("lost_file_bytes", "file_bytes"))
+        share = max(lost.total() / max(read, 1), gone / max(size, 1))
         if share > recipe.max_dropped_share:
             why = "; ".join(f"{lost[reason]:,} {reason}, such as {example}" for reason, example in examples.items())
             raise ValueError(
                 f"source {source!r}: {share:.1%} could not be read ({lost.total():,} of {read:,} documents, "
-                f"{damaged:,} of {files:,} files damaged): {why}. Repair or exclude them, or raise max_dropped_share = "
+                f"{gone:,} of {size:,} bytes of files): {why}. Repair or exclude them, or raise max_dropped_share = "
                 f"{recipe.max_dropped_share} in the recipe"
             )
 
@@ -240,10 +243,9 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
         counts = [receipt["counts"] for receipt in stage.receipts(out, "fetch", each.name)]
         total = sum(count["bytes"] for count in counts)
         if isinstance(each, LocalSource) and total < each.min_bytes:
-            files = sum(count.get("files", 1) for count in counts)
             raise ValueError(
-                f"source {each.name!r} has {total} bytes of text in {files} files, it needs at least min_bytes = "
-                f"{each.min_bytes}; add paths with such text to its inputs, or lower min_bytes"
+                f"source {each.name!r} has {total} bytes of text, it needs at least min_bytes = {each.min_bytes}; add "
+                "paths with such text to its inputs, or lower min_bytes"
             )
         if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
             raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them")

@@ -328,7 +328,7 @@ def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(
 
 def test_too_little_text_is_an_error_that_names_the_source(tmp_path, notes, quiet, mirror):
     work = fetched(local(tmp_path, f'{{ kind = "text", paths = ["{notes}/b*"] }}'), tmp_path / "out", None, quiet)
-    with pytest.raises(ValueError, match=r"'notes' has 0 bytes of text in 1 files, .* min_bytes = 1000"):
+    with pytest.raises(ValueError, match=r"'notes' has 0 bytes of text, .* min_bytes = 1000"):
         fetch.check_enough(work.recipe, tmp_path / "out", ("notes",))
     empty = mirror / REPO / "empty/part_0.parquet"
     empty.parent.mkdir()

@@ -1,0 +1,284 @@
+"""Files of one's own become a mixture with the shortest recipe; what is wrong with them is said, and where."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from data_mixtures import prepare, recipe, shards
+from data_mixtures.mixture import Mixture
+from data_mixtures.stages import plan, stage
+from data_mixtures.stages.run import Options
+from tests.data_mixtures.stages.hub_assets import REPO, write_mirror
+
+RECIPE = """
+tokenizer = "tokenizer.json"        # or a sentencepiece tokenizer.model
+seq_len = 4096
+[sources.mine]
+inputs = [{ kind = "jsonl", field = "content", paths = ["corpus/*.jsonl.gz"] }]
+[sources.yours]
+inputs = [{ kind = "parquet", field = "content", paths = ["s3://bucket/b/*.parquet"] }]
+[phase1]
+mine = 60
+yours = 40
+"""
+WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word"
+
+
+def write_text(seed: int, documents: int, words: int = 400) -> list[str]:
+    draw = random.Random(seed)
+    return [f"{seed}.{n} " + " ".join(draw.choices(WORDS.split(), k=words)) for n in range(documents)]
+
+
+def write_tokenizer(path: Path) -> None:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=letters, show_progress=False
+    )
+    made.train_from_iterator(write_text(0, 5), trainer)
+    made.save(str(path))
+
+
+def write_json_lines(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    lines = "".join(json.dumps({"id": n, "content": text}) + "\n" for n, text in enumerate(texts)).encode()
+    path.write_bytes(gzip.compress(lines, 1) if path.suffix == ".gz" else lines)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What RECIPE reads, the Parquet in b/ instead of a bucket."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    for number in range(2):
+        write_json_lines(tmp_path / f"corpus/{number}.jsonl.gz", write_text(1 + number, 40))
+        (tmp_path / "b").mkdir(exist_ok=True)
+        texts = write_text(3 + number, 40)
+        urls = [f"https://x/{number}/{n}" for n in range(40)]
+        pq.write_table(pa.table({"content": texts, "url": urls}), tmp_path / f"b/{number}.parquet")
+    return tmp_path
+
+
+def run(folder: Path, text: str, out: str = "out", mirror: Path | None = None) -> str:
+    (folder / "own.toml").write_text(text)
+    console = Console(record=True, width=250)
+    prepare.prepare(folder / "own.toml", folder / out, Options(), console, str(mirror) if mirror else None)
+    return console.export_text()
+
+
+def own(*inputs: str, more: str = "") -> str:
+    """A recipe of short sequences with one source for each input."""
+    tables = "".join(f"[sources.s{n}]\ninputs = [{each}]\n" for n, each in enumerate(inputs))
+    weights = "".join(f"s{n} = 1\n" for n in range(len(inputs)))
+    return f'tokenizer = "tokenizer.json"\nseq_len = 64\n{more}\n{tables}[phase1]\n{weights}'
+
+
+JSONL = '{ kind = "jsonl", field = "content", paths = ["corpus/*.jsonl.gz"] }'
+PARQUET = '{ kind = "parquet", field = "content", paths = ["b/*.parquet"] }'
+
+
+def test_the_shortest_recipe_makes_a_mixture(folder: Path) -> None:
+    printed = run(folder, RECIPE.replace("s3://bucket", f"file://{folder}"))
+    assert "mine 60.00 %, yours 40.00 %" in printed
+    mixture = Mixture.open(folder / "out/phase1.lock.json")
+    tokens, source = mixture.sequences(0, 10)
+    assert tokens.shape == (10, 4097)
+    assert sorted(source.tolist()) == [0] * 6 + [1] * 4
+    manifest = shards.read_manifest(folder / "out/mine")
+    assert (manifest["read"], manifest["kept"], manifest["category"]) == (80, 80, "other")
+    assert manifest["valid"]["windows"] == 0  # of 80 documents
+    assert os.path.samefile(folder / "out/fetch/yours/unit-00000/raw.parquet", next(iter(planned(folder, "yours"))))
+    kept = pq.read_table(folder / "out/filter/yours/unit-00001/documents.parquet")["origin"].to_pylist()
+    number = json.loads(kept[0])["file"][-9]
+    assert json.loads(kept[7]) == {
+        "file": f"file://{folder}/b/{number}.parquet",
+        "row": 7,
+        "url": f"https://x/{number}/7",
+    }
+    kept = pq.read_table(folder / "out/filter/mine/unit-00000/documents.parquet")["origin"].to_pylist()
+    assert json.loads(kept[3]) == {"file": json.loads(kept[0])["file"], "row": 3, "id": 3}
+    assert json.loads(kept[0])["file"] in ("corpus/0.jsonl.gz", "corpus/1.jsonl.gz")
+
+
+def planned(folder: Path, source: str) -> list[str]:
+    """The files of a source in the order of its units."""
+    units = stage.planned(folder / "out", source)["units"]
+    names = [file[0] for unit in units for file in unit.get("files", [unit.get("file")])]
+    return [name.removeprefix("file://") for name in names]
+
+
+def test_a_text_folder_and_the_hub_beside_it(folder: Path) -> None:
+    """A mirror is for the sources of the hub alone."""
+    write_mirror(folder / "mirror")
+    for number in range(6):
+        (folder / f"texts/{number}").mkdir(parents=True)
+        (folder / f"texts/{number}/a.md").write_text(write_text(9 + number, 1)[0])
+    text = own('{ kind = "text", paths = ["texts/**/*.md"], files = 4 }', PARQUET)
+    hub = f'[sources.hub]\nrepo = "{REPO}"\nconfigs = ["4plus"]\nfiles = 2\n[phase1]\nhub = 1\n'
+    run(folder, text.replace("[phase1]\n", hub), mirror=folder / "mirror")
+    counts = {name: shards.read_manifest(folder / f"out/{name}")["read"] for name in ("s0", "s1", "hub")}
+    assert counts == {"s0": 4, "s1": 80, "hub": 80}
+    before = planned_paths(folder, "hub")
+    run(folder, text.replace("[phase1]\n", hub.replace("files = 2", "files = 3")), mirror=folder / "mirror")
+    assert planned_paths(folder, "hub")[:2] == before
+    assert len(planned_paths(folder, "hub")) == 3
+
+
+def planned_paths(folder: Path, source: str) -> list[str]:
+    return [unit["path"] for unit in stage.planned(folder / "out", source)["units"]]
+
+
+def test_a_missing_field_or_column_is_named_before_anything_is_read(folder: Path) -> None:
+    wrong = [each.replace("content", "body") for each in (JSONL, PARQUET)]
+    with pytest.raises(ValueError, match="2 sources are not as the recipe says; nothing was read") as caught:
+        run(folder, own(*wrong, JSONL))
+    assert ".jsonl.gz:1 has no 'body'; its fields: id, content. Set `field` of the input" in str(caught.value)
+    assert "exactly one column of text or bytes named body; its columns: content (string), url (" in str(caught.value)
+    with pytest.raises(ValueError, match=r"s0: .*corpus/\d.jsonl.gz is jsonl, its input has kind = 'text'"):
+        run(folder, own('{ kind = "text", paths = ["corpus/*"] }'))
+    with pytest.raises(ValueError, match=r"s0: no file matches .*/none/\*, .*/corpus/nobody"):
+        run(folder, own('{ kind = "text", paths = ["none/*", "corpus/*", "corpus/nobody"] }'))
+
+
+def test_too_much_that_cannot_be_read_stops_the_run(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    for number in range(30):
+        (folder / f"texts/{number}.txt").write_bytes(
+            write_text(number, 1)[0].encode("utf-16" if number % 3 == 0 else "utf-8")
+        )
+    text = own('{ kind = "text", paths = ["texts/*"] }')
+    with pytest.raises(
+        ValueError,
+        match=r"'s0': \d\d.*% could not be read \(10 of 30 documents, .*: 10 not_utf8, such as .*/\d+\.txt\. Repair",
+    ):
+        run(folder, text)
+    run(folder, text.replace("seq_len", "max_dropped_share = 0.6\nseq_len"))
+    assert shards.read_manifest(folder / "out/s0")["dropped"]["not_utf8"] == 10
+    raw = [
+        text.encode("latin-1") + (b"\xfc" if number % 3 == 0 else b"") for number, text in enumerate(write_text(1, 30))
+    ]
+    pq.write_table(pa.table({"content": pa.array(raw, pa.binary())}), folder / "b/0.parquet")
+    (folder / "b/1.parquet").unlink()
+    with pytest.raises(ValueError, match=r"'s0': 33.3% could not be read .*10 not_utf8, such as b/0.parquet"):
+        run(folder, own(PARQUET))
+
+
+def test_a_truncated_file_counts_whole(folder: Path) -> None:
+    for number in range(30):
+        write_json_lines(folder / f"corpus/{number}.jsonl.gz", write_text(100 + number, 6))
+    victim = folder / "corpus/7.jsonl.gz"
+    victim.write_bytes(victim.read_bytes()[:-9])
+    run(folder, own(JSONL))
+    manifest = shards.read_manifest(folder / "out/s0")
+    assert manifest["kept"] == 29 * 6
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"damaged": 1}
+    write_json_lines(victim, write_text(7, 60))  # one file of 30, but a fourth of the bytes
+    victim.write_bytes(victim.read_bytes()[:-9])
+    with pytest.raises(
+        ValueError, match=r"2\d\.\d% could not be read .*, [\d,]+ of [\d,]+ bytes of files\): .*7\.jsonl"
+    ):
+        run(folder, own(JSONL))
+
+
+def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
+    printed = run(folder, own(JSONL, JSONL.replace("*", "1"), PARQUET))
+    assert (
+        f"note: 1 files are in s0 and s1, whose shares then hold the same text: {folder}/corpus/1.jsonl.gz" in printed
+    )
+
+
+@pytest.mark.parametrize("name", ["corpus/1.jsonl.gz", "b/1.parquet"])
+def test_a_file_that_changes_after_the_plan_is_found_and_mends_itself(folder: Path, name: str) -> None:
+    text = own(JSONL, PARQUET)
+    (folder / "own.toml").write_text(text)
+    loaded = recipe.load(folder / "own.toml")
+    plan.make(loaded, folder / "out", ["s0", "s1"])
+    source = "s0" if "json" in name else "s1"
+    work = plan_work(loaded, folder)
+    unit = next(
+        unit for unit in work.units() if unit.source == source and name in str(stage.planned_unit(folder / "out", unit))
+    )
+    stage.do(work, unit)
+    status = (folder / name).stat()
+    os.utime(folder / name, ns=(1, status.st_mtime_ns + 1))
+    with pytest.raises(
+        ValueError, match=rf"{name} has changed since it was planned \(same size, .*start again with `plan`"
+    ):
+        stage.do(work, unit)
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=rf"{name} is planned and no longer there; start again"):
+        stage.do(work, unit)
+    run(folder, text)
+    assert shards.read_manifest(folder / f"out/{source}")["read"] == 40
+
+
+def plan_work(loaded: recipe.Recipe, folder: Path) -> stage.Stage:
+    from data_mixtures.stages.fetch import Fetch
+
+    return Fetch(loaded, folder / "out", ("s0", "s1"))
+
+
+@pytest.fixture
+def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that speaks S3, with the Parquet in s3://bucket/b/; its address."""
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "DEFAULT_REGION": "us-east-1"}
+    for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    store = fsspec.filesystem("s3", skip_instance_cache=True)
+    store.mkdir("bucket")
+    store.put(f"{folder}/b/", "bucket/b/", recursive=True)
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def command(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    line = [
+        sys.executable,
+        "-m",
+        "data_mixtures.prepare",
+        str(folder / "own.toml"),
+        "--out",
+        str(folder / "out"),
+        *more,
+    ]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_the_recipe_with_a_bucket_and_what_a_bucket_may_refuse(folder: Path, bucket: str, monkeypatch) -> None:
+    (folder / "own.toml").write_text(RECIPE)
+    done = command(folder, "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert len(Mixture.open(folder / "out/phase1.lock.json").sequences(0, 10)[0]) == 10
+    assert shards.read_manifest(folder / "out/yours")["read"] == 80
+    assert "reused" in command(folder, "--workers", "2").stdout
+
+    (folder / "own.toml").write_text(RECIPE.replace("s3://bucket", "s3://nobody"))
+    done = command(folder)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 2)
+    assert "yours: no file matches s3://nobody/b/*.parquet" in done.stderr
+    (folder / "own.toml").write_text(RECIPE)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    done = command(folder)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 2)
+    assert "s3://bucket/b/*.parquet cannot be read: NoCredentialsError: Unable to locate credentials" in done.stderr

@@ -1,0 +1,72 @@
+"""docs/recipe-keys.md, from data_mixtures/recipe.py: `python -m tools.check.recipe_keys` writes it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+from data_mixtures import recipe
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/recipe-keys.md"
+CLASSES = (
+    recipe.Recipe, recipe.Source, recipe.LocalSource, recipe.Input, recipe.HubSource, recipe.TokenizerFile,
+    recipe.TokenizerTraining, recipe.Filter, recipe.Dedup,
+)  # fmt: skip
+START = """# Keys of a recipe
+
+Made from `data_mixtures/recipe.py` by `python -m tools.check.recipe_keys`. A key without a default is required; any
+other key is refused with the nearest known name. `base = "other.toml"` takes the keys of another recipe, changed where
+this one says something else. [Your own data](own-data.md) has examples.
+"""
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    return "\n".join([START, *(section(cls) for cls in CLASSES)])
+
+
+def section(cls: Any) -> str:
+    """A heading and a table of the keys that a class adds to its base."""
+    texts, hints = help_texts(cls), typing.get_type_hints(cls)
+    rows = [
+        f"| `{field.name}` | {recipe.in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
+        for field in dataclasses.fields(cls)
+        if field.name in texts
+    ]
+    title, _, more = (cls.__doc__ or "").rstrip(".").partition(": ")
+    heading = f"## {title}" + (f"\n\n{more[:1].upper()}{more[1:]}." if more else "")
+    return "\n".join([heading, "", "| key | type | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    if field.default is field.default_factory is dataclasses.MISSING:
+        return ""
+    if field.default_factory is not dataclasses.MISSING or field.default in (None, (), ("",), ""):
+        return "none"
+    value = field.default
+    if isinstance(value, tuple):
+        return f"`{list(value)}`".replace("'", '"')
+    return f"`{value:_}`" if isinstance(value, int) and value > 9999 else f"`{str(value).lower()}`"
+
+
+def help_texts(cls: Any) -> dict[str, str]:
+    """The strings below the fields of a class; a field without one is no key."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            texts[field.target.id] = " ".join(str(below.value.value).split()).replace("|", "\\|")
+    return texts
+
+
+if __name__ == "__main__":
+    main()
