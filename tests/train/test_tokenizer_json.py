@@ -1,0 +1,104 @@
+"""From a recipe with a tokenizer.json to a model that others load: the same ids in training, engine and elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from data_mixtures import prepare, shards, tokenizer
+from data_mixtures.stages.run import Options
+from evals.bits_per_byte import main as bits_per_byte
+from laneformer import Engine
+from laneformer.hf.export import export
+from tests.tokenizer_assets import byte_level, save
+from tests.train.runs import fail, succeed
+from train.sft.__main__ import Arguments
+from train.sft.__main__ import run as prepare_conversations
+
+TEXTS = ["def f(x):\n    return x\n\n\n", "東京 😀 é", "<|begin_of_text|> is text\n\n1234"]
+FRESH = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+made = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype="float32")
+texts = json.loads(sys.argv[2])
+ids = [made(text)["input_ids"] for text in texts]
+import torch
+new = model.generate(torch.tensor([ids[0]]), attention_mask=torch.ones(1, len(ids[0]), dtype=torch.int64),
+                     max_new_tokens=8, do_sample=False)[0, len(ids[0]):].tolist()
+chat = made.apply_chat_template([{"role": "user", "content": "Hi, (you)"}], add_generation_prompt=True,
+                                tokenize=True, return_dict=False)
+special = [made.bos_token_id, made.eos_token_id, made.pad_token_id, model.generation_config.eos_token_id]
+print(json.dumps({"ids": ids, "new": new, "chat": chat, "special": special,
+                  "decoded": [made.decode(each, skip_special_tokens=True) for each in ids]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(stdlib.glob("[a-f]*.py"))]
+    given = byte_level(texts[:20], ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"], 600, unused=65_536)
+    path, data = save(given, tmp_path / "given"), tmp_path / "data"
+    rows = [part for text in texts for part in text.split("\ndef ")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"content": row}) + "\n" for row in rows))
+    (tmp_path / "recipe.toml").write_text(
+        f'tokenizer = "{path}"\nseq_len = 32\nvalid_per_10000 = 500\n[sources.mine]\n'
+        'inputs = [{ kind = "jsonl", field = "content", paths = ["a.jsonl"] }]\n[phase1]\nmine = 1\n'
+    )
+    prepare.prepare(tmp_path / "recipe.toml", data, Options(1), Console(quiet=True))
+    lock, made = data / "phase1.lock.json", tokenizer.load(data / "tokenizer.json")
+    assert shards.read_manifest(data / "mine")["token_bytes"] == made.dtype.itemsize == 4
+
+    assert "vocabulary of 66139, but the model's vocab_size is 512; set architecture.vocab_size to" in fail(
+        tmp_path / "small", lock, ranks=1
+    )
+    size = ("--architecture.vocab_size", "66144", "--model.mask_documents", "--training.steps", "2")
+    trained = succeed(tmp_path / "run", lock, *size)
+    assert abs(trained[0]["loss"] - np.log(66144)) < 0.1
+    assert sorted(each.name for each in shards.tokenizer_files(tmp_path / "run")) == [
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    folder = tmp_path / "hf"
+    export(tmp_path / "run/checkpoint/step-2", folder, dtype="float32")
+
+    code = [sys.executable, "-c", FRESH, str(folder), json.dumps(TEXTS[:2])]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    tokens, lengths = made.encode(TEXTS)
+    documents = [each.tolist() for each in np.split(tokens, np.cumsum(lengths)[:-1])]
+    assert found["ids"] == [each[:-1] for each in documents[:2]], "as in training, up to the end of the document"
+    assert found["decoded"] == TEXTS[:2]
+    assert found["special"] == [66136, 66137, 66138, 66137]
+    with Engine.from_pretrained(folder, device="cpu") as engine:
+        assert [engine.tokenizer.encode(text).ids for text in TEXTS[:2]] == found["ids"]
+        assert engine.eos_ids == (66137,)
+        assert engine.generate(found["ids"][0], max_new_tokens=8) == found["new"]
+
+    record = bits_per_byte(folder, data, windows=4)
+    assert record["tokenizer_sha256"] == shards.read_manifest(data / "mine")["tokenizer_sha256"]
+    assert abs(record["loss"] - np.log(66144)) < 0.2
+    valid = shards.read_manifest(data / "mine")["valid"]
+    stream = np.fromfile(data / "mine" / valid["name"], "<u4")[1 : 4 * 32 + 1]
+    assert record["sources"]["mine"]["bytes"] == len(made.decode(stream[stream < 66136]).encode("utf-8", "ignore"))
+
+    turns = [{"role": "user", "content": "Hi, (you)"}, {"role": "assistant", "content": "1 or 2?\n\nYes"}]
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": [{**turns[0], "content": f"Hi {n}"}, turns[1]]}) + "\n" for n in range(60))
+    )
+    chats = Arguments((str(tmp_path / "chat.jsonl"),), data / "tokenizer.json", tmp_path / "sft", 256, holdout=0.2)
+    (tmp_path / "sft").mkdir()
+    chats.workers = 1
+    prepare_conversations(chats)
+    packed = shards.read_manifest(tmp_path / "sft/chat")
+    assert (packed["token_bytes"], packed["eos_id"]) == (4, 66137)
+    assert (tmp_path / "sft/tokenizer_config.json").is_file()
