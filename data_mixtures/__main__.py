@@ -36,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_arguments(made)
     made.add_argument("--sources", help="names of sources, separated by commas; default: all of the recipe")
     made.add_argument("--stage", choices=tuple(table.READERS), help="free: the stage whose files to delete")
-    made.add_argument("--quarantine", action="store_true", help="verify: remove damaged shards from the data")
+    made.add_argument("--repair", action="store_true", help="verify: restore single damaged blocks from parity")
+    made.add_argument("--quarantine", action="store_true", help="verify: --repair, then take damaged shards out")
     made.add_argument("--sequences", help="stats: length of each phase, such as phase1=1000000,phase2=500000")
     return made
 
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     with stage.exclusive(arguments.out), Executor(prepare.options(arguments)) as executor:
         context = table.RunContext(
             loaded, arguments.out, sources, executor, console, arguments.mirror, arguments.budget_bytes,
-            to_free=arguments.stage, quarantine=arguments.quarantine, sequences=_sequences(arguments.sequences),
+            to_free=arguments.stage, repair=arguments.repair, quarantine=arguments.quarantine,
+            sequences=_sequences(arguments.sequences),
         )  # fmt: skip
         table.STAGES[arguments.command](context)
 

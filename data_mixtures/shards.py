@@ -4,10 +4,12 @@ A shard is a little-endian stream of windows * S + 1 tokens, uint16 where the vo
 uint32 where it has more; window i is tokens[i * S : i * S + S + 1], so windows overlap by one token and every token is
 a target exactly once. Neighbouring shards share one token for the same reason. `shard-NNNNN.docs.zst` lists the
 documents that begin in the shard, zstd-compressed: uint64 count, uint64 ids, uint32 lengths in tokens, uint32 lengths
-of the origins in bytes, and the origins: where each came from, as JSON.
-`valid.bin` has the same window form. `source.json` is a pure function of the texts, the tokenizer, the recipe's numbers
-and the code: no time, no path, no host. What a lock pins of it is its content (`content_sha256`): code version, plan,
-counts and document indexes say where it came from, and may differ.
+of the origins in bytes, and the origins: where each came from, as JSON. `valid.bin` has the same window form.
+`NAME.parity` is the XOR of the 16 MiB blocks of NAME.bin, from which `repair` restores any one of them.
+
+`source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no path, no
+host. What a lock pins of it is its content (`content_sha256`): code version, plan, counts and document indexes say
+where it came from, and may differ.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -90,11 +93,12 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> dict[str, Any
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict[str, Any]:
-    """Write windows whose tokens come in pieces, hashing as they pass; returns the file's entry in the manifest.
+    """Write windows whose tokens come in pieces, and their parity; returns the file's entry in the manifest.
 
     A token takes as many bytes as in the pieces, which are all uint16 or all uint32.
     """
     whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
+    parity = np.zeros(BLOCK_BYTES, np.uint8)
     with path.open("wb") as file:
         for piece in pieces:
             assert piece.dtype.kind == "u", f"tokens are {piece.dtype}, not unsigned integers"
@@ -104,6 +108,7 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
             whole.update(data)
             while data:
                 block.update(data[:room])
+                parity[BLOCK_BYTES - room :][: len(data)] ^= np.frombuffer(data[:room], np.uint8)
                 data, room = data[room:], max(room - len(data), 0)
                 if not room:
                     blocks.append(block.hexdigest())
@@ -112,7 +117,20 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
         blocks.append(block.hexdigest())
     sizes = {"bytes": size, "windows": windows_in(tokens, seq_len), "tokens": tokens}
     token_dtype(sizes)
-    return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks}
+    path.with_suffix(".parity").write_bytes(parity[:size].data)
+    of_parity = {"name": path.with_suffix(".parity").name, "xxh3": xxhash.xxh3_64_hexdigest(parity[:size].data)}
+    return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks, "parity": of_parity}
+
+
+def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
+    """The blocks of the first `size` bytes of a file, in one buffer; those that cannot be read are short or empty."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    for at in range(0, size, BLOCK_BYTES):
+        count = 0
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            file.seek(at)
+            count = file.readinto(buffer[: size - at])
+        yield buffer[:count]
 
 
 def write_documents(
@@ -209,7 +227,7 @@ def check_format(path: Path, content: dict[str, Any]) -> None:
 
 def files_of(entry: dict[str, Any]) -> tuple[str, ...]:
     """Names of the files that an entry of the manifest describes."""
-    return (entry["name"], entry["docs"]["name"]) if "docs" in entry else (entry["name"],)
+    return (entry["name"], *(entry[part]["name"] for part in ("parity", "docs") if part in entry))
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:

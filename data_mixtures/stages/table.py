@@ -12,7 +12,7 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
-from data_mixtures.stages import decontaminate, manifest, plan, quality, runs, shuffle, stage, tokenize, verify
+from data_mixtures.stages import decontaminate, manifest, plan, quality, repair, runs, shuffle, stage, tokenize, verify
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
@@ -33,7 +33,8 @@ class RunContext:
     """What a stage is run on.
 
     mirror: where files come from instead of the hub. budget_bytes: how much `fetch` may hold. to_free: the stage whose
-    files `free` deletes. quarantine: whether `verify` takes damaged shards out of their manifests. sequences: how many
+    files `free` deletes. repair, quarantine: whether `verify` restores single blocks, and also takes the other damaged
+    shards out of their manifests. sequences: how many
     of each phase, for the epochs in `stats`. tables: whether to print a table after every stage.
     """
 
@@ -45,6 +46,7 @@ class RunContext:
     mirror: str | None = None
     budget_bytes: int | None = None
     to_free: str | None = None
+    repair: bool = False
     quarantine: bool = False
     sequences: Mapping[str, int] | None = None
     tables: bool = True
@@ -112,10 +114,15 @@ def _shuffle(context: RunContext) -> None:
 
 def _verify(context: RunContext) -> None:
     damage = verify.verify(context.out, context.sources, context.console, context.executor.options.threads)
+    if damage and (context.repair or context.quarantine):
+        damage = repair.repair(damage, context.console)
     if context.quarantine and damage:
         verify.quarantine(context.out, damage, context.console)
     elif damage:
-        raise ValueError(f"{len(damage)} damaged, named above; --quarantine removes damaged shards from the data")
+        raise ValueError(
+            f"{len(damage)} damaged, named above; --repair restores single blocks of 16 MiB from parity, --quarantine "
+            "does so and removes the other damaged shards from the data"
+        )
 
 
 def _stats(context: RunContext) -> None:

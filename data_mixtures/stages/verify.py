@@ -4,10 +4,10 @@ One pass over a file gives its sha256, the hash of each 16 MiB block (which loca
 `bos_id`, which must be where the document index says that documents begin. Locks are checked against manifests. Threads
 suffice: hashing and searching release the interpreter lock.
 
-`quarantine` removes damaged shards from their manifest, with the reason, and every lock that pins it gets a new
-fingerprint. No shard file is deleted. The shuffle receipt of such a shard is deleted, so that the next preparation
-writes it again from the tokenized units, with the same bytes: then manifest, locks and fingerprints are what they were
-before the damage.
+`repair` restores single blocks. `quarantine` removes damaged shards from their manifest, with the reason, and every
+lock that pins it gets a new fingerprint. No shard file is deleted. The shuffle receipt of such a shard is deleted, so
+that the next preparation writes it again from the tokenized units, with the same bytes: then manifest, locks and
+fingerprints are what they were before the damage.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -> tuple[list[Damage], Span | None]:
     """The tokens of a file, its document index, and both against each other."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
+    path = folder / entry["parity"]["name"]
+    if not path.is_file() or xxhash.xxh3_64_hexdigest(path.read_bytes()) != entry["parity"]["xxh3"]:
+        damage.append(Damage(path, "is missing or not the parity of its file"))
     if "docs" not in entry:
         return damage, None
     path = folder / entry["docs"]["name"]
@@ -121,18 +124,16 @@ def _check_tokens(path: Path, entry: dict[str, Any], bos_id: int) -> tuple[list[
     damage: list[Damage] = []
     begins: list[np.ndarray] = []
     whole, at, blocks, dtype = hashlib.sha256(), 0, iter(entry["xxh3_blocks"]), shards.token_dtype(entry)
-    buffer = memoryview(bytearray(shards.BLOCK_BYTES))
-    with path.open("rb") as file:
-        while size := file.readinto(buffer):
-            whole.update(buffer[:size])
-            expected = next(blocks, None)
-            if expected != xxhash.xxh3_64_hexdigest(buffer[:size]):
-                what = "lies behind the end" if expected is None else f"does not have its hash {expected}"
-                damage.append(Damage(path, what, len(begins)))
-            tokens = np.frombuffer(buffer, dtype, size // dtype.itemsize)
-            begins.append(np.flatnonzero(tokens == bos_id) + at)
-            at += len(tokens)
     size = path.stat().st_size
+    for block in shards.read_blocks(path, size):
+        whole.update(block)
+        expected = next(blocks, None)
+        if expected != xxhash.xxh3_64_hexdigest(block):
+            what = "lies behind the end" if expected is None else f"does not have its hash {expected}"
+            damage.append(Damage(path, what if block else "cannot be read", len(begins)))
+        tokens = np.frombuffer(block, dtype, len(block) // dtype.itemsize)
+        begins.append(np.flatnonzero(tokens == bos_id) + at)
+        at += len(tokens)
     if size != entry["bytes"]:
         damage.append(Damage(path, f"{size} bytes, {entry['bytes']} in the manifest: truncated or foreign"))
     elif whole.hexdigest() != entry["sha256"] and not damage:

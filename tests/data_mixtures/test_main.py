@@ -106,12 +106,16 @@ def test_verify_finds_damage_and_quarantine_takes_it_out(run, tmp_path):
         run(name)
     assert "0 damaged" in run("verify")
     shard = tmp_path / "out/mind/shard-00001.bin"
-    data = bytearray(shard.read_bytes())
-    data[100] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(ValueError, match=r"\d+ damaged, named above; --quarantine"):
+    whole, before = files_of(tmp_path / "out"), Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint
+    flip(shard)
+    with pytest.raises(ValueError, match=r"1 damaged, named above; --repair restores single blocks of 16 MiB"):
         run("verify")
-    before = Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint
+    assert f"repaired: {shard}" in run("verify", "--repair").replace("\n", "")
+    assert files_of(tmp_path / "out") == whole
+    flip(shard)
+    flip(shard.with_suffix(".parity"))
+    with pytest.raises(ValueError, match=r"2 damaged"):
+        run("verify", "--repair")
     assert "shard-00001" in run("verify", "--quarantine")
     assert Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint != before
 

@@ -13,20 +13,11 @@ from rich.console import Console
 
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import manifest, runs, shuffle, stage, verify
+from data_mixtures.stages import manifest, shuffle, stage, verify
 from data_mixtures.stages.verify import quarantine
-from tests.data_mixtures.stages.shuffle_assets import plan_of, prepared, read_json, run, texts_of
+from tests.data_mixtures.stages.shuffle_assets import plan_of, read_json, run
 
 SOURCES = ("notes", "sums")
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch) -> Path:
-    """Two sources of several shards, with blocks of 128 bytes: three a shard of 322 bytes."""
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 100)
-    texts = {"notes": texts_of(130), "sums": texts_of(90, seed=1)}
-    return prepared(tmp_path / "data", plan_of(SOURCES, windows_per_shard=20), texts)
 
 
 def report(data: Path, printed: io.StringIO | None = None) -> list[verify.Damage]:
