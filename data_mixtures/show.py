@@ -135,7 +135,7 @@ def _documents(folder: Path, place: Found, tokens: np.ndarray, bos_id: int) -> l
     """The documents of a window, in its order; ValueError where the index does not say that they begin there."""
     names = [entry["name"] for entry in _manifest(folder)["shards"]]
     at, offset = names.index(place["shard"]), place["token_offset"]
-    begins, facts = document_index(folder, at)
+    begins, facts = _index(folder, at)
     inside = np.flatnonzero((begins >= offset) & (begins < offset + len(tokens)))
     found = [{"begins": int(begins[i]) - offset, **facts(i)} for i in inside.tolist()]
     starts = np.flatnonzero(tokens[:-1] == bos_id).tolist()
@@ -150,7 +150,7 @@ def _continued(folder: Path, at: int, offset: int) -> Found:
     """The document that began before a token of a shard; {} if its beginning was in a shard that is not here."""
     entries = _manifest(folder)["shards"]
     for before in range(at, -1, -1):
-        begins, facts = document_index(folder, before)
+        begins, facts = _index(folder, before)
         earlier = int(np.searchsorted(begins, offset)) - 1
         if earlier >= 0:
             return {"before": offset - int(begins[earlier]), **facts(earlier)}
@@ -170,7 +170,7 @@ def _manifest(folder: Path) -> Found:
 
 
 @functools.lru_cache(maxsize=16)
-def document_index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
+def _index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
     """Where the documents of a shard begin in it, in tokens, and what is known of each."""
     entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
     ids, lengths, origins = _read_documents(folder, entry)
@@ -199,7 +199,7 @@ def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
         entry = _manifest(folder)["shards"][at]
         ids, _, origins = _read_documents(folder, entry)
         for i in np.flatnonzero(wanted(ids, origins)).tolist():
-            begins, facts = document_index(folder, at)
+            begins, facts = _index(folder, at)
             yield {"source": folder.name, "shard": entry["name"], "token_offset": int(begins[i]), **facts(i)}
 
 

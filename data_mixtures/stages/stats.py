@@ -211,7 +211,7 @@ def look(out: Path, source: str, manifest: dict[str, Any], count: int) -> Iterat
     draw = np.random.Generator(np.random.PCG64([manifest["seed"], *source.encode()]))
     for number in np.sort(draw.choice(listed[-1], size=min(count, int(listed[-1])), replace=False)):
         at = int(np.searchsorted(listed, number, side="right"))
-        entry, (begins, facts) = manifest["shards"][at], show.document_index(out / source, at)
+        entry, (begins, facts) = manifest["shards"][at], show._index(out / source, at)
         place = int(number - listed[at]) + entry["docs"]["documents"]
         first, known = int(begins[place]), facts(place)
         tokens = np.memmap(out / source / entry["name"], dtype=shards.token_dtype(entry), mode="r")[first:]
