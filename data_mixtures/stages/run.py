@@ -69,10 +69,17 @@ class Executor(AbstractContextManager["Executor"]):
 
     def run(self, stage: Stage, units: list[Unit], tell: slurm.Tell) -> None:
         """Do all the units. ValueError for what a user can fix: wrong input, a killed worker, a full disk."""
-        if self.options.kind == "slurm":
-            slurm.run(stage, units, self.options.workers, self.options.sbatch, tell)
+        watch = slurm.Watch(stage, tell)
+        if not units:
             return
-        slurm.check_none_queued(stage, tell)
+        if self.options.kind == "slurm":
+            slurm.run(watch, units, self.options.workers, self.options.sbatch)
+            return
+        if watch.tasks:
+            raise ValueError(
+                f"{stage.name}: Slurm still has {len(watch.tasks)} tasks of it; wait for them with --executor slurm, "
+                f"or end them with scancel {watch.jobs()}"
+            )
         remove_partial(stage.out, stage.name)
         try:
             if self.options.workers == 1 or len(units) == 1:
@@ -101,22 +108,18 @@ def _in_parallel(stage: Stage, units: list[Unit], workers: int, tell: slurm.Tell
                 tell(finished)
         except BrokenProcessPool as broken:
             pool.shutdown()  # it ends the other workers, with SIGTERM
-            ends = {each.pid: each.exitcode for each in family if each.exitcode not in (0, -signal.SIGTERM)}
-            at = sorted(filter(None, (_claim(logs, pid).read_text(encoding="utf-8") for pid in ends)))
+            killed = [each for each in family if each.exitcode not in (0, -signal.SIGTERM)]
+            at = sorted(filter(None, ((logs / "workers" / str(each.pid)).read_text() for each in killed)))
+            status = ", ".join(str(each.exitcode) for each in killed)
             raise ValueError(
-                f"{stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (exit status "
-                f"{', '.join(map(str, ends.values()))}; -9 is kill -9, or the kernel when memory ran out: fewer "
-                f"--workers need less of it; {logs}/workers.log has what it said); {AGAIN}"
+                f"{stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (exit status {status}; -9 is "
+                "kill -9, or the kernel when memory ran out: fewer --workers need less of it; what it said is in "
+                f"{logs}/workers.log); {AGAIN}"
             ) from broken
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise
-
-
-def _claim(logs: Path, pid: int) -> Path:
-    """The file that names the unit at which a worker is; it is empty between two units."""
-    return logs / "workers" / str(pid)
 
 
 def _begin(logs: Path) -> None:
@@ -125,7 +128,7 @@ def _begin(logs: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _claim(logs, os.getpid()).touch()
+    (logs / "workers" / str(os.getpid())).touch()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -138,7 +141,7 @@ def _end_with_parent() -> None:
 
 
 def _work(stage: Stage, unit: Unit, logs: Path) -> dict[str, Any] | None:
-    claim = _claim(logs, os.getpid())
+    claim = logs / "workers" / str(os.getpid())  # which unit this worker is at
     claim.write_text(str(unit), encoding="utf-8")
     failure = attempt(stage, unit)
     claim.write_text("", encoding="utf-8")
@@ -150,19 +153,18 @@ def run_units(stage: Stage, executor: Executor, console: Console) -> dict[Unit, 
     started = time.monotonic()
     units = stage.units()
     todo = [unit for unit in units if not is_done(stage, unit)]
-    if todo:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        hidden, done = not console.is_terminal, len(units) - len(todo)
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden) as bar:
-            task = bar.add_task(stage.name, total=len(units), completed=done)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden, done = not console.is_terminal, len(units) - len(todo)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(stage.name, total=len(units), completed=done)
 
-            def tell(finished: int | None = None, news: str = "") -> None:
-                if finished is not None:
-                    bar.update(task, completed=done + finished)
-                if news:
-                    console.print(f"{stage.name:9}{news}", highlight=False, markup=False, soft_wrap=True)
+        def tell(finished: int | None = None, news: str = "") -> None:
+            if finished is not None:
+                bar.update(task, completed=done + finished)
+            if news:
+                console.print(f"{stage.name:9}{news}", highlight=False, markup=False, soft_wrap=True)
 
-            executor.run(stage, todo, tell)
+        executor.run(stage, todo, tell)
     for unit in todo:
         assert is_done(stage, unit), f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
     _remove_others(stage, units)

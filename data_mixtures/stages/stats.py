@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from data_mixtures import shards, tokenizer
+from data_mixtures import shards, show, tokenizer
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
 from data_mixtures.stages import blocks, runs, stage
@@ -125,10 +125,11 @@ def _bars(histogram: list[int]) -> str:
     return "".join(BARS[-(-count * (len(BARS) - 1) // max(1, *histogram))] for count in histogram)
 
 
-def _shown(document: Mapping[str, Any]) -> str:
-    place = f"{document['source']}, {document['shard']}, token {document['token_offset']:,}"
-    text = escape(document["text"] + " …" * (not document["whole"]))
-    return f"<details><summary>{escape(place)}, {document['tokens']:,} tokens</summary><pre>{text}</pre></details>"
+def _shown(found: Mapping[str, Any]) -> str:
+    place = f"{found['source']}/{found['shard']}, token {found['token_offset']:,}, {found['document_tokens']:,} tokens"
+    origin = "".join(f", {name} {value}" for name, value in (found["origin"] or {}).items())
+    text = escape(found["text"] + " …" * (not found["whole"]))
+    return f"<details><summary>{escape(place + origin)}</summary><pre>{text}</pre></details>"
 
 
 def _lengths(folder: Path, manifest: dict[str, Any], pool: Executor) -> dict[str, Any]:
@@ -204,32 +205,18 @@ def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -
     return shared
 
 
-def look(out: Path, source: str, manifest: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def look(out: Path, source: str, manifest: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
     """Random documents of a source, drawn with the seed of the data, decoded from the tokens of its shards."""
     listed = np.cumsum([entry["docs"]["documents"] for entry in manifest["shards"]])
     draw = np.random.Generator(np.random.PCG64([manifest["seed"], *source.encode()]))
-    numbers = np.sort(draw.choice(listed[-1], size=min(count, int(listed[-1])), replace=False))
-    return [_document(out, source, manifest, int(number), listed) for number in numbers]
-
-
-def _document(out: Path, source: str, manifest: dict[str, Any], number: int, listed: np.ndarray) -> dict[str, Any]:
-    shard = int(np.searchsorted(listed, number, side="right"))
-    entry = manifest["shards"][shard]
-    place = number - int(listed[shard]) + entry["docs"]["documents"]
-    ids, lengths, _ = shards.read_documents(out / source / entry["docs"]["name"])
-    tokens = np.memmap(out / source / entry["name"], dtype=shards.token_dtype(entry), mode="r")
-    offset = _first_begin(tokens, manifest["bos_id"]) + int(lengths[:place].sum(dtype=np.int64))
-    shown = tokens[offset : offset + min(int(lengths[place]), TEXT_TOKENS)].tolist()
-    text = tokenizer.load(shards.tokenizer_path(out)).decode(shown)
-    place_of = {"source": source, "shard": entry["name"], "token_offset": offset, "tokens": int(lengths[place])}
-    whole = len(shown) == lengths[place] and len(text) <= TEXT_CHARS
-    return {**place_of, "id": f"{int(ids[place]):016x}", "whole": bool(whole), "text": text[:TEXT_CHARS]}
-
-
-def _first_begin(tokens: np.ndarray, bos_id: int) -> int:
-    """Where the first document of a shard begins; what lies before it belongs to the shard before."""
-    for start in range(0, len(tokens), 1 << 20):
-        begins = np.flatnonzero(tokens[start : start + (1 << 20)] == bos_id)
-        if begins.size:
-            return start + int(begins[0])
-    raise ValueError(f"{getattr(tokens, 'filename', '')} lists documents, but none begins in it; verify the data")
+    for number in np.sort(draw.choice(listed[-1], size=min(count, int(listed[-1])), replace=False)):
+        at = int(np.searchsorted(listed, number, side="right"))
+        entry, (begins, facts) = manifest["shards"][at], show._index(out / source, at)
+        place = int(number - listed[at]) + entry["docs"]["documents"]
+        first, known = int(begins[place]), facts(place)
+        tokens = np.memmap(out / source / entry["name"], dtype=shards.token_dtype(entry), mode="r")[first:]
+        shown = tokens[: min(known["document_tokens"], TEXT_TOKENS)].tolist()
+        text = tokenizer.load(shards.tokenizer_path(out)).decode(shown)
+        whole = len(shown) == known["document_tokens"] and len(text) <= TEXT_CHARS
+        found = {"source": source, "shard": entry["name"], "token_offset": first, **known}
+        yield {**found, "whole": whole, "text": text[:TEXT_CHARS]}

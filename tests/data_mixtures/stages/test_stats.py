@@ -95,10 +95,10 @@ def test_random_documents_are_documents(data, monkeypatch):
     assert [each["source"] for each in found] == [source for source in SOURCES for _ in range(5)]
     for each in found:
         train = unique_train(TEXTS[each["source"]], plan_of())
-        text = next(t for t in train if t.startswith(each["text"]) and len(tokens_of(t)) == each["tokens"])
+        text = next(t for t in train if t.startswith(each["text"]) and len(tokens_of(t)) == each["document_tokens"])
         assert each["whole"] == (text == each["text"])
         tokens = np.fromfile(data / each["source"] / each["shard"], "<u2")[each["token_offset"] :]
-        assert tokens[: each["tokens"]].tolist() == tokens_of(text)[: len(tokens)]
+        assert tokens[: each["document_tokens"]].tolist() == tokens_of(text)[: len(tokens)]
     assert any(each["whole"] for each in found)
     assert write(data, documents_per_source=5)["documents"] == found
     html = (data / "stats.html").read_text()

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from data_mixtures import prepare
 from data_mixtures.stages import stage
 from data_mixtures.stages.run import Executor, Options, run_units
 from data_mixtures.stages.stage import Unit, key_of
@@ -65,6 +64,7 @@ SLURM = Options(workers=3, kind="slurm", sbatch={"partition": "p", "time": "10",
 
 if __name__ == "__main__":
     out, faults, workers, wait_s, *count = sys.argv[1:]
+    from data_mixtures import prepare
     from tests.data_mixtures.stages import toy_stage  # not __main__, which a task of Slurm would look for in vain
 
     toy = toy_stage.Toy(Path(out), Path(faults), int(*count or (12,)), float(wait_s))
