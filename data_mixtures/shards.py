@@ -18,9 +18,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,34 +44,9 @@ _CONTENT = ("windows", "seed", "seq_len", *TOKENIZER_FACTS)
 _CONTENT_OF_FILE = ("bytes", "windows", "sha256", "xxh3_blocks")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The numbers that decide how tokens become windows and shards."""
-
-    seed: int
-    seq_len: int
-    windows_per_shard: int
-    valid_per_10000: int
-
-
 def held_out_below(valid_per_10000: int) -> int:
     """Documents whose id is smaller are held out."""
     return valid_per_10000 * 2**64 // 10_000
-
-
-def write_train(
-    folder: Path, tokens: np.ndarray, lengths: np.ndarray, ids: np.ndarray, layout: Layout
-) -> dict[str, Any]:
-    """Cut a token stream into shards; tokens uint16 or uint32 (T,), lengths uint32 and ids uint64 (documents,)."""
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    shards, stride = [], layout.windows_per_shard * layout.seq_len
-    for number, first in enumerate(range(0, windows_in(len(tokens), layout.seq_len) * layout.seq_len, stride)):
-        name = f"shard-{number:05d}"
-        entry = write_windows(folder / f"{name}.bin", tokens[first : first + stride + 1], layout.seq_len)
-        begins = slice(*np.searchsorted(starts, [first, first + entry["windows"] * layout.seq_len]))
-        docs = write_documents(folder / f"{name}.docs.zst", ids[begins], lengths[begins])
-        shards.append({**entry, "docs": docs})
-    return {"windows": sum(shard["windows"] for shard in shards), "shards": shards}
 
 
 def token_dtype(entry: Mapping[str, Any]) -> np.dtype:
@@ -133,22 +107,15 @@ def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
-def write_documents(
-    path: Path,
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    origin_bytes: np.ndarray | None = None,
-    origins: Iterable[np.ndarray] = (),
-) -> dict[str, Any]:
+def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]) -> dict[str, Any]:
     """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version.
 
-    origin_bytes: (documents,), by default no document has an origin. origins: those bytes together, in pieces.
+    columns: ids, lengths in tokens, lengths of origins in bytes. origins: their bytes together, in pieces.
     """
-    sizes = np.zeros(len(ids), "<u4") if origin_bytes is None else origin_bytes
-    columns = (np.array([len(ids)], "<u8"), ids.astype("<u8"), lengths.astype("<u4"), sizes.astype("<u4"))
-    whole = hashlib.sha256()
+    whole, (ids, lengths, sizes) = hashlib.sha256(), columns
+    head = np.array([len(ids)], "<u8"), ids.astype("<u8"), lengths.astype("<u4"), sizes.astype("<u4")
     with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
-        for data in chain(columns, origins):
+        for data in chain(head, origins):
             whole.update(data.data)
             stream.write(data.data)
     return {"name": path.name, "documents": len(ids), "sha256_uncompressed": whole.hexdigest()}

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str
         "category": next(each.category for each in recipe.sources if each.name == source),
         "plan_hash": stage.planned(out, source)["plan_hash"],
         "code_version": _code_version(),
-        **asdict(shuffle.layout(recipe, source)),
+        **shuffle.layout(recipe, source),
         **_token_facts(out, source, (*train, valid)),
         **_counts(out, source),
         "contamination": _contamination(out, source),

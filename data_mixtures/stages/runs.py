@@ -33,16 +33,17 @@ _HEADER_BYTES = 256  # of documents.npy
 MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u4")])
 
 
+def groups(out: Path, source: str) -> list[list[Unit]]:
+    """The tokenized units that each run of a source is made of."""
+    units = stage.planned_units(out, source)
+    size = max(min(-(-len(units) // RUNS), UNITS_PER_RUN), 1)
+    return [units[first : first + size] for first in range(0, len(units), size)]
+
+
 def made_by(out: Path, source: str) -> tuple[str, list[Unit]]:
     """The stage that made the runs of a source, and its units."""
-    units = stage.planned_units(out, source)
-    if len(units) <= RUNS:
-        return "tokenize", units
-    return "runs", [Unit(source, number) for number in range(-(-len(units) // units_per_run(len(units))))]
-
-
-def units_per_run(units: int) -> int:
-    return min(-(-units // RUNS), UNITS_PER_RUN)
+    units, count = stage.planned_units(out, source), len(groups(out, source))
+    return ("tokenize", units) if count == len(units) else ("runs", [Unit(source, number) for number in range(count)])
 
 
 def receipts(out: Path, source: str) -> tuple[dict[str, Any], ...]:
@@ -66,17 +67,14 @@ class Runs(Stage):
         made = (made_by(self.out, source) for source in self.sources)
         return [unit for name, units in made if name == self.name for unit in units]
 
-    def _group(self, unit: Unit) -> list[Unit]:
-        units = stage.planned_units(self.out, unit.source)
-        size = units_per_run(len(units))
-        return units[unit.number * size : (unit.number + 1) * size]
-
     def key(self, unit: Unit) -> str:
-        files = [stage.receipt_of(self.out, "tokenize", each)["files"] for each in self._group(unit)]
+        files = [
+            stage.receipt_of(self.out, "tokenize", each)["files"] for each in groups(self.out, unit.source)[unit.number]
+        ]
         return stage.key_of(("stages/runs.py", "stages/gather.py", "stages/blocks.py"), files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        group = self._group(unit)
+        group = groups(self.out, unit.source)[unit.number]
         made = [stage.receipt_of(self.out, "tokenize", each) for each in group]
         total = {name: sum(each["counts"][name] for each in made) for name in made[0]["counts"]}
         ranges = max(-(-total["documents"] // DOCUMENTS_PER_RANGE), 1)
@@ -139,7 +137,6 @@ def _between(file: CheckedFile, low: int, high: int) -> np.ndarray:
     np.lib.format.read_magic(header)
     shape, _, dtype = np.lib.format.read_array_header_1_0(header)
     assert dtype == DOCUMENT, f"{file} has dtype {dtype}"
-
     offset = header.tell()
 
     def rows(first: int, last: int) -> np.ndarray:

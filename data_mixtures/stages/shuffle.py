@@ -11,7 +11,7 @@ source or the number of its runs; the bytes depend on neither units, runs nor wo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,10 @@ class OrderDocuments(Stage):
         return counts
 
 
-def layout(recipe: Recipe, source: str) -> shards.Layout:
-    return shards.Layout(recipe.seed, recipe.seq_len, recipe.windows_per_shard, recipe.held_out_of(source))
+def layout(recipe: Recipe, source: str) -> dict[str, int]:
+    """The numbers that decide how tokens become windows and shards."""
+    numbers = {name: getattr(recipe, name) for name in ("seed", "seq_len", "windows_per_shard")}
+    return {**numbers, "valid_per_10000": recipe.held_out_of(source)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class WriteShards(Stage):
         order = [receipt["files"] for receipt in self._orders(unit.source)]
         read = [[receipt["files"][name] for name in SLICED] for receipt in runs.receipts(self.out, unit.source)]
         code = ("stages/shuffle.py", "stages/gather.py", "stages/blocks.py", "shards.py")
-        return stage.key_of(code, unit.number, asdict(layout(self.recipe, unit.source)), order, read)
+        return stage.key_of(code, unit.number, layout(self.recipe, unit.source), order, read)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         part = "train" if unit.number < self.shards(unit.source) else "valid"
@@ -117,8 +119,8 @@ class WriteShards(Stage):
         index = index[index["at"] < last]
         with blocks.opened(self.out, *runs.made_by(self.out, unit.source), ORIGINS) as files:
             origins = gather(files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1"))
-            columns = (index["low"], index["length"], index["origin_bytes"])
-            docs = shards.write_documents(folder / f"{name}.docs.zst", *columns, origins)
+            columns = [index[column] for column in ("low", "length", "origin_bytes")]
+            docs = shards.write_documents(folder / f"{name}.docs.zst", columns, origins)
         return {**entry, "docs": docs}
 
     def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:

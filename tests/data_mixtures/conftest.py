@@ -94,18 +94,19 @@ def counting_data(tmp_path: Path):
     """A folder whose source s has the tokens s*1000, s*1000+1, ...: its window i starts at s*1000 + i*S."""
 
     def make(windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8) -> Path:
-        layout = shards.Layout(5, seq_len, per_shard, 100)
         names = [f"s{i}" for i in range(len(windows))]
         for i, (name, count) in enumerate(zip(names, windows, strict=True)):
             folder = tmp_path / name
             folder.mkdir()
             tokens = (i * 1000 + np.arange(count * seq_len + 1)).astype(np.uint16)
-            lengths, ids = np.array([len(tokens)], np.uint32), np.array([i], np.uint64)
-            train = shards.write_train(folder, tokens, lengths, ids, layout)
+            stride, written = per_shard * seq_len, []
+            for number, first in enumerate(range(0, count * seq_len, stride)):
+                cut = tokens[first : first + stride + 1]
+                written.append(shards.write_windows(folder / f"shard-{number:05d}.bin", cut, seq_len))
             valid = shards.write_windows(folder / shards.VALID, tokens, seq_len)
             of_tokens = dict(zip(shards.TOKENIZER_FACTS, ("t", 65_536, 2, 1, 2), strict=True))
             manifest = {"category": "web", "seq_len": seq_len, **of_tokens}
-            shards.write_manifest(folder, {**manifest, **train, "valid": valid})
+            shards.write_manifest(folder, {**manifest, "windows": count, "shards": written, "valid": valid})
         phases = {"phase1": dict(zip(names, weights, strict=True)), "phase2": dict(zip(names, phase2, strict=True))}
         numbers = {"seed": 5, "seq_len": seq_len, "windows_per_shard": per_shard, "valid_per_10000": 100}
         plan = recipe.Recipe(

@@ -234,14 +234,16 @@ def write_lock(
     """
     values = ("", vocab_size, next(iter(tokens.values())).itemsize, *range(1, FIRST_TOKEN))
     of_tokens = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))
-    layout = shards.Layout(seed=SEED, seq_len=seq_len, windows_per_shard=windows_per_shard, valid_per_10000=1)
+    stride = windows_per_shard * seq_len
     for name in weights:
         source, windows = folder / name, (len(tokens[name]) - 1) // seq_len - 1
         source.mkdir(parents=True)
         train, held_out = tokens[name][: windows * seq_len + 1], tokens[name][windows * seq_len :]
-        one_document = np.array([len(train)], dtype=np.uint32)
-        written = shards.write_train(source, train, one_document, np.zeros(1, dtype=np.uint64), layout)
+        cuts = [train[first : first + stride + 1] for first in range(0, windows * seq_len, stride)]
+        paths = [source / f"shard-{number:05d}.bin" for number in range(len(cuts))]
+        written = [shards.write_windows(path, cut, seq_len) for path, cut in zip(paths, cuts, strict=True)]
         valid = shards.write_windows(source / shards.VALID, held_out, seq_len)
-        manifest = {"category": "web", "seq_len": seq_len, **of_tokens, **written, "valid": valid}
+        of_windows = {"windows": windows, "shards": written, "valid": valid}
+        manifest = {"category": "web", "seq_len": seq_len, **of_tokens, **of_windows}
         shards.write_manifest(source, manifest)
     return mixture.pin(folder, "phase1", weights, SEED, seq_len, epoch_cap=1_000_000)

@@ -63,10 +63,14 @@ def test_every_damage_is_named_not_only_the_first(data):
     ]
 
 
+def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict:
+    return shards.write_documents(path, (ids, lengths, np.zeros(len(ids))), ())
+
+
 def other_docs(data: Path) -> None:
     """An index that unpacks, of other documents."""
     ids, lengths, _ = shards.read_documents(data / "notes/shard-00002.docs.zst")
-    shards.write_documents(data / "notes/shard-00002.docs.zst", ids + np.uint64(1), lengths)
+    write_documents(data / "notes/shard-00002.docs.zst", ids + np.uint64(1), lengths)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +107,20 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     content = shards.read_manifest(data / "notes")
     path = data / "notes/shard-00002.docs.zst"
     ids, lengths, _ = shards.read_documents(path)
-    docs = shards.write_documents(path, ids[:-1], lengths[:-1])
+    docs = write_documents(path, ids[:-1], lengths[:-1])
     entries = [{**e, "docs": docs} if e["name"] == "shard-00002.bin" else e for e in content["shards"]]
     edited(data, "notes", shards=entries)
     assert any("shard-00002.docs.zst: its documents do not begin at the token 1 in" in line for line in damage_of(data))
     held_out = ids.copy()
     held_out[0] = 5
     entries = [
-        {**e, "docs": shards.write_documents(path, held_out, lengths)} if e["name"] == "shard-00002.bin" else e
+        {**e, "docs": write_documents(path, held_out, lengths)} if e["name"] == "shard-00002.bin" else e
         for e in entries
     ]
     edited(data, "notes", shards=entries)
     assert any("shard-00002.docs.zst: lists documents that are held out" in line for line in damage_of(data))
     lengths = [*lengths[:-1], lengths[-1] + 1]  # one token more than the next shard agrees with
-    docs = shards.write_documents(path, ids, np.array(lengths))
+    docs = write_documents(path, ids, np.array(lengths))
     entries = [{**e, "docs": docs} if e["name"] == "shard-00002.bin" else e for e in entries]
     edited(data, "notes", shards=entries, read=0)
     found = damage_of(data)
