@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 from data_mixtures import order
 
 KINDS = ("text", "jsonl", "parquet", "resolved")
-RESERVED_FOLDERS = ("corpus", "fetch", "filter", "tokenize", "order", "shuffle")
+RESERVED_FOLDERS = ("corpus", "fetch", "filter", "signatures", "links", "dedup", "tokenize", "runs", "order", "shuffle")
 T = TypeVar("T")
 
 

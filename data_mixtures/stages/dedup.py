@@ -33,7 +33,7 @@ _MODULES = ("stages/dedup.py",)
 
 @dataclass(frozen=True)
 class Signatures(Stage):
-    """signatures.npy: uint64 (1 + buckets, documents), the low half of the id and a hash of every bucket."""
+    """signatures.npy: uint64 (1 + buckets, documents), flat: the low halves of the ids, then hashes of every bucket."""
 
     name = SIGNATURES
 
@@ -45,13 +45,13 @@ class Signatures(Stage):
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         from data_mixtures.stages.tokenize import read_documents  # which itself leaves out what is dropped here
 
-        filtered, _ = stage.result(self.out, "filter", unit)
+        filtered = stage.checked(self.out, "filter", unit, DOCUMENTS)
         sign, columns = signer(self.recipe.dedup), [np.empty((0, 1 + self.recipe.dedup.buckets), np.uint64)]
-        for ids, texts, *_ in read_documents(filtered / DOCUMENTS):
+        for ids, texts, *_ in read_documents(filtered):
             lows = [int.from_bytes(identity[8:], "big") for identity in ids]
             rows = [[low, *sign(text.decode(), low)] for low, text in zip(lows, texts, strict=True)]
             columns.append(np.array(rows, np.uint64))
-        shards.save_array(folder / FILE, np.ascontiguousarray(np.concatenate(columns).T))
+        shards.save_array(folder / FILE, np.concatenate(columns).T.ravel())
         return {"documents": sum(map(len, columns))}
 
 
@@ -90,9 +90,14 @@ def _signed(work: Stage) -> Iterator[tuple[Unit, dict[str, Any], int]]:
             first += receipt["counts"]["documents"]
 
 
+def signatures(work: Stage, unit: Unit) -> np.ndarray:
+    path = stage.checked(work.out, SIGNATURES, unit, FILE)
+    return np.load(path, mmap_mode="r").reshape(1 + work.recipe.dedup.buckets, -1)
+
+
 @dataclass(frozen=True)
 class Links(Stage):
-    """links.npy: int64 (2, links): the first document with a hash, and each other one. A unit is a part of a bucket."""
+    """links.npy: int64 (2, links), flat: the first document with a hash, and each other one. A unit is a part of a bucket."""
 
     name = LINKS
 
@@ -111,12 +116,12 @@ class Links(Stage):
         bucket, part = divmod(unit.number, parts := self.parts())
         hashes, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for each, _, first in _signed(self):
-            row = np.load(stage.result(self.out, SIGNATURES, each)[0] / FILE, mmap_mode="r")[1 + bucket]
+            row = signatures(self, each)[1 + bucket]
             here = np.flatnonzero(row % np.uint64(parts) == part)
             hashes.append(row[here])
             numbers.append(here + first)
         links = linked(np.concatenate(hashes), np.concatenate(numbers))
-        shards.save_array(folder / LINKED, links)
+        shards.save_array(folder / LINKED, links.ravel())
         return {"links": links.shape[1]}
 
 
@@ -147,14 +152,15 @@ class Clusters(Stage):
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         units = [Unit(ALL.source, number) for number in range(len(self._links()))]
-        links = np.concatenate([np.load(stage.result(self.out, LINKS, each)[0] / LINKED) for each in units], axis=1)
+        paths = [stage.checked(self.out, LINKS, each, LINKED) for each in units]
+        links = np.concatenate([np.load(path).reshape(2, -1) for path in paths], axis=1)
         numbers, places = np.unique(links, return_inverse=True)
         held_out, ends = np.zeros(len(numbers), bool), {}
         for each, receipt, begin in _signed(self):
             end = begin + receipt["counts"]["documents"]
             ends[str(each)] = begin, end
             here = slice(*np.searchsorted(numbers, [begin, end]))
-            low = np.load(stage.result(self.out, SIGNATURES, each)[0] / FILE, mmap_mode="r")[0]
+            low = signatures(self, each)[0]
             below = shards.held_out_below(self.recipe.held_out_of(each.source))
             held_out[here] = low[numbers[here] - begin] < np.uint64(below)
         root = roots(places.reshape(links.shape), len(numbers))
@@ -191,7 +197,7 @@ def dropped_rows(recipe: recipe.Recipe, out: Path, unit: Unit) -> np.ndarray:
     if not recipe.dedup.minhash:
         return np.empty(0, np.int64)
     folder, _ = stage.result(out, DEDUP, ALL)
-    dropped, numbers = _loaded(folder, (folder / NUMBERS).stat().st_mtime_ns)
+    dropped, numbers = _loaded(out, (folder / NUMBERS).stat().st_mtime_ns)
     if str(unit) not in numbers:
         raise ValueError(f"{folder} does not know {unit}, which was planned later; run {DEDUP!r} again")
     begin, end = np.searchsorted(dropped, numbers[str(unit)])
@@ -199,5 +205,6 @@ def dropped_rows(recipe: recipe.Recipe, out: Path, unit: Unit) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(folder: Path, mtime_ns: int) -> tuple[np.ndarray, dict[str, list[int]]]:
-    return np.load(folder / DROPPED), shards.read_json(folder / NUMBERS, "remove the folder and run dedup again")
+def _loaded(out: Path, mtime_ns: int) -> tuple[np.ndarray, dict[str, list[int]]]:
+    dropped, numbers = (stage.checked(out, DEDUP, ALL, name) for name in (DROPPED, NUMBERS))
+    return np.load(dropped), shards.read_json(numbers, "start again")

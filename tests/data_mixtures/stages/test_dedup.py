@@ -1,6 +1,7 @@
 """Near copies: the clusters are datatrove's, one document of each stays, and no held-out text is trained on."""
 
 import itertools
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,20 @@ def test_clusters_are_connected_components():
         assert dedup.roots(links, count).tolist() == root
     chain = np.stack([np.arange(1, 5000), np.arange(4999)])
     assert not dedup.roots(chain, 5000).any()
+
+
+def test_from_text_to_shards_without_copies_and_loops(tmp_path, recipe_path, run_prepare):
+    words = texts_of(8, 40, 3)
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
+    (tmp_path / "notes/loop.txt").write_text("to begin " + "ha ha " * 100)
+    switched = "[dedup]\nminhash = true\n[filter]\nrepeated_ngrams = true\n"
+    recipe_path.write_text(recipe_path.read_text().replace("[sources.notes]", f"{switched}[sources.notes]"))
+    run_prepare(recipe_path, out := tmp_path / "out")
+    notes, sums = (shards.read_manifest(out / source) for source in ("notes", "sums"))
+    assert (notes["dropped"]["near_duplicate"], notes["dropped"]["repeated_ngrams"]) == (12, 1), "the exact copies"
+    assert notes["dropped"]["duplicate"] == sums["dropped"]["repeated_ngrams"] == 0
+    assert 10 < sums["dropped"]["near_duplicate"] < len(words) - 30
+    assert sums["read"] == len(words) == sums["kept"] + sum(sums["dropped"].values())
 
 
 @pytest.mark.slow  # spacy takes seconds to be imported
