@@ -69,6 +69,7 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
         sent_tokenize = span_tokenize = word_tokenize  # not used
 
     config = MinhashConfig(settings.n_grams, settings.buckets, settings.hashes_per_bucket)
+    config.norm_config.norm_numbers = not settings.numbers
     step = MinhashDedupSignature("unused", config, settings.language or Words())
     step._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())  # xxhash 4 takes bytes, datatrove gives text
 

@@ -14,7 +14,7 @@ from data_mixtures import recipe, shards
 from data_mixtures.stages import dedup, stage
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
 
-WORDS = ["".join(letters) for letters in itertools.product("abcdefghijklmn", repeat=3)]  # numbers are all alike
+WORDS = ["".join(letters) for letters in itertools.product("abcdefghijklmn", repeat=3)]
 
 
 def texts_of(seed: int, families: int, copies: int) -> list[str]:
@@ -62,6 +62,7 @@ def datatrove_clusters(folder: Path, texts: list[str], wanted: recipe.Dedup) -> 
     from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
     config = MinhashConfig(wanted.n_grams, wanted.buckets, wanted.hashes_per_bucket)
+    config.norm_config.norm_numbers = False
     tokenizer = WhitespaceTokenizer()
     tokenizer.word_tokenize = str.split
     signature = MinhashDedupSignature(str(folder / "signatures"), config, tokenizer)
@@ -156,6 +157,13 @@ def test_from_text_to_shards_without_copies_and_loops(tmp_path, recipe_path, run
     assert notes["dropped"]["duplicate"] == sums["dropped"]["repeated_ngrams"] == 0
     assert 10 < sums["dropped"]["near_duplicate"] < len(words) - 30
     assert sums["read"] == len(words) == sums["kept"] + sum(sums["dropped"].values())
+
+
+def test_numbers_are_words_unless_the_recipe_says_otherwise():
+    sums = [" ".join(f"Add {i * n + 3} to {n} and then" for n in range(20)) for i in (1, 7)]
+    for numbers in (True, False):
+        one, other = (set(dedup.signer(recipe.Dedup(numbers=numbers))(text, 0)) for text in sums)
+        assert (one == other) is not numbers
 
 
 @pytest.mark.slow  # spacy takes seconds to be imported
