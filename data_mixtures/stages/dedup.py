@@ -98,7 +98,7 @@ def signatures(work: Stage, unit: Unit) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Links(Stage):
-    """links.npy: int64 (2, links), flat: the first document with a hash, and each other one. A unit is a part of a bucket."""
+    """links.npy: int64 (2, links), flat: the first document with a hash, each other one. A unit: a part of a bucket."""
 
     name = LINKS
 
