@@ -1,6 +1,6 @@
 """`python -m data_mixtures STAGE RECIPE.toml --out DIR`: one stage from text to shards.
 
-    plan, fetch, filter, tokenize, runs, shuffle, manifest: in this order; each can be killed and started again
+    plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: in this order; each can be killed and restarted
     verify, stats: check and describe prepared data
     free: delete the files of a stage (--stage) that the next stage has read, to save disk space
     show LOCK|RUN: what training reads, as text, and where it came from (`show --help`)

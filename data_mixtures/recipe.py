@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 from data_mixtures import order
 
 KINDS = ("text", "jsonl", "parquet", "resolved")
-RESERVED_FOLDERS = ("corpus", "fetch", "filter", "tokenize", "order", "shuffle")
+RESERVED_FOLDERS = ("corpus", "fetch", "filter", "signatures", "links", "dedup", "tokenize", "runs", "order", "shuffle")
 T = TypeVar("T")
 
 
@@ -170,6 +170,8 @@ class Dedup:
     """Two documents are near copies when all hashes of one bucket are equal"""
     hashes_per_bucket: int = 8
     """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, and 92% of those that share 80%"""
+    numbers: bool = True
+    """Whether texts that differ in numbers alone differ; false, as in datatrove, takes most of generated arithmetic"""
     language: str = ""
     """Of datatrove's word tokenizers, for text without spaces between words, such as zh or ja; default: spaces"""
 

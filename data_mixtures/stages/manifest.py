@@ -138,9 +138,10 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
     for counts in _all_counts(out, "fetch", source) if (out / "fetch" / source).is_dir() else ():
         dropped.update(counts.get("dropped", {}))
         read += sum(counts.get("dropped", {}).values())
-    for counts in filtered:
+    for counts in (*filtered, *tokenized):
         dropped.update(counts["dropped"])
-    if sum(counts["documents"] for counts in tokenized) != sum(counts["kept"] for counts in filtered):
+    known = sum(counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized)
+    if known != sum(counts["kept"] for counts in filtered):
         raise ValueError(f"source {source!r} was filtered again after it was tokenized; run the stages from there on")
     if read != kept["documents"] + dropped.total():
         raise ValueError(

@@ -12,7 +12,19 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
-from data_mixtures.stages import decontaminate, manifest, plan, quality, repair, runs, shuffle, stage, tokenize, verify
+from data_mixtures.stages import (
+    decontaminate,
+    dedup,
+    manifest,
+    plan,
+    quality,
+    repair,
+    runs,
+    shuffle,
+    stage,
+    tokenize,
+    verify,
+)
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
@@ -97,6 +109,13 @@ def _filter(context: RunContext) -> None:
     check_dropped(context.recipe, context.out, context.sources, ("fetch", "filter"))
 
 
+def _dedup(context: RunContext) -> None:
+    """Signatures of the sources that were asked for; near copies over all of the recipe's."""
+    if context.recipe.dedup.minhash:
+        for kind in (dedup.Signatures, dedup.Links, dedup.Clusters):
+            context.run(kind)
+
+
 def _tokenize(context: RunContext) -> None:
     tokenize.make_tokenizer(context.recipe, context.out)
     context.run(tokenize.Tokenize)
@@ -156,6 +175,7 @@ STAGES: Mapping[str, Callable[[RunContext], object]] = {
     "plan": _plan,
     "fetch": _fetch,
     "filter": _filter,
+    "dedup": _dedup,
     "tokenize": _tokenize,
     "runs": _runs,
     "shuffle": _shuffle,
@@ -164,4 +184,4 @@ STAGES: Mapping[str, Callable[[RunContext], object]] = {
     "stats": _stats,
     "free": _free,
 }
-TO_SHARDS = ("plan", "fetch", "filter", "tokenize", "runs", "shuffle")  # `manifest` follows
+TO_SHARDS = ("plan", "fetch", "filter", "dedup", "tokenize", "runs", "shuffle")  # `manifest` follows

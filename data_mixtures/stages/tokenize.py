@@ -21,7 +21,7 @@ import xxhash
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
-from data_mixtures.stages import blocks, gather, stage
+from data_mixtures.stages import blocks, dedup, gather, repeats, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
@@ -43,23 +43,29 @@ class Tokenize(Stage):
 
     def key(self, unit: Unit) -> str:
         documents = (stage.made_files(self.out, "filter", unit) or {}).get(DOCUMENTS)
-        return stage.key_of(_MODULES, self.recipe.seed, _hashes(self.out), documents)
+        copies = dedup.dropped_rows(self.recipe, self.out, unit).tobytes()
+        modules = [*_MODULES, *["stages/repeats.py"] * self.recipe.filter.repeated_ngrams]
+        left_out = xxhash.xxh3_64_hexdigest(copies) if copies else ""
+        return stage.key_of(modules, self.recipe.seed, _hashes(self.out), left_out, documents)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         filtered = stage.checked(self.out, "filter", unit, DOCUMENTS)
         made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
+        copies, looping = dedup.dropped_rows(self.recipe, self.out, unit), [np.empty(0, bool)]
         rows, unsorted = [], {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
-            for ids, texts, origins in read_documents(filtered):
+            for ids, texts, origins in read_documents(filtered, copies):
                 decoded = [text.decode("utf-8") for text in texts]
                 tokens, lengths = made.encode(decoded)
                 token_file.write(tokens.tobytes())
                 origin_file.writelines(origins)
                 compare(made, ids, decoded)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
+                wanted = self.recipe.filter.repeated_ngrams
+                looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
         documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
         order = np.lexsort((documents["low"], documents["high"], documents["key"]))
-        ordered = documents[order]
+        ordered = documents[order := order[~np.concatenate(looping)[order]]]
         for name, start, length, dtype in parts(made.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
             write_ordered(folder / name, unsorted[name], documents[length] * np.int64(dtype.itemsize), order)
@@ -67,8 +73,9 @@ class Tokenize(Stage):
         shards.save_array(folder / INDEX, ordered)
         for name in SLICED:
             blocks.seal(folder / name)
-        total = {name: int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes")}
-        return {"documents": len(documents), "tokens": total["length"], "bytes": total["bytes"]}
+        total = {name: int(ordered[name].sum(dtype=np.int64)) for name in ("length", "bytes")}
+        dropped = {"near_duplicate": len(copies), "repeated_ngrams": len(documents) - len(ordered)}
+        return {"documents": len(ordered), "tokens": total["length"], "bytes": total["bytes"], "dropped": dropped}
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
@@ -96,10 +103,14 @@ def _loaded(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
     return tokenizer.load(path)
 
 
-def read_documents(path: Path) -> Iterator[tuple[list[bytes], list[bytes], list[bytes]]]:
-    """(ids, texts as UTF-8, origins) of documents.parquet, in batches."""
+def read_documents(path: Path, without: Any = ()) -> Iterator[tuple[list[bytes], list[bytes], list[bytes]]]:
+    """(ids, texts as UTF-8, origins) of documents.parquet, in batches, but for the rows `without`."""
     with pq.ParquetFile(path, memory_map=True) as parquet:
+        stays, first = np.ones(parquet.metadata.num_rows, bool), 0
+        stays[np.asarray(without, np.int64)] = False
         for batch in parquet.iter_batches(_BATCH_ROWS):
+            here, first = stays[first : first + batch.num_rows], first + batch.num_rows
+            batch = batch if here.all() else batch.filter(pa.array(here))
             columns = (batch.column(name).cast(pa.binary()) for name in ("doc_id", "text", "origin"))
             ids, texts, origins = (column.to_pylist() for column in columns)
             yield ids, texts, origins
@@ -159,7 +170,8 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
         return stage.key_of(("tokenizer.py",), file_sha256(Path(given.path)), tokenizer.load_given(given).names)
     receipts = [stage.receipts(out, "filter", source.name) for source in recipe.sources]
     files = [[receipt["files"][DOCUMENTS] for receipt in source] for source in receipts]
-    return stage.key_of(_MODULES, asdict(given), recipe.seed, _held_out(recipe), files)
+    left_out = stage.made_files(out, dedup.DEDUP, dedup.ALL) if recipe.dedup.minhash else None
+    return stage.key_of(_MODULES, asdict(given), recipe.seed, _held_out(recipe), files, left_out)
 
 
 def _held_out(recipe: Recipe) -> int:
@@ -174,7 +186,9 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     sample = []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
-        batches = (b for unit in units for b in read_documents(stage.checked(out, "filter", unit, DOCUMENTS)))
+        paths = (stage.checked(out, "filter", unit, DOCUMENTS) for unit in units)
+        copies = (dedup.dropped_rows(recipe, out, unit) for unit in units)
+        batches = (batch for each in zip(paths, copies, strict=True) for batch in read_documents(*each))
         documents = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
         sample += first_documents(documents, train_bytes * size // max(sum(sizes.values()), 1), recipe)
     return sample

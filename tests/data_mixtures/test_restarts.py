@@ -22,7 +22,7 @@ from tests.data_mixtures.stages.hub_assets import HEADER, REPO, SOURCE, write_pa
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ("tokenizer.model", "phase1.lock.json", "numbers/*", "notes/*", "fetch/*/*/*", "filter/*/*/*",
-             "tokenize/*/*/*", "order/*/*/*", "shuffle/*/*/*")  # fmt: skip
+             "dedup/*/*/*", "tokenize/*/*/*", "order/*/*/*", "shuffle/*/*/*")  # fmt: skip
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ inputs = [
     hub = SOURCE.format(name="numbers", repo=REPO, revision="abcdef0", configs='["4plus"]', more="")
     path = tmp_path / "both.toml"
     header = HEADER.replace("windows_per_shard = 40", "windows_per_shard = 100")
-    path.write_text("\n".join([header, hub, local, "[phase1]\nnumbers = 3\nnotes = 1\n"]))
+    path.write_text("\n".join([header, "[dedup]\nminhash = true", hub, local, "[phase1]\nnumbers = 3\nnotes = 1\n"]))
     return path
 
 
@@ -86,7 +86,7 @@ def test_a_comment_in_every_module_changes_nothing(recipe_path, tmp_path):
     command = [sys.executable, "-m", "data_mixtures.prepare", recipe_path, "--out", out, "--mirror", mirror]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path / "code", env=environment, capture_output=True, text=True, check=True)
-    assert [int(line.split()[1]) for line in done.stdout.splitlines() if " units done, " in line] == [0] * 5
+    assert [int(line.split()[1]) for line in done.stdout.splitlines() if " units done, " in line] == [0] * 8
     assert published(out) == before
     assert mixture.read_lock(out / "phase1.lock.json")["fingerprint"] == lock["fingerprint"]
     assert mixture.read_lock(out / "phase2.lock.json")["sources"][0]["content_sha256"]

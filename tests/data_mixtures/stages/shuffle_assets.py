@@ -93,7 +93,7 @@ class Tokenize:
         for name in SLICED:
             blocks.seal(folder / name)
         sizes = {"tokens": int(documents["length"].sum()), "bytes": int(documents["bytes"].sum())}
-        return {"documents": len(rows), **sizes}
+        return {"documents": len(rows), **sizes, "dropped": {}}
 
 
 def _row(text: str) -> tuple[int, int, int, str]:
