@@ -3,6 +3,7 @@
     plan, fetch, filter, tokenize, runs, shuffle, manifest: in this order; each can be killed and started again
     verify, stats: check and describe prepared data
     free: delete the files of a stage (--stage) that the next stage has read, to save disk space
+    show LOCK|RUN: what training reads, as text, and where it came from (`show --help`)
 
 `python -m data_mixtures.prepare` runs them all.
 """
@@ -14,12 +15,15 @@ import sys
 
 from rich.console import Console
 
-from data_mixtures import prepare, recipe
+from data_mixtures import prepare, recipe, show
 from data_mixtures.stages import stage, table
 from data_mixtures.stages.run import Executor
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["show"]:  # of a lock or a run folder, not of a recipe
+        shown = show.parser().parse_args(sys.argv[2:])
+        return prepare.reported(lambda: show.run(shown, Console()))
     arguments = parser().parse_args()
     return prepare.reported(lambda: run(arguments, Console()))
 

@@ -169,13 +169,13 @@ class Mixture:
         if first < 0 or count < 0:
             raise ValueError(f"sequences({first}, {count}): first and count must not be negative")
         self.check_epochs(first + count)
-        source_index, files, windows = self._find(np.arange(first, first + count, dtype=np.int64))
+        source_index, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._read(self._files, files, windows), source_index
 
     def flags(self, first: int, count: int) -> np.ndarray:
         """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S + 1); if `packed` only."""
         assert self._flags is not None, f"{self.phase} is not packed: its tokens have no flags"
-        _, files, windows = self._find(np.arange(first, first + count, dtype=np.int64))
+        _, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._read(self._flags, files, windows)
 
     def _read(self, source: WindowFiles, files: np.ndarray, windows: np.ndarray) -> np.ndarray:
@@ -185,13 +185,11 @@ class Mixture:
         return rows
 
     def locate(self, numbers: np.ndarray) -> list[dict[str, Any]]:
-        """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first token in it."""
+        """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
+        names = ("sequence", "source", "shard", "token_offset", "epoch")
         found = np.stack([numbers, *self._find(numbers)], axis=1).tolist()
-        names = ("sequence", "source", "shard", "token_offset")
-        return [
-            dict(zip(names, (g, self.source_names[source], self._file_names[file], window * self.seq_len), strict=True))
-            for g, source, file, window in found
-        ]
+        rows = [(g, self.source_names[s], self._file_names[f], w * self.seq_len, epoch) for g, s, f, w, epoch in found]
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
         """Windows of each source consumed after `sequences` sequences of this phase, offsets included: closed form."""
@@ -211,8 +209,8 @@ class Mixture:
                 "lower its weight, add text, or raise epoch_cap in the recipe"
             )
 
-    def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Source, file and the window within the file of global sequences: int64 (n,) each."""
+    def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Source, file, the window within the file, and epoch of global sequences: int64 (n,) each."""
         block, place = np.divmod(g, len(self._places))
         index = self._places[place]
         items = self._offsets[index] + block * self._weights[index] + self._ranks[place]
@@ -224,7 +222,7 @@ class Mixture:
         file = np.searchsorted(self._file_begins, window, side="right") - 1
         window -= self._file_begins[file]
         count, stride, begin = self._steps[file].T
-        return index, file, np.where(epochs == 0, (window * stride + begin) % count, window)
+        return index, file, np.where(epochs == 0, (window * stride + begin) % count, window), epochs
 
 
 def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> list[TokenFile]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from records.events import record_event
-from records.files import survive_full_disk, write_atomically
+from records.files import read_lines, survive_full_disk, write_atomically
 
 FILE = "skip_sequences.json"
 
@@ -83,3 +84,41 @@ def leave_out(run: Path, windows: Iterable[Sequence[int]], reason: str) -> bool:
 def _entries(run: Path) -> list[dict[str, Any]]:
     path = run / FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one attempt of a run reads: the sequences of a lock, from a position on, in batches of one size."""
+
+    lock: Path
+    attempt: int
+    step: int  # done before it
+    position: int  # of the first sequence that it takes
+    global_batch_size: int
+    offsets: dict[str, int]  # windows of each source that earlier phases used up
+    skips: SkipList
+
+    def numbers(self, step: int) -> np.ndarray:
+        """Sequence numbers of the batch of one of its steps, counted from 1: int64 (G,)."""
+        return self.skips.numbers(
+            self.position + (step - 1 - self.step) * self.global_batch_size, self.global_batch_size
+        )
+
+
+def read_attempts(run: Path) -> list[Reading]:
+    """What the attempts of a run read, in their order. ValueError where attempts.jsonl does not say it."""
+    path, later = run / "attempts.jsonl", [entry["window"] for entry in _entries(run)]
+    if not (attempts := [each for each in read_lines(path) if "data" in each]):
+        raise ValueError(f"{path} does not say what was read; give the phase's own run folder, or the lock file")
+    return [
+        Reading(
+            **{**each["data"], "lock": Path(each["data"]["lock"])},
+            attempt=each["attempt"], step=each["step"], skips=SkipList([*each["skip_sequences"], *later]),
+        )
+        for each in attempts
+    ]  # fmt: skip
+
+
+def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:
+    """The attempt whose version of a step counts: the last that started before it."""
+    return next(each for each in reversed(attempts) if each.step < step)

@@ -129,6 +129,13 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             lineage = {"parent": str(source.resolve()) if source and other else None, "tokens_before": tokens_before}
             with survive_full_disk(self.run):
                 write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
+        loader = self.dataloader
+        data = {  # `records.skips.read_attempts` finds the batch of any step with it
+            "lock": str(loader.lock.resolve()),
+            "position": loader.sequences,
+            "global_batch_size": self.job_config.training.global_batch_size,
+            "offsets": loader.offsets,
+        }
         facts = {
             "attempt": self.attempt,
             "time": time.time(),
@@ -138,7 +145,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             "torch": torch.__version__,
             "step": self.step,
             "started_from": str(source) if source else "random weights",
-            "mixture_fingerprint": self.dataloader.mixture.fingerprint,
+            "mixture_fingerprint": loader.mixture.fingerprint,
+            "data": data,
+            "skip_sequences": loader.skips.windows,
         }
         append_or_keep(self.run / "attempts.jsonl", json.dumps(facts))
 
@@ -276,6 +285,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 batch = loader.locate(loader.sequences - size, size)
                 write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
             facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": str(problem), "batch": str(path)}
+            facts["show"] = f"python -m data_mixtures show {self.run} --bad-step {self.step}"
             record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
         self.refused = [step for step in self.refused if step > self.step - section.spike_window] + [self.step]
         if section.unclean_policy != "skip" or len(self.refused) > section.max_skips:

@@ -1,0 +1,229 @@
+"""`python -m data_mixtures show LOCK|RUN`: what training reads, as text: documents, where they lie and came from.
+
+    show LOCK --step N --global-batch G [--sequence I]   the batch of a step, or its sequence I, counted from 0
+    show RUN --step N [--sequence I]                     what this step of a run read, skipped data left out
+    show RUN --bad-step N                                the batches that were refused at this step
+    show LOCK|RUN --sequence I                           sequence I of the whole mixture
+    show LOCK|RUN --document ID                          where a document lies, by its id as shown
+    show LOCK|RUN --origin TEXT                          all documents whose origin holds this text
+
+LOCK is a lock file, RUN the run folder of one phase. With --json, stdout gets a JSON object a line. A sequence has one
+token more than the model's input: the last one is only predicted. Held-out documents are in no document index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, starmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute
+from rich.console import Console
+from rich.progress import track
+
+from data_mixtures import shards, tokenizer
+from data_mixtures.mixture import BEGINS, Mixture, read_lock
+from records import skips
+from records.files import read_lines
+
+Found = dict[str, Any]
+Wanted = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
+Place = tuple[Path, dict[str, int], np.ndarray]
+CHUNK_TOKENS = 1 << 20
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m data_mixtures show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("data", type=Path, metavar="LOCK|RUN", help="a lock file, or a run folder")
+    what = made.add_mutually_exclusive_group()
+    what.add_argument("--step", type=int, help="a training step, from 1")
+    what.add_argument("--bad-step", type=int, help="a step at which batches were refused")
+    what.add_argument("--document", help="a document's id, 16 hexadecimal digits")
+    what.add_argument("--origin", help="part of an origin: a url, repository, file, licence")
+    made.add_argument("--sequence", type=int, help="a sequence of the mixture; with --step: of the step; from 0")
+    made.add_argument("--global-batch", type=int, help="sequences per step; a run folder knows it")
+    made.add_argument("--json", action="store_true", help="JSON lines in place of text")
+    return made
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    """ValueError for everything that a user can fix."""
+    attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
+    if given.document or given.origin:
+        found = find(attempts[-1].lock if attempts else given.data, _wanted(given), Console(stderr=True))
+    else:
+        found = chain.from_iterable(starmap(sequences, _asked(given, attempts)))
+    count = 0
+    for count, each in enumerate(found, 1):  # noqa: B007
+        if given.json:
+            print(json.dumps(each, ensure_ascii=False))
+        else:
+            print_text(each, console)
+    if not count:
+        raise ValueError("no such document in the training data; held-out documents are in no document index")
+
+
+def _wanted(given: argparse.Namespace) -> Wanted:
+    if given.origin:
+        return lambda _, origins: pyarrow.compute.match_substring(origins, given.origin).to_numpy(False)
+    if not re.fullmatch(r"[0-9a-f]{16}", given.document):
+        raise ValueError(f"--document {given.document!r} must be 16 hexadecimal digits, as in the output of show")
+    return lambda ids, _: ids == np.uint64(int(given.document, 16))
+
+
+def _asked(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[Place]:
+    """What is to be shown: lock, offsets of its sources, sequence numbers."""
+    step, sequence = given.step, given.sequence
+    if given.bad_step is not None:
+        return _refused(given, attempts)
+    if (step is None and sequence is None) or (step is not None and step < 1) or (sequence or 0) < 0:
+        raise ValueError("give --step N (from 1), --sequence I (from 0), --bad-step N, --document ID or --origin TEXT")
+    lock, offsets = (attempts[-1].lock, attempts[-1].offsets) if attempts else (given.data, {})
+    if step is None:
+        return [(lock, offsets, np.array([sequence]))]
+    if attempts:
+        reading = skips.attempt_of(attempts, step)
+        lock, offsets, numbers = reading.lock, reading.offsets, reading.numbers(step)
+    elif given.global_batch:
+        numbers = np.arange((step - 1) * given.global_batch, step * given.global_batch)
+    else:
+        raise ValueError("--step of a lock file needs --global-batch, or give the run folder in place of the lock")
+    if sequence is not None and sequence >= len(numbers):
+        raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
+    return [(lock, offsets, numbers if sequence is None else numbers[sequence : sequence + 1])]
+
+
+def _refused(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[Place]:
+    found = []
+    for event in read_lines(given.data / "events.jsonl"):
+        if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
+            reading = next(each for each in attempts if each.attempt == event["attempt"])
+            batch = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
+            found.append((reading.lock, reading.offsets, np.array([place["sequence"] for place in batch])))
+    if not found:
+        raise ValueError(f"{given.data}: events.jsonl has no refused batch at step {given.bad_step}")
+    return found
+
+
+def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Found]:
+    """Sequences of a lock with their documents."""
+    mixture, pieces = Mixture.open(lock, offsets), tokenizer.load(shards.tokenizer_path(lock.parent))
+    for number in numbers.tolist():
+        (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
+        if mixture.packed:
+            cuts = [0, *(np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS) + 1).tolist()]
+            parts: list[Found] = [{"begins": cut} for cut in cuts]
+        else:
+            parts = _documents(lock.parent / place["source"], place, tokens, mixture.bos_id)
+        ends = [*(part["begins"] for part in parts[1:]), len(tokens)]
+        documents = [
+            {**part, "tokens": end - part["begins"], "text": pieces.decode(tokens[part["begins"] : end])}
+            for part, end in zip(parts, ends, strict=True)
+        ]
+        yield {**place, "documents": documents, "tokens": tokens.tolist()}
+
+
+def _documents(folder: Path, place: Found, tokens: np.ndarray, bos_id: int) -> list[Found]:
+    """The documents of a window, in its order; ValueError where the index does not say that they begin there."""
+    names = [entry["name"] for entry in _manifest(folder)["shards"]]
+    at, offset = names.index(place["shard"]), place["token_offset"]
+    begins, facts = _index(folder, at)
+    inside = np.flatnonzero((begins >= offset) & (begins < offset + len(tokens)))
+    found = [{"begins": int(begins[i]) - offset, **facts(i)} for i in inside.tolist()]
+    starts = np.flatnonzero(tokens[:-1] == bos_id).tolist()
+    if [each["begins"] for each in found if each["begins"] < len(tokens) - 1] != starts:
+        raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
+    if not found or found[0]["begins"]:
+        found.insert(0, {"begins": 0, **_continued(folder, at, offset)})
+    return found
+
+
+def _continued(folder: Path, at: int, offset: int) -> Found:
+    """The document that began before a token of a shard; {} if its beginning was in a shard that is not here."""
+    entries = _manifest(folder)["shards"]
+    for before in range(at, -1, -1):
+        begins, facts = _index(folder, before)
+        earlier = int(np.searchsorted(begins, offset)) - 1
+        if earlier >= 0:
+            return {"before": offset - int(begins[earlier]), **facts(earlier)}
+        if not before or _number(entries[before]) != _number(entries[before - 1]) + 1:
+            break
+        offset += entries[before - 1]["windows"] * _manifest(folder)["seq_len"]
+    return {}
+
+
+def _number(entry: Found) -> int:
+    return int(re.findall(r"\d+", entry["name"])[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _manifest(folder: Path) -> Found:
+    return shards.read_manifest(folder)
+
+
+@functools.lru_cache(maxsize=16)
+def _index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
+    """Where the documents of a shard begin in it, in tokens, and what is known of each."""
+    entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
+    ids, lengths, origins = _read_documents(folder, entry)
+    tokens = np.memmap(folder / entry["name"], dtype=shards.token_dtype(entry), mode="r")
+    chunks = ((i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id)) for i in range(0, len(tokens), CHUNK_TOKENS))
+    first = next((i + int(found[0]) for i, found in chunks if len(found)), 0)
+
+    def facts(i: int) -> Found:
+        origin = origins[i].as_py()
+        return {"id": f"{ids[i]:016x}", "document_tokens": int(lengths[i]), "origin": origin and json.loads(origin)}
+
+    return first + np.cumsum(lengths, dtype=np.int64) - lengths, facts
+
+
+def _read_documents(folder: Path, entry: Found) -> tuple[np.ndarray, np.ndarray, pyarrow.Array]:
+    ids, lengths, *more = shards.read_documents(folder / entry["docs"]["name"])
+    origins: pyarrow.Array = more[0] if more else pyarrow.nulls(len(ids), pyarrow.large_string())  # type: ignore
+    return ids, lengths, origins
+
+
+def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
+    """The wanted documents of all sources of a lock."""
+    folders = [lock.parent / source["name"] for source in read_lock(lock)["sources"]]
+    places = [(folder, at) for folder in folders for at in range(len(_manifest(folder)["shards"]))]
+    for folder, at in track(places, "searching", console=console, transient=True):
+        entry = _manifest(folder)["shards"][at]
+        ids, _, origins = _read_documents(folder, entry)
+        for i in np.flatnonzero(wanted(ids, origins)).tolist():
+            begins, facts = _index(folder, at)
+            yield {"source": folder.name, "shard": entry["name"], "token_offset": int(begins[i]), **facts(i)}
+
+
+def print_text(found: Found, console: Console) -> None:
+    """A sequence, or a document that was searched for."""
+
+    def line(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    place = f"{found['source']}/{found['shard']}, token {found['token_offset']:,}"
+    if "documents" not in found:
+        return line(f"{place}: {_title(found)}")
+    line(f"sequence {found['sequence']:,}: {place}, epoch {found['epoch']}", "bold reverse")
+    for document in found["documents"]:
+        line(_title(document), "bold cyan")
+        line(document["text"])
+
+
+def _title(part: Found) -> str:
+    if "id" not in part:
+        return f"{part['tokens']:,} tokens"
+    spans = f"{part['document_tokens']:,} tokens"
+    if "tokens" in part:
+        first = part.get("before", 0)
+        spans = f"tokens {first:,} to {first + part['tokens']:,} of {part['document_tokens']:,}"
+    origin: Iterable[tuple[str, Any]] = (part["origin"] or {}).items()
+    return f"document {part['id']}, {spans}" + "".join(f", {name} {value}" for name, value in origin)

@@ -1,0 +1,90 @@
+"""`show` of a run folder: what its trainer has read, with skips, phases and refused batches."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("torchtitan")
+from data_mixtures import show
+from records.files import read_lines
+from records.skips import SkipList, add_windows
+from tests.train.runs import run_job
+from tests.train.supervised import GLOBAL_BATCH, RANKS, arguments
+from train.data import MixtureLoader
+
+
+def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    show.run(show.parser().parse_args([*(str(each) for each in given), "--json"]), Console())
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(prepared_data: Path, tmp_path: Path, capsys):
+    """Attempts as the trainer records them; the batches are those of its loader."""
+    lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
+    offsets = {"web": 40, "code": 170}
+    loader = MixtureLoader(lock, 0, 1, GLOBAL_BATCH, 1, SkipList(skips))
+    loader.begin_at(offsets, {})
+    batches = [
+        torch.cat([inputs["input"], labels[:, -1:]], 1).tolist()
+        for (inputs, labels), _ in zip(loader, range(9), strict=False)
+    ]
+    data = {"lock": str(lock), "position": 0, "global_batch_size": GLOBAL_BATCH, "offsets": offsets}
+    attempts = [
+        {"attempt": 1, "step": 0, "data": data, "skip_sequences": []},
+        {"attempt": 2, "step": 3, "data": {**data, "position": 12}, "skip_sequences": []},
+        {"attempt": 3, "step": 6, "data": {**data, "position": 24, "global_batch_size": 2}, "skip_sequences": []},
+    ]
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
+    add_windows(tmp_path, skips, "step 2: the loss is nan")
+    for step in range(1, 7):
+        assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", step)] == batches[step - 1]
+    assert [each["tokens"] for each in shown(capsys, tmp_path, "--step", 8)] == batches[6][2:]
+    places = loader.locate(4, 4)
+    (tmp_path / "bad-steps").mkdir()
+    (tmp_path / "bad-steps/step-2.json").write_text("".join(json.dumps(place) + "\n" for place in places))
+    event = {"kind": "bad_step", "step": 2, "attempt": 1, "batch": "elsewhere/bad-steps/step-2.json"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert [each["tokens"] for each in shown(capsys, tmp_path, "--bad-step", 2)] == batches[1]
+    with pytest.raises(ValueError, match="no refused batch at step 3"):
+        shown(capsys, tmp_path, "--bad-step", 3)
+
+
+def read_at(run: Path, step: int) -> list[list[list[int]]]:
+    """The batches that all ranks together read at a step, in the order in which they read them."""
+    of_ranks = [
+        [row["batch"] for row in read_lines(run / f"read-{rank}.jsonl") if row["step"] == step] for rank in range(RANKS)
+    ]
+    return [[*chain(*micro_batch)] for micro_batch in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.slow
+def test_every_step_of_a_real_run_with_a_refused_batch_and_a_second_phase(
+    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, one, two = tmp_path / "faults.json", tmp_path / "one", tmp_path / "two"
+    plan.write_text(json.dumps([{"rank": None, "kind": "nan", "step": 3}]))
+    more = ("--resilience.unclean_policy", "skip", "--experimental.custom_import", "tests.train.recorder")
+    job = run_job(one, [*arguments(one, prepared_data / "phase1.lock.json", 6, 2), *more], RANKS,
+                  LANEFORMER_FAULTS=str(plan))  # fmt: skip
+    assert job.returncode == 0, job.stdout[-4000:]
+    start = ("--checkpoint.initial_load_path", str(one / "checkpoint/step-6"), "--resilience.skip_sequences", "6", "9")
+    job = run_job(two, [*arguments(two, prepared_data / "phase2.lock.json", 4, 2), *more, *start], RANKS,
+                  LANEFORMER_FAULTS=str(plan))  # fmt: skip
+    assert job.returncode == 0, job.stdout[-4000:]
+    for run, steps in ((one, 6), (two, 4)):
+        for step in range(1, steps + 1):
+            read = read_at(run, step)
+            assert [each["tokens"] for each in shown(capsys, run, "--step", step)] == read[-1], (run, step)
+            assert len(read) == (2 if (run, step) == (one, 3) else 1)
+    (event,) = [each for each in read_lines(one / "events.jsonl") if each["kind"] == "bad_step"]
+    command = event["show"].split()
+    assert command[:4] == ["python", "-m", "data_mixtures", "show"]
+    assert [each["tokens"] for each in shown(capsys, *command[4:])] == read_at(one, 3)[0]
