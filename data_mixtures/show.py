@@ -186,9 +186,8 @@ def _index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
 
 
 def _read_documents(folder: Path, entry: Found) -> tuple[np.ndarray, np.ndarray, pyarrow.Array]:
-    ids, lengths, *more = shards.read_documents(folder / entry["docs"]["name"])
-    origins: pyarrow.Array = more[0] if more else pyarrow.nulls(len(ids), pyarrow.large_string())  # type: ignore
-    return ids, lengths, origins
+    found: tuple = shards.read_documents(folder / entry["docs"]["name"])
+    return found if len(found) == 3 else (*found, pyarrow.nulls(len(found[0]), pyarrow.large_string()))
 
 
 def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
