@@ -186,9 +186,7 @@ def _index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
 
 
 def _read_documents(folder: Path, entry: Found) -> tuple[np.ndarray, np.ndarray, pyarrow.Array]:
-    ids, lengths, *more = shards.read_documents(folder / entry["docs"]["name"])
-    origins: pyarrow.Array = more[0] if more else pyarrow.nulls(len(ids), pyarrow.large_string())  # type: ignore
-    return ids, lengths, origins
+    return shards.read_documents(folder / entry["docs"]["name"])
 
 
 def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:

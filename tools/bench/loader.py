@@ -24,7 +24,9 @@ import pyarrow.parquet as pq
 from data_mixtures.mixture import Mixture
 from tools.bench import harness
 from tools.bench.harness import Candidate, Result, alternate, table
-from tools.bench.loader_baselines import BATCH, LOADERS, MOSAIC_FOLDER, MOSAIC_INSTALL, cpu_rate, worst_deviation
+from tools.bench.loader_baselines import BATCH
+from tools.bench.loader_process import LOADERS, cpu_rate, worst_deviation
+from tools.bench.loader_rivals import install
 from tools.bench.train import write_lock
 
 WEIGHTS = {"web": 6320, "code": 2100, "math": 630, "multilingual": 500, "qa": 450}
@@ -37,6 +39,8 @@ OTHER_WORLD_SIZE = {  # ours is tested (tests/train/test_data.py); the others ac
     "interleave_datasets": "manual (skip)",
     "interleave_datasets, streaming": "no (one state per rank)",
     "mosaicml-streaming": "if the batch divides",
+    "olmo-core": "if the batch divides",
+    "megatron-core": "if the batch divides",
 }
 FILE_START = """# Training data loaders
 
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compare(options: Options, console: Any) -> Result:
     """Speed and stalls in every round, what needs no repetition in the first; a new process per loader and round."""
-    names = [name for name in options.only if name != "mosaicml-streaming" or (MOSAIC_FOLDER / "streaming").is_dir()]
+    names = [name for name in options.only if install(name) is None]
     measured: dict[str, Result] = {name: {} for name in names}
     probes: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bench-loader-") as folder, console.status("writing data") as status:
@@ -85,11 +89,12 @@ def compare(options: Options, console: Any) -> Result:
                 status.update(f"round {len(probes)} of {options.rounds}: {name}")
                 once = {"deviation": options.sequences, "resume": options.resume_at}
                 commands: Result = {"first_pass": options.windows} if first and name == BARE else {}
+                commands |= {"start": 0} if first and name != BARE else {}
                 commands |= {"speed": options.seconds} | ({} if name == BARE else {"stalls": options.steps})
                 commands |= once if first and name != BARE else {}
                 for key, value in figures_of(name, data, commands).items():
                     measured[name].setdefault(key, []).append(value)
-    missing = dict.fromkeys(set(options.only) - set(names), MOSAIC_INSTALL)
+    missing = {name: install(name) for name in options.only if name not in names}
     drawn = random_draws(options.sequences)
     return {"loaders": measured, "missing": missing, "probes": probes, "random_draws": drawn}
 
@@ -117,7 +122,7 @@ def write_rows(path: Path, tokens: np.ndarray, sources: np.ndarray) -> None:
 def figures_of(name: str, data: Path, commands: dict[str, Any]) -> Result:
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     with contextlib.closing(
-        Candidate(name, ["-m", "tools.bench.loader_baselines", name, str(data)], environment)
+        Candidate(name, ["-m", "tools.bench.loader_process", name, str(data)], environment)
     ) as process:
         answers = [process.ask(do, argument=argument) for do, argument in commands.items()]
     return {key: value for answer in answers for key, value in answer.items()}
@@ -149,14 +154,16 @@ def random_draws(sequences: int, seeds: int = 20) -> dict[str, float]:
 
 def section(options: Options, result: Result) -> tuple[str, str]:
     copy, cast = (statistics.median(p[f"{k}_tokens_per_s"] for p in result["probes"]) / 1e6 for k in ("copy", "cast"))
-    columns = ["loader", "M tokens/s/core", "% of a copy", "mixture error (sequences)", "to resume", "other ranks",
-               "stall p50 / p99 (ms)"]  # fmt: skip
+    columns = ["loader", "M tokens/s/core", "% of a copy", "mixture error (sequences)", "to start", "to resume",
+               "other ranks", "memory (MB)", "stall p50 / p99 (ms)"]  # fmt: skip
     first = result["loaders"].get(BARE, {}).get("first_pass_tokens_per_s", [0])[0] / 1e6
     drawn = ", ".join(f"{worst:.0f} at {int(limit):,}" for limit, worst in result["random_draws"].items())
     parts = [
         f"{options.windows} windows of {options.seq_len} tokens from the page cache in {len(WEIGHTS)} sources, batches "
         f"of {BATCH}; medians of {options.rounds} rounds. Stalls: after each of {options.steps} steps that sleep for "
-        "20 ms; a baseline has a worker process that reads ahead.",
+        "20 ms; a baseline has a worker process that reads ahead. To start: from nothing opened to the first batch, "
+        "with imports and with the files of its order that a loader writes, which are there when it resumes. Memory is "
+        "what the process has of its own (RssAnon), Python and torch included.",
         table(columns, [row(name, each, copy) for name, each in result["loaders"].items()]),
         f"NumPy copies the same bytes at {copy:.0f} M tokens/s and casts them to int64, as every loader has to, at "
         f"{cast:.0f} M. The first pass of {BARE}, in which every block is read and hashed, runs at {first:.0f} M "
@@ -174,7 +181,11 @@ def row(name: str, figures: Result, copied: float) -> list[str]:
     error = ", ".join(f"{value:.2f} at {int(limit):,}" for limit, value in worst.items()) if worst else "-"
     reasons = [reason for reason in resumed.values() if isinstance(reason, str)]
     times = [f"{float(at):.0e}: {value:.2f} s" for at, value in resumed.items() if not isinstance(value, str)]
+    (started,), (memory,) = figures.get("start_s", [None]), figures.get("memory_bytes", [None])
     stalls = [1e3 * statistics.median(figures[key]) for key in ("stall_p50_s", "stall_p99_s") if key in figures]
     resume = "; ".join([*times, *dict.fromkeys(reasons)]) or "-"
-    return [name, f"{rate:.1f}", f"{100 * rate / copied:.1f}", error, resume,
-            OTHER_WORLD_SIZE.get(name, "-"), " / ".join(f"{stall:.2f}" for stall in stalls) or "-"]  # fmt: skip
+    return [
+        name, f"{rate:.1f}", f"{100 * rate / copied:.1f}", error, f"{started:.1f} s" if started else "-", resume,
+        OTHER_WORLD_SIZE.get(name, "-"), f"{memory / 1e6:.0f}" if memory else "-",
+        " / ".join(f"{stall:.2f}" for stall in stalls) or "-",
+    ]  # fmt: skip

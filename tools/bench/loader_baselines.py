@@ -6,11 +6,7 @@ unmodified; each reads already tokenized data in the form that its documentation
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -24,15 +20,9 @@ import pyarrow.parquet as pq
 import torch
 
 from data_mixtures.mixture import Mixture, read_lock
-from tools.bench.harness import Result, serve
-from train.job_config import patch_torch_for_cpu
 
 BATCH = 8
 EPOCH = 20_000  # samples, where a baseline asks for it
-MOSAIC_FOLDER = Path(sys.prefix) / "mosaicml-streaming"  # beside the environment, so that none of its packages changes
-# its other dependencies are clouds and image data sets, which token streams do not touch
-MOSAIC_PACKAGES = "mosaicml-streaming zstd python-snappy cramjam Brotli catalogue"
-MOSAIC_INSTALL = f"{sys.executable} -m pip install --no-deps --target {MOSAIC_FOLDER} {MOSAIC_PACKAGES}"
 Batches = Iterator[tuple[torch.Tensor, np.ndarray | None]]
 
 
@@ -165,7 +155,7 @@ class Interleave(Loader):
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         mixed = self.mixed(state)
         if workers:
-            yield from torch.utils.data.DataLoader(mixed, BATCH, num_workers=workers, collate_fn=_collate)
+            yield from torch.utils.data.DataLoader(mixed, BATCH, num_workers=workers, collate_fn=collate)
         while True:
             for rows in mixed.iter(BATCH, drop_last_batch=True):
                 yield torch.from_numpy(rows["tokens"].astype(np.int64)), rows["source"]
@@ -186,144 +176,16 @@ class InterleaveStreaming(Interleave):
         return mixed.state_dict()
 
 
-class Mosaic(Loader):
-    """mosaicml-streaming's StreamingDataset with a proportion per stream and its default shuffle."""
-
-    def __init__(self, data: Path):
-        super().__init__(data)
-        sys.path.append(str(MOSAIC_FOLDER))
-        package = types.ModuleType("streaming")  # its own one imports its image data sets, hence torchvision
-        package.__path__ = [str(MOSAIC_FOLDER / "streaming")]
-        sys.modules["streaming"] = package
-        torch._utils._get_available_device_type = lambda: "cpu"
-        if (data / "mds").is_dir():
-            return
-        from streaming.base import MDSWriter
-
-        columns = {"tokens": f"ndarray:uint16:{self.seq_len + 1}", "source": "uint16"}
-        for index, name in enumerate(self.names):
-            rows = pq.read_table(data / f"{name}.parquet")["tokens"].combine_chunks()
-            with MDSWriter(out=str(data / "mds" / name), columns=columns) as writer:
-                for window in rows.flatten().to_numpy().reshape(-1, self.seq_len + 1):
-                    writer.write({"tokens": window, "source": np.uint16(index)})
-
-    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
-        from streaming.base import Stream, StreamingDataLoader, StreamingDataset
-        from streaming.base.util import clean_stale_shared_memory
-
-        clean_stale_shared_memory()
-        streams = [
-            Stream(local=str(self.data / "mds" / name), proportion=share)
-            for name, share in zip(self.names, self.shares, strict=True)
-        ]
-        dataset = StreamingDataset(streams=streams, batch_size=BATCH, epoch_size=EPOCH, num_canonical_nodes=1,
-                                   shuffle=True, shuffle_seed=1)  # fmt: skip
-        if state:
-            epoch, within = divmod(state, EPOCH)
-            dataset.load_state_dict({**dataset.state_dict(within, True), "epoch": epoch})
-        for _ in range(1000):
-            yield from StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=_collate)
-
-
-def _collate(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, np.ndarray]:
+def collate(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, np.ndarray]:
     tokens = np.stack([row["tokens"] for row in rows]).astype(np.int64)
     return torch.from_numpy(tokens), np.array([int(row["source"]) for row in rows])
 
 
-LOADERS: dict[str, type[Loader]] = {
+BASELINES: dict[str, type[Loader]] = {
     "Mixture.sequences": Sequences,
     "MixtureLoader": OurLoader,
     "MixtureLoader, bare queues": BareQueues,
     "torchtitan": TorchTitan,
     "interleave_datasets": Interleave,
     "interleave_datasets, streaming": InterleaveStreaming,
-    "mosaicml-streaming": Mosaic,
 }
-
-
-def cpu_rate(read: Callable[[], int], seconds: float) -> float:
-    """Tokens per second of CPU time of this process; `read` returns how many it has read."""
-    tokens, started, wall = 0, time.process_time(), time.perf_counter()
-    while time.perf_counter() - wall < seconds:
-        tokens += read()
-    return tokens / (time.process_time() - started)
-
-
-def speed(loader: Loader, seconds: float) -> Result:
-    """Tokens per second of CPU time on one core, all threads together."""
-    batches = loader.batches()
-    for _ in islice(batches, 20):
-        pass
-    return {"tokens_per_s": cpu_rate(lambda: len(next(batches)[0]) * loader.seq_len, seconds)}
-
-
-def first_pass(loader: Loader, sequences: int) -> Result:
-    """Tokens per second of CPU time while everything is read for the first time, hence verified."""
-    batches, started, count = loader.batches(), time.process_time(), sequences // BATCH
-    for _ in islice(batches, count):
-        pass
-    return {"first_pass_tokens_per_s": count * BATCH * loader.seq_len / (time.process_time() - started)}
-
-
-def stalls(loader: Loader, steps: int) -> Result:
-    """How long a training step of 20 ms, which leaves the interpreter idle, waits for its batch; on all cores."""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    batches, waits = loader.batches(workers=1), []
-    for _ in range(steps + 10):
-        time.sleep(0.02)
-        started = time.perf_counter()
-        next(batches)
-        waits.append(time.perf_counter() - started)
-    p50, p99 = np.quantile(waits[10:], (0.5, 0.99)).tolist()
-    return {"stall_p50_s": p50, "stall_p99_s": p99}
-
-
-def deviation(loader: Loader, sequences: int) -> Result:
-    """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000 and up to `sequences`."""
-    batches = islice(loader.batches(), -(-sequences // BATCH))
-    read = [sources for _, sources in batches if sources is not None]
-    return {"deviation": worst_deviation(np.concatenate(read)[:sequences], loader.shares) if read else None}
-
-
-def worst_deviation(sources: np.ndarray, shares: list[float]) -> dict[str, float]:
-    prefixes = np.arange(1, len(sources) + 1)
-    apart = np.array([np.abs(np.cumsum(sources == i) - share * prefixes) for i, share in enumerate(shares)]).max(0)
-    return {str(limit): float(apart[:limit].max()) for limit in (1000, 10_000) if limit <= len(sources)}
-
-
-def resume(loader: Loader, sequences: list[int]) -> Result:
-    """Seconds from nothing opened to the first batch at each sequence; where that is impossible, the reason."""
-    taken: Result = {}
-    next(loader.batches())  # imports, and what the first use writes to a cache
-    for sequence in sequences:
-        try:
-            state = loader.state_at(sequence)
-        except LookupError as reason:
-            taken[str(sequence)] = str(reason)
-            continue
-        started = time.perf_counter()
-        next(loader.batches(state))
-        taken[str(sequence)] = time.perf_counter() - started
-    return {"resume_s": taken}
-
-
-MEASURES: dict[str, Callable[..., Result]] = {
-    "speed": speed, "first_pass": first_pass, "stalls": stalls, "deviation": deviation, "resume": resume,
-}  # fmt: skip
-
-
-def serve_loader(name: str, data: Path) -> None:
-    """The process of one loader: answers what to measure until stdin ends."""
-    torch.set_num_threads(1)
-    patch_torch_for_cpu()
-    loader = functools.cache(lambda: LOADERS[name](data))
-
-    def answer(do: str, argument: Any) -> Result:
-        os.sched_setaffinity(0, {0})
-        return MEASURES[do](loader(), argument)
-
-    serve(answer)
-
-
-if __name__ == "__main__":
-    serve_loader(sys.argv[1], Path(sys.argv[2]))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 pytest.importorskip("torchtitan")
-from tools.bench import loader
-from tools.bench.loader_baselines import worst_deviation
+from tools.bench import loader, loader_rivals
+from tools.bench.loader_process import LOADERS, worst_deviation
 
 
 def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loader, "MOSAIC_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(loader_rivals, "FOLDER", tmp_path)
     out = tmp_path / "loader.md"
     only = ("MixtureLoader", "interleave_datasets", "mosaicml-streaming")
     toy = "--windows 1200 --seq-len 64 --rounds 1 --seconds 0.1 --steps 5 --sequences 1000 --resume-at 80 1000000"
@@ -28,6 +30,35 @@ def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
     assert f"{ours['deviation'][0]['1000']:.2f} at 1,000" in text
     assert "mosaicml-streaming: not installed: " in text
     assert "--no-deps --target" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*loader_rivals.PACKAGES, "MixtureLoader, bare queues"])
+def test_a_rival_reads_the_same_windows(name, tmp_path):
+    if line := loader_rivals.install(name):
+        pytest.skip(line)
+    options = loader.Options(windows=1200, seq_len=64)
+    loader.write_data(tmp_path, options)
+    commands = {"start": 0, "speed": 0.1, "stalls": 5, "deviation": 1000, "resume": [80, 10**9]}
+    figures = loader.figures_of(name, tmp_path, commands)
+    assert figures["tokens_per_s"] > 0
+    assert figures["memory_bytes"] > 1e7
+    assert figures["deviation"]["1000"] < 500
+    assert figures["resume_s"]["80"] > 0
+    loaded = LOADERS[name](tmp_path)
+    text = {}
+    for source in loaded.names:
+        rows = pq.read_table(tmp_path / f"{source}.parquet")["tokens"].to_pylist()
+        text[source] = np.array(rows, "<u2")[:, :-1].tobytes()
+    tokens, sources = next(loaded.batches())
+    assert tokens.shape[0] == 8
+    for row, source in zip(tokens.tolist(), sources.tolist(), strict=True):
+        assert np.array(row[:8], "<u2").tobytes() in text[loaded.names[source]]
+    again, _ = next(loaded.batches(80))
+    batches = loaded.batches()
+    for _ in range(11):
+        later, _ = next(batches)
+    assert torch.equal(again, later), "resuming gives what reading on gives"
 
 
 def test_the_worst_prefix_counts():
