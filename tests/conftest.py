@@ -10,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from examples import corpus
+
 # examples are timed on shared machines: a limit per example would fail on a slow day
 hypothesis.settings.register_profile("shared", deadline=None)
 hypothesis.settings.load_profile("shared")
@@ -34,7 +36,7 @@ character_coverage = 0.999
 [sources.web]
 category = "web"
 min_bytes = 10_000
-inputs = [{ kind = "docstrings", max_bytes = 60_000, paths = ["{stdlib}/*.py"] }]
+inputs = [{ kind = "jsonl", max_bytes = 60_000, paths = ["web.jsonl"] }]
 
 [sources.code]
 category = "code"
@@ -64,6 +66,7 @@ def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE)
+    corpus.write(folder, {"web": [(corpus.read(corpus.docstrings, "{stdlib}/*.py"), 70_000)]})
     command = [sys.executable, "-m", "data_mixtures.prepare", str(recipe), "--out", str(folder / "out")]
     command += ["--workers", "1"]  # so little text is done before other processes have started
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
