@@ -113,6 +113,7 @@ def test_a_killed_worker_is_an_error_that_names_its_unit_not_a_hang(toy):
         ValueError, match=r"worker at a/unit-00003 was killed \(exit status -9.*run the same command again"
     ):
         run(toy, Options(workers=2))
+    assert "about to be killed" in (toy.out / ".logs/toy/workers.log").read_text()
     assert not list(toy.out.rglob("*.partial"))
     (toy.faults / "3").unlink()
     run(toy, Options(workers=2))
@@ -148,9 +149,9 @@ def test_ctrl_c_ends_all_and_leaves_nothing(toy):
 
 
 def test_one_preparation_of_a_folder_at_a_time(toy):
-    with hold_lock(toy.out / ".lock", ""):
-        with pytest.raises(ValueError, match=rf"another process is preparing .* \(held by process {os.getpid()} on "):
-            run(toy, Options())
+    held = rf"another process is preparing .* \(held by process {os.getpid()} on "
+    with hold_lock(toy.out / ".lock", ""), pytest.raises(ValueError, match=held):
+        run(toy, Options())
     run(toy, Options())
 
 
