@@ -82,9 +82,9 @@ def _submit(folder: Path, options: dict[str, str]) -> None:
 
 
 def run_tasks(output: str, script: str, tasks: list[Path]) -> None:
-    held = tasks[0].parents[1] / "held"
+    held, deadline = tasks[0].parents[1] / "held", time.monotonic() + 120
     for task in tasks:
-        while held.exists():
+        while held.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         if not task.exists():
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -18,6 +19,7 @@ from data_mixtures.stages import run as run_module
 from data_mixtures.stages import stage
 from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import Unit
+from records.files import hold_lock
 from tests.data_mixtures.stages.toy_stage import Toy, run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,6 +113,7 @@ def test_a_killed_worker_is_an_error_that_names_its_unit_not_a_hang(toy):
         ValueError, match=r"worker at a/unit-00003 was killed \(exit status -9.*run the same command again"
     ):
         run(toy, Options(workers=2))
+    assert "about to be killed" in (toy.out / ".logs/toy/workers.log").read_text()
     assert not list(toy.out.rglob("*.partial"))
     (toy.faults / "3").unlink()
     run(toy, Options(workers=2))
@@ -146,11 +149,19 @@ def test_ctrl_c_ends_all_and_leaves_nothing(toy):
 
 
 def test_one_preparation_of_a_folder_at_a_time(toy):
-    toy.out.mkdir()
-    with (toy.out / ".lock").open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another process is preparing"):
-            run(toy, Options())
+    held = rf"another process is preparing .* \(held by process {os.getpid()} on "
+    with hold_lock(toy.out / ".lock", ""), pytest.raises(ValueError, match=held):
+        run(toy, Options())
+    run(toy, Options())
+
+
+def test_a_file_system_without_locks_is_not_another_process(toy, monkeypatch):
+    def flock(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ValueError, match=r"\.lock cannot be locked \(.*not implemented\); mount its file system with"):
+        run(toy, Options())
 
 
 def test_freed_files_are_not_made_again_and_are_missed_by_name(toy):

@@ -47,6 +47,7 @@ class Toy:
             case "disk":
                 raise OSError(errno.ENOSPC, "No space left on device")
             case "kill":
+                print("about to be killed", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
         (folder / "number").write_text(str(unit.number))
         return {"documents": unit.number, "dropped": {"empty": 1, "too_long": 2}}
