@@ -12,19 +12,8 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
-from data_mixtures.stages import (
-    decontaminate,
-    dedup,
-    manifest,
-    plan,
-    quality,
-    repair,
-    runs,
-    shuffle,
-    stage,
-    tokenize,
-    verify,
-)
+from data_mixtures.stages import decontaminate, manifest, plan, quality, repair, runs, shuffle, stage, tokenize, verify
+from data_mixtures.stages.dedup import Clusters, Links, Signatures
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Executor, run_units, source_table, summary
@@ -112,7 +101,7 @@ def _filter(context: RunContext) -> None:
 def _dedup(context: RunContext) -> None:
     """Signatures of the sources that were asked for; near copies over all of the recipe's."""
     if context.recipe.dedup.minhash:
-        for kind in (dedup.Signatures, dedup.Links, dedup.Clusters):
+        for kind in (Signatures, Links, Clusters):
             context.run(kind)
 
 
