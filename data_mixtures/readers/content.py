@@ -17,7 +17,7 @@ import os
 import random
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_mixtures.readers import local
 from data_mixtures.recipe import Input
 from data_mixtures.stages import stage
 
@@ -42,13 +43,13 @@ RAW = pa.schema([pa.field("text", pa.binary()), pa.field("origin", pa.string())]
 _BATCH = 512
 
 
-def fetch(path: str, first_row: int, row_count: int, settings: Input, target: Path, parts: Path) -> dict[str, Any]:
-    """Write the contents of these rows of a Parquet file; returns the counts of a receipt.
+def fetch(path: str, name: str, rows: Sequence[int], settings: Input, target: Path, parts: Path) -> dict[str, Any]:
+    """Write the contents of some rows (first, count) of a Parquet file; returns the counts of a receipt.
 
-    ValueError when more than `max_missing_share` of them are missing, or when nothing answers; `parts` stay then.
+    name: of the file, in origins. ValueError when more than `max_missing_share` of the contents are missing, or when
+    nothing answers; `parts` stay then.
     """
-    origins, left_out = _wanted(path, first_row, row_count)
-    parts.mkdir(parents=True, exist_ok=True)
+    origins, left_out = _wanted(path, name, *rows)
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
     ask = [sha1 for sha1 in origins if sha1 not in saved]
     missing = asyncio.run(_save(settings.content_url, ask, parts))
@@ -64,9 +65,18 @@ def fetch(path: str, first_row: int, row_count: int, settings: Input, target: Pa
     return {**counts, "dropped": dict(left_out + missing)}
 
 
+def take_over(raw: Path, parts: Path) -> None:
+    """Make parts of what an older plan has fetched: where it lay in which file has changed, its contents have not."""
+    if not raw.is_file() or parts.is_dir():
+        return
+    with pq.ParquetFile(raw) as old:
+        for batch in old.iter_batches(PART_CONTENTS, columns=["text"]):
+            _save_part(parts, [(_sha1(content), content) for content in batch.column(0).to_pylist()])
+
+
 @contextmanager
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
-    with fsspec.open(path, "rb") as file, pq.ParquetFile(file) as parquet:
+    with local.opened(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
             raise ValueError(f"{path} has no column sha1 (hex digits or bytes); its columns: {', '.join(names)}")
         yield parquet
@@ -78,16 +88,16 @@ def count_rows(path: str) -> int:
         return parquet.metadata.num_rows
 
 
-def _wanted(path: str, first_row: int, row_count: int) -> tuple[dict[bytes, str], Counter[str]]:
+def _wanted(path: str, name: str, first: int, count: int) -> tuple[dict[bytes, str], Counter[str]]:
     """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
     end = 0
     with _opened(path) as parquet:
-        columns = ["sha1", *(name for name in stage.ORIGIN_FIELDS if name in parquet.schema_arrow.names)]
+        columns = ["sha1", *(each for each in stage.ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
         for number in range(parquet.num_row_groups):
             begin, end = end, end + parquet.metadata.row_group(number).num_rows
-            low, high = max(first_row, begin), min(first_row + row_count, end)
+            low, high = max(first, begin), min(first + count, end)
             if low >= high:
                 continue
             table = parquet.read_row_group(number, columns=columns).slice(low - begin, high - low)
@@ -99,7 +109,7 @@ def _wanted(path: str, first_row: int, row_count: int) -> tuple[dict[bytes, str]
                 elif len(sha1) != 20:
                     raise ValueError(f"{path}, row {row}: sha1 has {len(sha1)} bytes, not 20")
                 else:
-                    origins[sha1] = stage.origin(path, row, fields)
+                    origins[sha1] = stage.origin(name, row, fields)
     return origins, left_out
 
 
@@ -132,6 +142,7 @@ async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
 def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
     if not came:
         return
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{len(list(folder.glob('part-*.parquet'))):06d}.parquet"
     table = pa.table(list(zip(*came, strict=True)), schema=PART)
     partial = path.with_suffix(".partial")

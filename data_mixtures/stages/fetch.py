@@ -66,10 +66,12 @@ class Fetch(Stage):
             remote = any("://" in name for name, _, _ in entry["files"])
             return _tried(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
         if entry["kind"] == "resolved":
+            local.check_unchanged(entry["files"])
             self.remove_parts()
-            (path, _, _), (first, count) = entry["files"][0], entry["rows"]
             parts = folder.parent / f".unit-{unit.number:05d}.parts"
-            return content.fetch(path, first, count, _input(entry), target, parts)
+            content.take_over(stage.unit_folder(self.out, self.name, unit) / RAW, parts)
+            ((path, name),) = self._portable(entry).items()
+            return content.fetch(path, name, entry["rows"], _input(entry), target, parts)
         described = stage.planned(self.out, unit.source)
         if "file" in entry:
             return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])

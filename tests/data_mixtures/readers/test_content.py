@@ -42,7 +42,7 @@ def fetched(
 ) -> tuple[dict[str, Any], list[dict]]:
     given = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
     path, raw = str(folder / "resolved.parquet"), folder / "raw.parquet"
-    counts = content.fetch(path, first_row, row_count, given, raw, folder / "parts")
+    counts = content.fetch(path, "resolved", (first_row, row_count), given, raw, folder / "parts")
     return counts, pq.read_table(raw).to_pylist()
 
 
@@ -58,7 +58,7 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path):
         asked = {sha1(each): 1 for each in CONTENTS} | {sha1(CONTENTS[3]): 4, sha1(CONTENTS[4]): 2}
         assert bucket.asked == asked
     assert [row["text"] for row in rows] == CONTENTS
-    assert json.loads(rows[299]["origin"]) == {"file": str(tmp_path / "resolved.parquet"), "row": 299, "repo": "a/299"}
+    assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
     size = sum(map(len, CONTENTS))
     assert counts == {"documents": 300, "bytes": size, "dropped": {"same_content": 20}}
 
@@ -122,7 +122,8 @@ def test_kill_9_in_the_middle_loses_one_part_at_most(tmp_path):
             "content.PART_CONTENTS, content.CONNECTIONS, content.AHEAD = 40, 4, 8\n"
             "folder, url = Path(sys.argv[1]), sys.argv[2]\n"
             "given = Input('resolved', ('x',), content_url=url)\n"
-            "content.fetch(str(folder / 'resolved.parquet'), 0, 500, given, folder / 'raw.parquet', folder / 'parts')\n"
+            "path, raw, parts = (folder / name for name in ('resolved.parquet', 'raw.parquet', 'parts'))\n"
+            "content.fetch(str(path), '', (0, 500), given, raw, parts)\n"
         )
         running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), bucket.url])
         while not (tmp_path / "parts/part-000001.parquet").exists():
@@ -166,6 +167,10 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
         bucket.asked.clear()
         run_prepare(tmp_path / "code.toml", out, workers)
         assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
+        (tmp_path / "resolved.parquet").touch()  # another time is another plan, and not a reason to ask again
+        bucket.asked.clear()
+        assert "fetch         3 units done" in run_prepare(tmp_path / "code.toml", out, workers)
+        assert set(bucket.asked) == {sha1(each) for each in contents[107:110]}
     assert not list((out / "fetch/code").glob(".unit-*"))
     manifest = shards.read_manifest(out / "code")
     assert (manifest["read"], manifest["kept"]) == (251, 247 - manifest["dropped"]["too_short"])
