@@ -182,3 +182,15 @@ def test_a_resolved_file_without_sha1_is_named(tmp_path, run_prepare):
     (tmp_path / "code.toml").write_text(RECIPE.format(url="http://127.0.0.1:9/{sha1}"))
     with pytest.raises(ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"):
         run_prepare(tmp_path / "code.toml", tmp_path / "out")
+
+
+def test_contents_in_parquet_are_an_ordinary_source_with_a_column_of_bytes(tmp_path, run_prepare):
+    rows = [{"sha1_git": sha1(each or b""), "content": each} for each in (*CONTENTS[:200], b"gr\xfc\xdfe " * 20, None)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "contents.parquet")
+    given = 'kind = "parquet", field = "content", paths = ["contents.parquet"]'
+    text = RECIPE.format(url="").replace('content_url = "", ', "").replace("max_missing_share = 0.05", "exclude = []")
+    (tmp_path / "code.toml").write_text(text.replace('kind = "resolved", paths = ["*.parquet"]', given))
+    run_prepare(tmp_path / "code.toml", tmp_path / "out")
+    manifest = shards.read_manifest(tmp_path / "out/code")
+    dropped = {name: count for name, count in manifest["dropped"].items() if count and name != "too_short"}
+    assert (manifest["read"], dropped) == (202, {"not_utf8": 1, "empty": 1})
