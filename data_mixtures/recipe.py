@@ -49,7 +49,7 @@ class Input:
     content_url: str = ""
     """Of kind resolved: URL of a content, with {sha1} in it: https, or s3, which takes two requests for each"""
     max_missing_share: float = 0.01
-    """Of kind resolved: share of the contents of a unit (500,000 rows) that may be missing"""
+    """Of kind resolved: share of the contents of a unit (row groups of 500,000 rows) that may be missing"""
 
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)

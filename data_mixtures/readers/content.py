@@ -16,8 +16,8 @@ import hashlib
 import os
 import random
 import zlib
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_mixtures.readers import local
 from data_mixtures.recipe import Input
 from data_mixtures.stages import stage
 
-UNIT_ROWS = 500_000  # rows of one unit, whose receipt says that they have come or are counted as missing
-PART_CONTENTS, PART_BYTES = 10_000, 64 << 20  # how much a kill may lose
+UNIT_ROWS = 500_000  # of one unit, at least; its receipt says that they have come or are counted as missing
+PART_CONTENTS = 10_000  # asked for at a time and then saved: as much a kill may lose, and is in memory
 CONNECTIONS = 64  # of one process
-AHEAD = 32 * CONNECTIONS  # contents in memory while an earlier one is waited for
 TIMEOUT_S = 60.0
 ATTEMPTS = 6
 FIRST_WAIT_S = 1.0  # doubled with every attempt, with random jitter
@@ -42,13 +42,13 @@ RAW = pa.schema([pa.field("text", pa.binary()), pa.field("origin", pa.string())]
 _BATCH = 512
 
 
-def fetch(path: str, first_row: int, row_count: int, settings: Input, target: Path, parts: Path) -> dict[str, Any]:
-    """Write the contents of these rows of a Parquet file; returns the counts of a receipt.
+def fetch(path: str, name: str, groups: Sequence[int], settings: Input, target: Path, parts: Path) -> dict[str, Any]:
+    """Write the contents of some row groups of a Parquet file; returns the counts of a receipt.
 
-    ValueError when more than `max_missing_share` of them are missing, or when nothing answers; `parts` stay then.
+    name: of the file, in origins. ValueError when more than `max_missing_share` of the contents are missing, or when
+    nothing answers; `parts` stay then.
     """
-    origins, left_out = _wanted(path, first_row, row_count)
-    parts.mkdir(parents=True, exist_ok=True)
+    origins, left_out = _wanted(path, name, groups)
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
     ask = [sha1 for sha1 in origins if sha1 not in saved]
     missing = asyncio.run(_save(settings.content_url, ask, parts))
@@ -64,42 +64,47 @@ def fetch(path: str, first_row: int, row_count: int, settings: Input, target: Pa
     return {**counts, "dropped": dict(left_out + missing)}
 
 
+def take_over(raw: Path, parts: Path) -> None:
+    """Make parts of what an older plan has fetched: where it lay in which file has changed, its contents have not."""
+    if not raw.is_file() or parts.is_dir():
+        return
+    with pq.ParquetFile(raw) as old:
+        for batch in old.iter_batches(PART_CONTENTS, columns=["text"]):
+            _save_part(parts, [(_sha1(content), content) for content in batch.column(0).to_pylist()])
+
+
 @contextmanager
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
-    with fsspec.open(path, "rb") as file, pq.ParquetFile(file) as parquet:
+    with local.opened(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
             raise ValueError(f"{path} has no column sha1 (hex digits or bytes); its columns: {', '.join(names)}")
         yield parquet
 
 
-def count_rows(path: str) -> int:
-    """Rows of a resolved file, by its footer. ValueError when it has no sha1."""
+def units(path: str) -> list[list[int]]:
+    """Row groups of a resolved file that make a unit each, by its footer. ValueError when it has no sha1."""
     with _opened(path) as parquet:
-        return parquet.metadata.num_rows
+        sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
+    return list(stage.grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
 
-def _wanted(path: str, first_row: int, row_count: int) -> tuple[dict[bytes, str], Counter[str]]:
+def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, str], Counter[str]]:
     """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
-    end = 0
     with _opened(path) as parquet:
-        columns = ["sha1", *(name for name in stage.ORIGIN_FIELDS if name in parquet.schema_arrow.names)]
-        for number in range(parquet.num_row_groups):
-            begin, end = end, end + parquet.metadata.row_group(number).num_rows
-            low, high = max(first_row, begin), min(first_row + row_count, end)
-            if low >= high:
-                continue
-            table = parquet.read_row_group(number, columns=columns).slice(low - begin, high - low)
-            for row, fields in enumerate(table.to_pylist(), start=low):
-                sha1 = fields.pop("sha1")
-                sha1 = bytes.fromhex(sha1) if isinstance(sha1, str) else sha1
-                if not sha1 or sha1 in origins:
-                    left_out["same_content" if sha1 else "no_sha1"] += 1
-                elif len(sha1) != 20:
-                    raise ValueError(f"{path}, row {row}: sha1 has {len(sha1)} bytes, not 20")
-                else:
-                    origins[sha1] = stage.origin(path, row, fields)
+        columns = ["sha1", *(each for each in stage.ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
+        first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups[0]))
+        batches = parquet.iter_batches(row_groups=groups, columns=columns)
+        for row, fields in enumerate((row for batch in batches for row in batch.to_pylist()), start=first):
+            sha1 = fields.pop("sha1")
+            sha1 = bytes.fromhex(sha1) if isinstance(sha1, str) else sha1
+            if not sha1 or sha1 in origins:
+                left_out["same_content" if sha1 else "no_sha1"] += 1
+            elif len(sha1) != 20:
+                raise ValueError(f"{path}, row {row}: sha1 has {len(sha1)} bytes, not 20")
+            else:
+                origins[sha1] = stage.origin(name, row, fields)
     return origins, left_out
 
 
@@ -110,58 +115,38 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
 
 
 async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
-    """Save every content that comes; returns why the others did not."""
-    missing: Counter[str] = Counter()
-    came: list[tuple[bytes, bytes]] = []
-    size = 0
-    try:
-        async for sha1, content in _contents(url, ask):
-            if isinstance(content, str):
-                missing[content] += 1
-                continue
-            came.append((sha1, content))
-            size += len(content)
-            if len(came) >= PART_CONTENTS or size >= PART_BYTES:
-                _save_part(folder, came)
-                came, size = [], 0
-    finally:  # also of a run that ends here
-        _save_part(folder, came)
-    return missing
-
-
-def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
-    if not came:
-        return
-    path = folder / f"part-{len(list(folder.glob('part-*.parquet'))):06d}.parquet"
-    table = pa.table(list(zip(*came, strict=True)), schema=PART)
-    partial = path.with_suffix(".partial")
-    pq.write_table(table, partial, compression="zstd", row_group_size=_BATCH)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-async def _contents(url: str, ask: list[bytes]) -> AsyncIterator[tuple[bytes, bytes | str]]:
-    """Each sha1 with its content, or the reason why there is none, in their order."""
+    """Save every content that comes; returns why the others did not. ValueError when nothing answers any more."""
     # an instance of its own, since it belongs to this event loop
     system, pattern = fsspec.url_to_fs(url, asynchronous=True, skip_instance_cache=True)
     session = await system.set_session()
     bucket = _Bucket(system, pattern)
-    pending: deque[tuple[bytes, asyncio.Task[bytes | str]]] = deque()
+    missing: Counter[str] = Counter()
     try:
-        for sha1 in ask:
-            pending.append((sha1, asyncio.create_task(bucket.content(sha1))))
-            if len(pending) == AHEAD:
-                first, task = pending.popleft()
-                yield first, await task
-        while pending:
-            first, task = pending.popleft()
-            yield first, await task
+        for start in range(0, len(ask), PART_CONTENTS):
+            names = ask[start : start + PART_CONTENTS]
+            answers = await asyncio.gather(*map(bucket.content, names))
+            came = [(sha1, answer) for sha1, answer in zip(names, answers, strict=True) if isinstance(answer, bytes)]
+            _save_part(folder, came)
+            missing.update(answer for answer in answers if isinstance(answer, str))
+            if bucket.is_silent():
+                raise ValueError(
+                    f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "
+                    "attempts each); what came is kept: start again when it does"
+                )
     finally:
-        for _, task in pending:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in pending), return_exceptions=True)
         await session.close()
+    return missing
+
+
+def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"part-{len(list(folder.glob('part-*.parquet'))):06d}.parquet"
+    partial = path.with_suffix(".partial")
+    table = pa.Table.from_pylist([{"sha1": sha1, "content": content} for sha1, content in came], schema=PART)
+    pq.write_table(table, partial, compression="zstd", row_group_size=_BATCH)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 class _Bucket:
@@ -170,53 +155,55 @@ class _Bucket:
     def __init__(self, system: Any, pattern: str) -> None:
         self.system, self.pattern = system, pattern
         self.free = asyncio.Semaphore(CONNECTIONS)
-        self.unanswered = 0  # in a row
+        self.unanswered = 0  # contents in a row
+
+    def is_silent(self) -> bool:
+        return self.unanswered > 2 * CONNECTIONS
 
     async def content(self, sha1: bytes) -> bytes | str:
-        """The content, or the reason why it is missing. ValueError when nothing answers any more."""
-        reason, wait_s = "", FIRST_WAIT_S
+        """The content, or the reason why it is missing."""
+        reason = "not_asked"
         async with self.free:  # kept while waiting: a bucket that refuses is asked less often
-            for attempt in range(ATTEMPTS):
+            for attempt in range(0 if self.is_silent() else ATTEMPTS):
                 if attempt:
-                    await asyncio.sleep(wait_s * random.uniform(0.5, 1))
-                    wait_s *= 2
+                    await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
                 try:
-                    body = await asyncio.wait_for(
-                        self.system._cat_file(self.pattern.format(sha1=sha1.hex())), TIMEOUT_S
-                    )
-                except FileNotFoundError:
-                    return self._answered("not_found")
-                except (OSError, aiohttp.ClientError) as error:  # OSError: time-outs, and what s3fs raises
+                    return await asyncio.wait_for(self._answer(sha1), TIMEOUT_S)
+                except (OSError, aiohttp.ClientError) as error:  # OSError: time-outs, damage, and what s3fs raises
                     status = getattr(error, "status", None)
-                    if isinstance(error, PermissionError) or (status and status < 500 and status not in (408, 429)):
-                        return self._answered(f"http_{status or 403}")
                     reason = f"http_{status}" if status else type(error).__name__
-                else:
-                    self._answered("")
-                    if (content := _with_sha1(sha1, body)) is not None:
-                        return content
-                    reason = "wrong_sha1"
-        self.unanswered += reason != "wrong_sha1"
-        if self.unanswered > 2 * CONNECTIONS:
-            raise ValueError(
-                f"{self.pattern} does not answer ({reason}; {self.unanswered} contents in a row, {ATTEMPTS} attempts "
-                "each); what came is kept: start again when it does"
-            )
+        self.unanswered += 1
         return reason
 
-    def _answered(self, reason: str) -> str:
+    async def _answer(self, sha1: bytes) -> bytes | str:
+        """As `content`; raises what may pass."""
+        result: bytes | str
+        try:
+            result = _with_sha1(sha1, await self.system._cat_file(self.pattern.format(sha1=sha1.hex())))
+        except FileNotFoundError:
+            result = "not_found"
+        except PermissionError:
+            result = "http_403"
+        except aiohttp.ClientResponseError as error:
+            if error.status >= 500 or error.status in (408, 429):
+                raise
+            result = f"http_{error.status}"
         self.unanswered = 0
-        return reason
+        return result
 
 
-def _with_sha1(sha1: bytes, body: bytes) -> bytes | None:
+class WrongSha1(OSError):
+    """An object that is not the content that was asked for."""
+
+
+def _with_sha1(sha1: bytes, body: bytes) -> bytes:
     """The object, or what is compressed in it, whichever has that sha1."""
     if _sha1(body) == sha1:
         return body
     with suppress(OSError, EOFError, zlib.error):
         if _sha1(unpacked := gzip.decompress(body)) == sha1:
             return unpacked
-    return None
+    raise WrongSha1
 
 
 def _sha1(content: bytes) -> bytes:

@@ -52,7 +52,7 @@ class Fetch(Stage):
         if entry["kind"] == "local":
             return key_of(_READERS, entry, self._portable(entry))
         if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
-            return key_of((), entry["files"], entry["rows"])
+            return key_of((), entry["files"], entry["row_groups"])
         described = stage.planned(self.out, unit.source)
         return key_of((), described.get("repo"), described.get("revision"), entry)
 
@@ -66,10 +66,12 @@ class Fetch(Stage):
             remote = any("://" in name for name, _, _ in entry["files"])
             return _tried(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
         if entry["kind"] == "resolved":
+            local.check_unchanged(entry["files"])
             self.remove_parts()
-            (path, _, _), (first, count) = entry["files"][0], entry["rows"]
             parts = folder.parent / f".unit-{unit.number:05d}.parts"
-            return content.fetch(path, first, count, _input(entry), target, parts)
+            content.take_over(stage.unit_folder(self.out, self.name, unit) / RAW, parts)
+            ((path, name),) = self._portable(entry).items()
+            return content.fetch(path, name, entry["row_groups"], _input(entry), target, parts)
         described = stage.planned(self.out, unit.source)
         if "file" in entry:
             return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])

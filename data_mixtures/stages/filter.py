@@ -40,8 +40,7 @@ class Filter(Stage):
     name = "filter"
 
     def key(self, unit: Unit) -> str:
-        before, column = stage.raw_text(self.out, unit)
-        files = stage.made_files(self.out, before, unit)
+        column, files = stage.text_column(self.out, unit), stage.made_files(self.out, "fetch", unit)
         recipe, keep = self.recipe, self._keep(unit)
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         kept = [keep, recipe.seed] if keep < 1 else []
@@ -51,12 +50,11 @@ class Filter(Stage):
         return stage.key_of(_MODULES, pa.__version__, limits, kept, steps, column, index, path, files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        before, column = stage.raw_text(self.out, unit)
-        raw = stage.checked(self.out, before, unit, RAW)
+        raw = stage.checked(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self._keep(unit), steps)
-        batches = read_raw(raw, column, stage.planned_unit(self.out, unit).get("path"))
+        batches = read_raw(raw, stage.text_column(self.out, unit), stage.planned_unit(self.out, unit).get("path"))
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
 

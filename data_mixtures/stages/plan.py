@@ -23,7 +23,6 @@ import xxhash
 
 from data_mixtures import shards
 from data_mixtures.readers import content, hub, local
-from data_mixtures.readers.content import UNIT_ROWS
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, grouped, read_plan
 
@@ -79,11 +78,10 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
         local.check_kind(source_input, files)
         _check_field(source_input, files[0][0])
         if source_input.kind == "resolved":
-            for file, first in _row_ranges(files):
-                number = {"source": each.name, "number": len(entries), "kind": "resolved"}
-                rows = [first, UNIT_ROWS]
-                entries.append({**number, "input": asdict(source_input), "files": [file], "rows": rows})
-                decides.append(["resolved", local.portable(file[0], roots), file[1], first])
+            for listed, rows in ((file, rows) for file in files for rows in content.units(file[0])):
+                what = {"input": asdict(source_input), "files": [listed], "row_groups": rows}
+                entries.append({"source": each.name, "number": len(entries), "kind": "resolved", **what})
+                decides.append(["resolved", local.portable(listed[0], roots), listed[1], rows])
             continue
         parquet, capped = source_input.kind == "parquet", source_input.max_bytes is not None
         groups = [[file] for file in files] if parquet else grouped(files, lambda file: file[1], UNIT_BYTES)
@@ -98,13 +96,6 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
             # a file may get another time or folder without other content: it is read again, but the data is the same
             decides.append([asdict(source_input), names])
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
-
-
-def _row_ranges(files: list[local.Listed]) -> Iterator[tuple[local.Listed, int]]:
-    """Each file as often as it fills units, with the first row of each."""
-    for file in files:
-        for first in range(0, content.count_rows(file[0]), UNIT_ROWS):
-            yield file, first
 
 
 def _check_field(source_input: Input, name: str) -> None:

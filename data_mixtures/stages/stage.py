@@ -107,9 +107,9 @@ def planned_unit(out: Path, unit: Unit) -> Entry:
     return planned(out, unit.source)["units"][unit.number]
 
 
-def raw_text(out: Path, unit: Unit) -> tuple[str, str]:
-    """(stage, column): raw.parquet of which stage holds the unit's text, and the name of its column."""
-    return "fetch", planned_unit(out, unit).get("text_column", "text")
+def text_column(out: Path, unit: Unit) -> str:
+    """The column of a unit's raw.parquet that holds its text."""
+    return planned_unit(out, unit).get("text_column", "text")
 
 
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ import pytest
 from data_mixtures import shards
 from data_mixtures.readers import content
 from data_mixtures.recipe import Input
-from data_mixtures.stages import plan
 from tests.data_mixtures.readers.fake_bucket import FakeBucket, sha1
 
 CONTENTS = [f"def f{i}():\n    return {i}  # grüße\n".encode() * (i % 5 + 1) for i in range(300)]
@@ -28,21 +27,21 @@ CONTENTS = [f"def f{i}():\n    return {i}  # grüße\n".encode() * (i % 5 + 1) f
 def quick(monkeypatch):
     monkeypatch.setattr(content, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(content, "PART_CONTENTS", 40)
-    monkeypatch.setattr(content, "AHEAD", 100)
 
 
 def resolved(path: Path, contents: list[bytes], **more: Any) -> str:
     columns = {"repo": [f"a/{i}" for i in range(len(contents))], "sha1": [sha1(each) for each in contents]}
-    pq.write_table(pa.table({**columns, **more}), path, row_group_size=70)
+    pq.write_table(pa.table({**columns, **more}), path, row_group_size=50)
     return str(path)
 
 
 def fetched(
-    folder: Path, url: str, first_row: int = 0, row_count: int = 500, share: float = 0.0
+    folder: Path, url: str, groups: list[int] | None = None, share: float = 0.0
 ) -> tuple[dict[str, Any], list[dict]]:
     given = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
     path, raw = str(folder / "resolved.parquet"), folder / "raw.parquet"
-    counts = content.fetch(path, first_row, row_count, given, raw, folder / "parts")
+    groups = groups or list(range(pq.read_metadata(path).num_row_groups))
+    counts = content.fetch(path, "resolved", groups, given, raw, folder / "parts")
     return counts, pq.read_table(raw).to_pylist()
 
 
@@ -58,17 +57,18 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path):
         asked = {sha1(each): 1 for each in CONTENTS} | {sha1(CONTENTS[3]): 4, sha1(CONTENTS[4]): 2}
         assert bucket.asked == asked
     assert [row["text"] for row in rows] == CONTENTS
-    assert json.loads(rows[299]["origin"]) == {"file": str(tmp_path / "resolved.parquet"), "row": 299, "repo": "a/299"}
+    assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
     size = sum(map(len, CONTENTS))
     assert counts == {"documents": 300, "bytes": size, "dropped": {"same_content": 20}}
 
 
-def test_a_unit_is_a_range_of_rows_and_sha1_may_be_bytes(tmp_path):
+def test_a_unit_is_whole_row_groups_and_sha1_may_be_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "UNIT_ROWS", 100)
     names = pa.array([bytes.fromhex(sha1(each)) for each in CONTENTS], pa.binary(20))
     resolved(tmp_path / "resolved.parquet", CONTENTS, sha1=names)
     with FakeBucket(CONTENTS) as bucket:
-        _, rows = fetched(tmp_path, bucket.url, first_row=130, row_count=100)
-    assert [row["text"] for row in rows] == CONTENTS[130:230]
+        _, rows = fetched(tmp_path, bucket.url, groups=content.units(str(tmp_path / "resolved.parquet"))[1])
+    assert [row["text"] for row in rows] == CONTENTS[100:200]
 
 
 def test_what_is_missing_is_counted_by_reason_and_asked_again_alone(tmp_path):
@@ -100,7 +100,7 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
             return await system(self, name)
 
         monkeypatch.setattr(content._Bucket, "content", content_then_down)
-        with pytest.raises(ValueError, match=r"does not answer \(http_503; .* contents in a row"):
+        with pytest.raises(ValueError, match=r"does not answer \(.*http_503.* contents in a row"):
             fetched(tmp_path, bucket.url)
         saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
         assert 100 < saved < 200
@@ -119,10 +119,11 @@ def test_kill_9_in_the_middle_loses_one_part_at_most(tmp_path):
         code = (
             "import sys; from pathlib import Path\n"
             "from data_mixtures.readers import content; from data_mixtures.recipe import Input\n"
-            "content.PART_CONTENTS, content.CONNECTIONS, content.AHEAD = 40, 4, 8\n"
+            "content.PART_CONTENTS, content.CONNECTIONS = 40, 4\n"
             "folder, url = Path(sys.argv[1]), sys.argv[2]\n"
             "given = Input('resolved', ('x',), content_url=url)\n"
-            "content.fetch(str(folder / 'resolved.parquet'), 0, 500, given, folder / 'raw.parquet', folder / 'parts')\n"
+            "path, raw, parts = (folder / name for name in ('resolved.parquet', 'raw.parquet', 'parts'))\n"
+            "content.fetch(str(path), '', range(6), given, raw, parts)\n"
         )
         running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), bucket.url])
         while not (tmp_path / "parts/part-000001.parquet").exists():
@@ -153,7 +154,7 @@ code = 1
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch, run_prepare, workers):
-    monkeypatch.setattr(plan, "UNIT_ROWS", 100)
+    monkeypatch.setattr(content, "UNIT_ROWS", 100)
     contents = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20]
     resolved(tmp_path / "resolved.parquet", contents)
     out = tmp_path / "out"
@@ -166,6 +167,10 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
         bucket.asked.clear()
         run_prepare(tmp_path / "code.toml", out, workers)
         assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
+        (tmp_path / "resolved.parquet").touch()  # another time is another plan, and not a reason to ask again
+        bucket.asked.clear()
+        assert "fetch         3 units done" in run_prepare(tmp_path / "code.toml", out, workers)
+        assert set(bucket.asked) == {sha1(each) for each in contents[107:110]}
     assert not list((out / "fetch/code").glob(".unit-*"))
     manifest = shards.read_manifest(out / "code")
     assert (manifest["read"], manifest["kept"]) == (251, 247 - manifest["dropped"]["too_short"])
@@ -177,3 +182,15 @@ def test_a_resolved_file_without_sha1_is_named(tmp_path, run_prepare):
     (tmp_path / "code.toml").write_text(RECIPE.format(url="http://127.0.0.1:9/{sha1}"))
     with pytest.raises(ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"):
         run_prepare(tmp_path / "code.toml", tmp_path / "out")
+
+
+def test_contents_in_parquet_are_an_ordinary_source_with_a_column_of_bytes(tmp_path, run_prepare):
+    rows = [{"sha1_git": sha1(each or b""), "content": each} for each in (*CONTENTS[:200], b"gr\xfc\xdfe " * 20, None)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "contents.parquet")
+    given = 'kind = "parquet", field = "content", paths = ["contents.parquet"]'
+    text = RECIPE.format(url="").replace('content_url = "", ', "").replace("max_missing_share = 0.05", "exclude = []")
+    (tmp_path / "code.toml").write_text(text.replace('kind = "resolved", paths = ["*.parquet"]', given))
+    run_prepare(tmp_path / "code.toml", tmp_path / "out")
+    manifest = shards.read_manifest(tmp_path / "out/code")
+    dropped = {name: count for name, count in manifest["dropped"].items() if count and name != "too_short"}
+    assert (manifest["read"], dropped) == (202, {"not_utf8": 1, "empty": 1})
