@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.mixture import BEGINS, Mixture, read_lock
+from data_mixtures.mixture import BEGINS, CONVERSATIONS, Mixture, read_lock
 from records import skips
 from records.files import read_lines
 
@@ -105,7 +105,7 @@ def _refused(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[P
     found = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
-            reading = next(each for each in attempts if each.attempt == event["attempt"])
+            reading = next((each for each in attempts if each.attempt == event["attempt"]), attempts[-1])
             batch = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
             found.append((reading.lock, reading.offsets, np.array([place["sequence"] for place in batch])))
     if not found:
@@ -189,7 +189,9 @@ def _index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
 
 def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
     """The wanted documents of all sources of a lock."""
-    folders = [lock.parent / source["name"] for source in read_lock(lock)["sources"]]
+    if (content := read_lock(lock))["packing"] == CONVERSATIONS:
+        raise ValueError(f"{lock} holds packed conversations, which have no document index")
+    folders = [lock.parent / source["name"] for source in content["sources"]]
     places = [(folder, at) for folder in folders for at in range(len(_manifest(folder)["shards"]))]
     for folder, at in track(places, "searching", console=console, transient=True):
         entry = _manifest(folder)["shards"][at]
