@@ -17,8 +17,8 @@ import argparse
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, starmap
+from collections.abc import Callable, Iterator
+from itertools import chain, starmap, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from data_mixtures import shards, tokenizer
-from data_mixtures.mixture import BEGINS, Mixture, read_lock
+from data_mixtures.mixture import BEGINS, CONVERSATIONS, Mixture, read_lock
 from records import skips
 from records.files import read_lines
 
@@ -105,7 +105,7 @@ def _refused(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[P
     found = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
-            reading = next(each for each in attempts if each.attempt == event["attempt"])
+            reading = next((each for each in attempts if each.attempt == event["attempt"]), attempts[-1])
             batch = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
             found.append((reading.lock, reading.offsets, np.array([place["sequence"] for place in batch])))
     if not found:
@@ -119,44 +119,46 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
         if mixture.packed:
-            cuts = [0, *(np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS) + 1).tolist()]
-            parts: list[Found] = [{"begins": cut} for cut in cuts]
+            parts: list[Found] = [{"begins": 0}]
+            parts += [{"begins": at + 1} for at in np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS).tolist()]
         else:
-            parts = _documents(lock.parent / place["source"], place, tokens, mixture.bos_id)
-        ends = [*(part["begins"] for part in parts[1:]), len(tokens)]
-        documents = [
-            {**part, "tokens": end - part["begins"], "text": pieces.decode(tokens[part["begins"] : end])}
-            for part, end in zip(parts, ends, strict=True)
-        ]
-        yield {**place, "documents": documents, "tokens": tokens.tolist()}
+            parts = _documents(lock.parent / place["source"], place, tokens)
+        for part, after in zip_longest(parts, parts[1:]):
+            ids = tokens[part["begins"] : after and after["begins"]]
+            part |= {"tokens": len(ids), "text": pieces.decode(ids)}
+        yield {**place, "documents": parts, "tokens": tokens.tolist()}
 
 
-def _documents(folder: Path, place: Found, tokens: np.ndarray, bos_id: int) -> list[Found]:
-    """The documents of a window, in its order; ValueError where the index does not say that they begin there."""
-    names = [entry["name"] for entry in _manifest(folder)["shards"]]
-    at, offset = names.index(place["shard"]), place["token_offset"]
+def _documents(folder: Path, place: Found, tokens: np.ndarray) -> list[Found]:
+    """The documents of a window, in its order; ValueError where they do not begin where the index says."""
+    manifest = _manifest(folder)
+    at = [entry["name"] for entry in manifest["shards"]].index(place["shard"])
     begins, facts = _index(folder, at)
-    inside = np.flatnonzero((begins >= offset) & (begins < offset + len(tokens)))
-    found = [{"begins": int(begins[i]) - offset, **facts(i)} for i in inside.tolist()]
-    starts = np.flatnonzero(tokens[:-1] == bos_id).tolist()
-    if [each["begins"] for each in found if each["begins"] < len(tokens) - 1] != starts:
+    begins = begins - place["token_offset"]
+    found = [
+        {"begins": int(begins[i]), **facts(i)} for i in np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
+    ]
+    inside = len(tokens) - 1  # the last token is the next window's first, which may be in the next shard
+    expected = np.flatnonzero(tokens[:inside] == manifest["bos_id"]).tolist()
+    if [each["begins"] for each in found if each["begins"] < inside] != expected:
         raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
     if not found or found[0]["begins"]:
-        found.insert(0, {"begins": 0, **_continued(folder, at, offset)})
+        found.insert(0, {"begins": 0, **_continued(folder, at, place["token_offset"])})
     return found
 
 
 def _continued(folder: Path, at: int, offset: int) -> Found:
-    """The document that began before a token of a shard; {} if its beginning was in a shard that is not here."""
-    entries = _manifest(folder)["shards"]
-    for before in range(at, -1, -1):
-        begins, facts = _index(folder, before)
-        earlier = int(np.searchsorted(begins, offset)) - 1
-        if earlier >= 0:
-            return {"before": offset - int(begins[earlier]), **facts(earlier)}
-        if not before or _number(entries[before]) != _number(entries[before - 1]) + 1:
-            break
-        offset += entries[before - 1]["windows"] * _manifest(folder)["seq_len"]
+    """The document that holds a token and began before it; {} if that was in a shard that is not here any more."""
+    manifest = _manifest(folder)
+    stride = manifest["windows_per_shard"] * manifest["seq_len"]
+    position = _number(manifest["shards"][at]) * stride + offset
+    for earlier in range(at, -1, -1):
+        begins, facts = _index(folder, earlier)
+        before = position - _number(manifest["shards"][earlier]) * stride - begins
+        if len(behind := np.flatnonzero(before > 0)):
+            last = int(behind[-1])
+            document = {"before": int(before[last]), **facts(last)}
+            return document if document["before"] < document["document_tokens"] else {}
     return {}
 
 
@@ -171,31 +173,29 @@ def _manifest(folder: Path) -> Found:
 
 @functools.lru_cache(maxsize=16)
 def _index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
-    """Where the documents of a shard begin in it, in tokens, and what is known of each."""
+    """Where the documents of a shard begin in it, int64 (documents,), and what is known of each."""
     entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
-    ids, lengths, origins = _read_documents(folder, entry)
+    ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
     tokens = np.memmap(folder / entry["name"], dtype=shards.token_dtype(entry), mode="r")
     chunks = ((i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id)) for i in range(0, len(tokens), CHUNK_TOKENS))
     first = next((i + int(found[0]) for i, found in chunks if len(found)), 0)
 
     def facts(i: int) -> Found:
-        origin = origins[i].as_py()
-        return {"id": f"{ids[i]:016x}", "document_tokens": int(lengths[i]), "origin": origin and json.loads(origin)}
+        origin = json.loads(origins[i].as_py() or "{}")
+        return {"id": f"{ids[i]:016x}", "document_tokens": int(lengths[i]), "origin": origin}
 
     return first + np.cumsum(lengths, dtype=np.int64) - lengths, facts
 
 
-def _read_documents(folder: Path, entry: Found) -> tuple[np.ndarray, np.ndarray, pyarrow.Array]:
-    return shards.read_documents(folder / entry["docs"]["name"])
-
-
 def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
     """The wanted documents of all sources of a lock."""
-    folders = [lock.parent / source["name"] for source in read_lock(lock)["sources"]]
+    if (content := read_lock(lock))["packing"] == CONVERSATIONS:
+        raise ValueError(f"{lock} holds packed conversations, which have no document index")
+    folders = [lock.parent / source["name"] for source in content["sources"]]
     places = [(folder, at) for folder in folders for at in range(len(_manifest(folder)["shards"]))]
     for folder, at in track(places, "searching", console=console, transient=True):
         entry = _manifest(folder)["shards"][at]
-        ids, _, origins = _read_documents(folder, entry)
+        ids, _, origins = shards.read_documents(folder / entry["docs"]["name"])
         for i in np.flatnonzero(wanted(ids, origins)).tolist():
             begins, facts = _index(folder, at)
             yield {"source": folder.name, "shard": entry["name"], "token_offset": int(begins[i]), **facts(i)}
@@ -217,11 +217,9 @@ def print_text(found: Found, console: Console) -> None:
 
 
 def _title(part: Found) -> str:
+    first, tokens = part.get("before", 0), part.get("tokens")
     if "id" not in part:
-        return f"{part['tokens']:,} tokens"
-    spans = f"{part['document_tokens']:,} tokens"
-    if "tokens" in part:
-        first = part.get("before", 0)
-        spans = f"tokens {first:,} to {first + part['tokens']:,} of {part['document_tokens']:,}"
-    origin: Iterable[tuple[str, Any]] = (part["origin"] or {}).items()
-    return f"document {part['id']}, {spans}" + "".join(f", {name} {value}" for name, value in origin)
+        return f"{tokens:,} tokens"
+    span = f"tokens {first:,} to {first + tokens:,} of " if tokens else ""
+    origin = "".join(f", {name} {value}" for name, value in part["origin"].items())
+    return f"document {part['id']}, {span}{part['document_tokens']:,} tokens{origin}"

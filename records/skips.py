@@ -120,5 +120,8 @@ def read_attempts(run: Path) -> list[Reading]:
 
 
 def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:
-    """The attempt whose version of a step counts: the last that started before it."""
-    return next(each for each in reversed(attempts) if each.step < step)
+    """The attempt whose version of a step counts: the last that started before it. ValueError if none is on record."""
+    for each in reversed(attempts):
+        if each.step < step:
+            return each
+    raise ValueError(f"step {step} was read before attempts.jsonl said what was read; give the lock file instead")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from data_mixtures import shards, show, tokenizer
+from data_mixtures import mixture, shards, show, tokenizer
 from data_mixtures.mixture import Mixture
 
 
@@ -47,22 +48,22 @@ def documents_of(folder: Path) -> list[tuple[int, int, str]]:
 
 def test_every_document_of_a_window_is_named(run, lock: Path, prepared_data: Path) -> None:
     """Windows of all shards; documents longer than a window, that begin in another shard, at a window's first token."""
-    mixture, pieces = Mixture.open(lock), tokenizer.load(shards.tokenizer_path(prepared_data))
-    stride = 64 * mixture.seq_len
+    opened, pieces = Mixture.open(lock), tokenizer.load(shards.tokenizer_path(prepared_data))
+    stride = 64 * opened.seq_len
     of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
     shown = [each for step in range(1, 80) for each in run(lock, "--step", step, "--global-batch", 4, "--json")]
     assert [each["sequence"] for each in shown] == list(range(79 * 4))
     kinds = set()
     for each in shown:
-        assert each["tokens"] == mixture.sequences(each["sequence"], 1)[0][0].tolist()
+        assert each["tokens"] == opened.sequences(each["sequence"], 1)[0][0].tolist()
         first = int(each["shard"][6:11]) * stride + each["token_offset"]
-        window = range(first, first + mixture.seq_len + 1)
+        window = range(first, first + opened.seq_len + 1)
         wanted = [(max(begin, first) - first, begin, length, name) for begin, length, name in of_sources[each["source"]]
                   if begin < window.stop and begin + length > first]  # fmt: skip
         found = [(part["begins"], first + part["begins"] - part.get("before", 0), part["document_tokens"], part["id"])
                  for part in each["documents"]]  # fmt: skip
         assert found == wanted
-        assert sum(part["tokens"] for part in each["documents"]) == mixture.seq_len + 1
+        assert sum(part["tokens"] for part in each["documents"]) == opened.seq_len + 1
         for part in each["documents"]:
             ids = each["tokens"][part["begins"] : part["begins"] + part["tokens"]]
             assert part["text"] == pieces.decode(ids)
@@ -96,6 +97,39 @@ def test_documents_are_found_by_id(run, lock: Path, prepared_data: Path) -> None
         run(lock, "--document", "0" * 16)
     with pytest.raises(ValueError, match="must be 16 hexadecimal digits"):
         run(lock, "--document", "xyz")
+
+
+def test_documents_are_found_by_where_they_came_from(run, lock: Path) -> None:
+    (each,) = run(lock, "--sequence", 11, "--json")
+    wanted = each["documents"][0]
+    part = f'"row":{wanted["origin"]["row"]}'
+    found = run(lock, "--origin", part, "--json")
+    assert wanted["id"] in [other["id"] for other in found]
+    assert 0 < len(found) < len(run(lock, "--origin", "row", "--json"))
+    for other in found:
+        assert str(other["origin"]["row"]).startswith(str(wanted["origin"]["row"]))
+        assert run(lock, "--document", other["id"], "--json") == [other]
+    assert f"row {wanted['origin']['row']}" in run(lock, "--sequence", 11)
+    with pytest.raises(ValueError, match="no such document"):
+        run(lock, "--origin", "https://nowhere")
+
+
+def test_a_document_whose_shard_was_taken_out_has_no_name(run, prepared_data: Path, tmp_path: Path) -> None:
+    """Quarantine leaves gaps: the shard before one is not the one that its first document began in."""
+    shutil.copytree(prepared_data, tmp_path / "data")
+    folder = tmp_path / "data/code"
+    manifest = shards.read_manifest(folder)
+    gone = manifest["shards"].pop(1)
+    manifest["windows"] -= gone["windows"]
+    shards.write_manifest(folder, manifest)
+    lock = mixture.pin(tmp_path / "data", "phase1", {"web": 1, "code": 9}, 7, 32, 4)
+    shown = run(lock, "--step", 1, "--global-batch", 200, "--json")
+    behind = [each for each in shown if each["shard"] == "shard-00002.bin" and each["token_offset"] == 0]
+    assert behind, "the first window behind the gap"
+    crossing = [first for first, length, _ in documents_of(prepared_data / "code") if first < 4096 < first + length]
+    assert 2048 <= crossing[0] < 4096, "it began in the shard that is gone"
+    assert "id" not in behind[0]["documents"][0]
+    assert behind[0]["documents"][0]["text"]
 
 
 @pytest.mark.parametrize(
