@@ -76,7 +76,7 @@ class Runs(Stage):
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         group = groups(self.out, unit.source)[unit.number]
         made = [stage.receipt_of(self.out, "tokenize", each) for each in group]
-        total = {name: sum(each["counts"][name] for each in made) for name in made[0]["counts"]}
+        total = {name: sum(each["counts"][name] for each in made) for name in ("documents", "tokens", "bytes")}
         ranges = max(-(-total["documents"] // DOCUMENTS_PER_RANGE), 1)
         with ExitStack() as stack:
             read = {n: stack.enter_context(blocks.opened(self.out, "tokenize", group, n)) for n in SLICED}

@@ -48,7 +48,9 @@ def test_the_loop_has_all_sources_and_all_stages():
     (names,) = re.findall(r'sources="(.*?)"', commands(), re.S)
     assert sorted(names.split()) == sorted(source.name for source in recipe.load(FOLDER / "nemotron.toml").sources)
     stages = re.findall(r"^ *stage (\w+)(?:.*--stage (\w+))?", commands(), re.M)
-    assert [name for name, _ in stages if name != "free"] == [*table.TO_SHARDS, "manifest", "verify"]
+    # near copies are sought over all sources at once, so `dedup` does not fit a loop over sources; the recipe has none
+    done = [name for name in table.TO_SHARDS if name != "dedup"]
+    assert [name for name, _ in stages if name != "free"] == [*done, "manifest", "verify"]
     freed = [freed for name, freed in stages if name == "free"]
     assert freed == list(table.READERS)
 

@@ -108,7 +108,8 @@ def export(
             raise ValueError(f"{tokenizer_path} has {pieces} pieces, more than {most}; check --tokenizer")
         if tokenizer_path.suffix != ".json":
             shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
-        token_ids = {f"{name}_id": made.token_to_id(token) for name, token in special.items() if name != "unk_token"}
+        ids = {f"{name}_id": made.token_to_id(token) for name, token in special.items() if name != "unk_token"}
+        token_ids = {name: number for name, number in ids.items() if number is not None}
         write_configs(folder, architecture, dtype, token_ids)
         write_code(folder)
         (folder / "README.md").write_text(model_card(architecture, dtype, progress, special))

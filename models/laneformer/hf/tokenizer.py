@@ -88,9 +88,9 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     values = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     said = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
     eos, unk = said.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
-    if tokenizer.token_to_id(eos or "") is None:
+    if eos is None or tokenizer.token_to_id(eos) is None:
         raise ValueError(f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does")
-    bos = said.get("bos_token") or eos
+    bos: str = said.get("bos_token") or eos
     _begin_with(bos, tokenizer)
     pads = (said.get("pad_token"), *PADDING, unk)
     pad = next((p for p in pads if p and p not in (bos, eos) and tokenizer.token_to_id(p) is not None), None)
