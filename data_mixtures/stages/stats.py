@@ -1,9 +1,8 @@
-"""stats: what prepared data holds: tables on the terminal, DIR/stats.json, and both as the page DIR/stats.html.
+"""stats: what prepared data holds, as tables on the terminal and in DIR/stats.json; `show` has the documents.
 
 Tokens by source and category against the mixtures, how often a run of given length reads each source, lengths of
-documents, what was dropped and why, which sources share documents, and some documents as the model will see them.
-Shared documents are counted exactly: all tokenized units are sorted by the same key, so one merge over ranges of keys
-brings equal ids together, whatever source they come from.
+documents, what was dropped and why, and which sources share documents. These are counted exactly: all tokenized units
+are sorted by the same key, so one merge over ranges of keys brings equal ids together, whatever source they come from.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from html import escape
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,21 +17,18 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from data_mixtures import shards, show, tokenizer
+from data_mixtures import shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
 from data_mixtures.stages import blocks, runs, stage
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 from records import page
-from records.files import write_atomically
 
-JSON, PAGE = "stats.json", "stats.html"
+JSON = "stats.json"
 LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
 BARS = "·▁▂▃▄▅▆▇█"
 PAIRS = 40  # of sources that share documents are shown
-TEXT_CHARS = 1200  # of a document are shown
-TEXT_TOKENS = 500
 _FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "windows")
 
 
@@ -42,10 +37,9 @@ def write(
     sources: tuple[str, ...],
     console: Console,
     sequences: Mapping[str, int] | None = None,
-    documents_per_source: int = 3,
     workers: int | None = None,
 ) -> dict[str, Any]:
-    """Print, and write stats.json and stats.html; returns what stats.json holds.
+    """Print, and write stats.json; returns what it holds.
 
     sequences: phase -> how many sequences of it a run would read, for the epochs of each source. ValueError for a phase
     without a lock, or a source without a manifest.
@@ -63,21 +57,16 @@ def write(
             "sources": facts,
             "phases": _phases(out, dict(sequences or {})),
             "shared_documents": shared_documents(out, sources, pool),
-            "documents": [d for s in sources for d in look(out, s, manifests[s], documents_per_source)],
         }
     shards.write_json(out / JSON, result)
-    cards = []
     for title, head, rows, caption in tables(result):
         console.print(figures(title, head, rows), caption, highlight=False)
-        cards.append(page.card(title, page.table(head, [[*map(escape, row)] for row in rows], "numbers"), caption))
-    cards.append(page.card("Some documents", "".join(map(_shown, result["documents"]))))
-    write_atomically(out / PAGE, page.html_page("Data", "<h1>Prepared data</h1>" + "".join(cards), library=""))
-    console.print(f"{out / JSON}, {out / PAGE}", highlight=False, soft_wrap=True)
+    console.print(f"{out / JSON}", highlight=False, soft_wrap=True)
     return result
 
 
 def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]], str]]:
-    """(title, head, rows, caption): what stats.json holds, but for the documents, as text."""
+    """(title, head, rows, caption): what stats.json holds, as text."""
     sources, phases = stats["sources"], stats["phases"]
     tokens = sum(each["tokens"] for each in sources.values())
     rows = []
@@ -123,13 +112,6 @@ def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
 
 def _bars(histogram: list[int]) -> str:
     return "".join(BARS[-(-count * (len(BARS) - 1) // max(1, *histogram))] for count in histogram)
-
-
-def _shown(found: Mapping[str, Any]) -> str:
-    place = f"{found['source']}/{found['shard']}, token {found['token_offset']:,}, {found['document_tokens']:,} tokens"
-    origin = "".join(f", {name} {value}" for name, value in (found["origin"] or {}).items())
-    text = escape(found["text"] + " …" * (not found["whole"]))
-    return f"<details><summary>{escape(place + origin)}</summary><pre>{text}</pre></details>"
 
 
 def _lengths(folder: Path, manifest: dict[str, Any], pool: Executor) -> dict[str, Any]:
@@ -203,20 +185,3 @@ def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -
             break
         np.add.at(shared, (left["unit"][equal], right["unit"][equal]), 1)
     return shared
-
-
-def look(out: Path, source: str, manifest: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """Random documents of a source, drawn with the seed of the data, decoded from the tokens of its shards."""
-    listed = np.cumsum([entry["docs"]["documents"] for entry in manifest["shards"]])
-    draw = np.random.Generator(np.random.PCG64([manifest["seed"], *source.encode()]))
-    for number in np.sort(draw.choice(listed[-1], size=min(count, int(listed[-1])), replace=False)):
-        at = int(np.searchsorted(listed, number, side="right"))
-        entry, (begins, facts) = manifest["shards"][at], show._index(out / source, at)
-        place = int(number - listed[at]) + entry["docs"]["documents"]
-        first, known = int(begins[place]), facts(place)
-        tokens = np.memmap(out / source / entry["name"], dtype=shards.token_dtype(entry), mode="r")[first:]
-        shown = tokens[: min(known["document_tokens"], TEXT_TOKENS)].tolist()
-        text = tokenizer.load(shards.tokenizer_path(out)).decode(shown)
-        whole = len(shown) == known["document_tokens"] and len(text) <= TEXT_CHARS
-        found = {"source": source, "shard": entry["name"], "token_offset": first, **known}
-        yield {**found, "whole": whole, "text": text[:TEXT_CHARS]}

@@ -12,7 +12,19 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
-from data_mixtures.stages import decontaminate, manifest, plan, quality, repair, runs, shuffle, stage, tokenize, verify
+from data_mixtures.stages import (
+    decontaminate,
+    manifest,
+    plan,
+    quality,
+    repair,
+    runs,
+    shuffle,
+    stage,
+    stats,
+    tokenize,
+    verify,
+)
 from data_mixtures.stages.dedup import Clusters, Links, Signatures
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
@@ -134,8 +146,6 @@ def _verify(context: RunContext) -> None:
 
 
 def _stats(context: RunContext) -> None:
-    from data_mixtures.stages import stats
-
     workers = context.executor.options.threads
     stats.write(context.out, context.sources, context.console, context.sequences, workers=workers)
 
