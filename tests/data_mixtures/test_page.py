@@ -39,7 +39,7 @@ cc2-mhq = 1
 
 def commands() -> str:
     """The block of the page that defines `stage`."""
-    blocks = re.findall(r"^ *```\n(.*?)^ *```$", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.M | re.S)
     (found,) = (block for block in blocks if "stage()" in block)
     return found
 
