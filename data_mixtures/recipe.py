@@ -193,7 +193,7 @@ class Recipe:
     """Decides the order of documents"""
     windows_per_shard: int = 32_768
     """Sequences of seq_len tokens in one shard file"""
-    valid_per_10000: int = 20
+    valid_per_10000: int = 100
     """Documents held out of training for validation, out of 10,000, by a fixed range of their hashes; 0: none. A source
     whose held-out documents do not fill one sequence has nothing to validate on, which the summary shows"""
     max_document_chars: int = 100_000

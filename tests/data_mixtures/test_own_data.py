@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ inputs = [{ kind = "parquet", field = "content", paths = ["s3://bucket/b/*.parqu
 mine = 60
 yours = 40
 """
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word"
 
 
@@ -243,7 +245,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     store = fsspec.filesystem("s3", skip_instance_cache=True)
-    store.mkdir("bucket")
+    store.makedirs("bucket", exist_ok=True)  # moto keeps it
     store.put(f"{folder}/b/", "bucket/b/", recursive=True)
     yield f"http://{host}:{port}"
     server.stop()
@@ -282,3 +284,62 @@ def test_the_recipe_with_a_bucket_and_what_a_bucket_may_refuse(folder: Path, buc
     done = command(folder)
     assert (done.returncode, done.stderr.count("\n")) == (1, 2)
     assert "s3://bucket/b/*.parquet cannot be read: NoCredentialsError: Unable to locate credentials" in done.stderr
+
+
+PAGE = ROOT / "docs/own-data.md"
+NAMES = ("mine", "yours", "notes")
+
+
+def blocks(language: str) -> list[str]:
+    """The code of the page that stands between fences of this language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [code for name, code in found if name == language]
+
+
+def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
+    whole, inputs, hub, tokenizer = blocks("toml")
+    assert len(whole.splitlines()) <= 12
+    tables = [f"[sources.s{n}]\n{line}\n" for n, line in enumerate(inputs.splitlines())] + [hub]
+    names = [f"s{n}" for n in range(len(tables) - 1)] + ["web"]
+    text = tokenizer + "".join(tables) + "[phase1]\n" + "".join(f"{name} = 1\n" for name in names)
+    for path, content in ((tmp_path / "whole.toml", whole), (tmp_path / "parts.toml", text)):
+        path.write_text(content)
+        assert recipe.load(path).phases
+
+
+@pytest.mark.slow
+def test_the_page_from_files_to_steps_of_two_ranks(folder: Path, bucket: str) -> None:
+    """All commands of the page as they stand; then its input of a bucket in place of the folder b/."""
+    write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))
+    (folder / "notes/deep").mkdir(parents=True)
+    for number in range(3):
+        (folder / f"notes/deep/{number}.md").write_text(write_text(60 + number, 1, 200)[0])
+    (folder / "configs").symlink_to(ROOT / "configs")
+    whole, inputs, *_ = blocks("toml")
+    (folder / "own.toml").write_text(whole)
+    prepare_line, train_lines = blocks("")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def shell(command: str) -> str:
+        done = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    assert "mine 60.00 %, yours 30.00 %, notes 10.00 %" in shell(prepare_line)
+    said = shell(train_lines)
+    held_out = {name: shards.read_manifest(folder / f"data/own/{name}")["valid"]["windows"] for name in NAMES}
+    without = ", ".join(name for name in NAMES if not held_out[name])
+    assert not without or f"no held-out windows, so not in the validation loss: {without}" in said
+    rows = [json.loads(line) for line in (folder / "runs/own/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 5
+    assert rows[-1]["tokens_by_source"] == {"mine": 24 * 256, "yours": 12 * 256, "notes": 4 * 256}
+    assert list(rows[-1]["valid_loss_by_source"]) == [name for name in NAMES if held_out[name]]
+    windows = {name: shards.read_manifest(folder / f"data/own/{name}")["shards"] for name in NAMES}
+    of_bucket = next(line for line in inputs.splitlines() if "s3://" in line)
+    (folder / "own.toml").write_text(
+        whole.replace(next(line for line in whole.splitlines() if "parquet" in line), of_bucket)
+    )
+    shell(prepare_line)
+    assert windows["mine"] == shards.read_manifest(folder / "data/own/mine")["shards"]
+    assert shards.read_manifest(folder / "data/own/yours")["read"] == 80
