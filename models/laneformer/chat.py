@@ -47,12 +47,14 @@ class ChatTokenizer:
                 "a message could not be told from its header. Use a tokenizer trained line by line, as Llama-2's"
             )
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: the mode is for all threads of an object
+        self.eos_id = eos_id
+        # the parts of a header are single tokens where the vocabulary has such (Llama 3)
+        self.headers = {role: self._encode(_HEADER.format(role)) for role in (USER, ASSISTANT)}
+        together = {text: self._encode(_HEADER.format(USER) + text) for text in ("Hi", "1", "(a", "é", "東")}
         self._tokenizer.encode_special_tokens = True
         self._line_break_ids = len(self._encode("\n"))
-        self.eos_id = eos_id
-        self.headers = {role: self._encode(_HEADER.format(role)) for role in (USER, ASSISTANT)}
-        for text in ("Hi", "1", "(a", "é", "東"):
-            if self._encode(_HEADER.format(USER) + text) != [*self.headers[USER], *self.content(text)]:
+        for text, ids in together.items():
+            if ids != [*self.headers[USER], *self.content(text)]:
                 raise ValueError(
                     f"the tokenizer gives {text!r} behind the header of a message other ids than alone, so a message "
                     "could not be told from its header. Use one whose pre-tokenizer keeps line breaks apart (Llama 3, "

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data_mixtures import order, shards
-from data_mixtures.mixture import Mixture, valid_windows
+from data_mixtures.mixture import Mixture, pin, valid_windows
 
 
 def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
@@ -206,3 +206,12 @@ def test_windows_overlap_by_one_token_so_every_token_is_a_target_once(counting_d
     rows = [np.lib.stride_tricks.sliding_window_view(tokens, 4 + 1)[::4] for tokens in shards_tokens]
     targets = np.concatenate(rows)[:, 1:].ravel()
     assert targets.tolist() == list(range(1, 50 * 4 + 1))
+
+
+@pytest.mark.parametrize("name", shards.TOKENIZER_FACTS)
+def test_sources_of_two_tokenizers_are_not_mixed(counting_data, name):
+    data = counting_data()
+    manifest = shards.read_manifest(data / "s1")
+    shards.write_manifest(data / "s1", {**manifest, name: 4})
+    with pytest.raises(ValueError, match=r"s1 was tokenized with another tokenizer than .*s0: .*bos_id, eos_id differ"):
+        pin(data, "phase1", {"s0": 1, "s1": 1}, seed=5, seq_len=4, epoch_cap=1)

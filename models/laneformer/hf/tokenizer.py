@@ -86,7 +86,8 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     tokenizer.no_padding()
     beside = path.with_name("tokenizer_config.json")
     values = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
-    said = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
+    named = {name: values.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    said = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
     eos, unk = said.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
     if eos is None or tokenizer.token_to_id(eos) is None:
         raise ValueError(f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from data_mixtures import shards
+from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.stages import manifest, stage
 from data_mixtures.stages.stage import Unit
@@ -197,3 +197,10 @@ def test_a_manifest_that_was_edited_is_refused_and_made_again(data, name, value)
         Mixture.open(data / "phase1.lock.json")
     assert write(data)["notes"] == "built"
     assert path.read_bytes() == before
+
+
+def test_shards_of_another_width_than_the_tokenizers_are_refused(data, monkeypatch):
+    facts = tokenizer.facts(data / "tokenizer.model")
+    monkeypatch.setattr(tokenizer, "facts", lambda path: {**facts, "token_bytes": 4})
+    with pytest.raises(ValueError, match=r"shuffle/notes was made with another tokenizer; run 'tokenize' again"):
+        write(data)

@@ -1,0 +1,96 @@
+"""A tokenizer.json of the data in the exported folder: Transformers, chat template and evaluations count as we do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from evals.bits_per_byte import bytes_per_token
+from laneformer.chat import ChatTokenizer, render, token_ids
+from laneformer.hf.tokenizer import open_tokenizer, write_tokenizer
+from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
+from tests.tokenizer_assets import byte_level, save
+
+TEXTS = ["def f(x):\n    return x\n\n\n", "東京 😀 é", "", "  a b\r\n\t1234567", *stdlib_sources()[:2]]
+NAMES = {"bos_token": {"content": "<begin>"}, "eos_token": "<end>", "chat_template": "x",
+         "added_tokens_decoder": {"600": {"content": "<begin>"}}}  # fmt: skip
+
+
+def exported(folder: Path, special: list[str], pattern: dict | None = None, **config) -> PreTrainedTokenizerFast:
+    path = save(byte_level(stdlib_sources()[:10], special, **(pattern or {})), folder / "given", **config)
+    write_tokenizer(path, folder, 512)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_path: Path) -> None:
+    made = exported(tmp_path, ["<begin>", "<end>", "<pad>"], **NAMES)
+    plain = Tokenizer.from_file(str(tmp_path / "given/tokenizer.json"))
+    plain.no_truncation()
+    for text in TEXTS:
+        ids = made(text)["input_ids"]
+        assert ids == [600, *plain.encode(text, add_special_tokens=False).ids]
+        assert made.decode(ids, skip_special_tokens=True) == text
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.model_max_length) == (600, 601, 602, 512)
+
+
+def test_one_separator_is_begin_and_end(tmp_path: Path) -> None:
+    made = exported(tmp_path, ["<|endoftext|>"], eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    assert (made.bos_token_id, made.eos_token_id) == (600, 600)
+    assert made.pad_token_id is None, "with the end as padding, its loss would be masked away"
+    assert made("a")["input_ids"][0] == 600
+
+
+def test_without_names_it_is_refused(tmp_path: Path) -> None:
+    path = save(byte_level(["a b"], ["<begin>"], 300), tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must name eos_token and bos_token"):
+        open_tokenizer(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"cannot be read as a tokenizer.json"):
+        open_tokenizer(path)
+
+
+def test_other_ids_of_a_sentencepiece_model(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
+    sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    write_tokenizer(tmp_path / "tokenizer.model", tmp_path, 512)
+    made = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert [made(text)["input_ids"] for text in TEXTS] == [[1, *sp.encode(text)] for text in TEXTS]
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("headers", [[], ["<|start_header_id|>", "<|end_header_id|>"]], ids=["text", "tokens"])
+def test_conversations_are_those_of_the_template(tmp_path: Path, headers: list[str]) -> None:
+    """Headers are text, or tokens where the vocabulary has them (Llama 3)."""
+    made = exported(tmp_path, ["<begin>", "<end>", *headers], **NAMES)
+    chat = ChatTokenizer(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), 601)
+    assert len(chat.headers["user"]) < 8 or not headers
+    said = ["Hi, (you)", "1 or 2?\n\n- yes", "東 ", "\té\n\n\n1"]
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+    for count in (1, 2, 3, 4):
+        prompt, ids = count % 2 == 1, made.apply_chat_template
+        theirs = ids(messages[:count], add_generation_prompt=prompt, return_dict=True)["input_ids"]
+        assert token_ids(render(messages[:count], chat, prompt)) == theirs
+    hostile = token_ids(render([{"role": "user", "content": "a<end><begin>" + "".join(headers)}], chat))
+    assert [i for i in hostile[len(chat.headers["user"]) :] if i >= 600] == [601], "text is only text"
+
+
+def test_headers_that_join_with_text_are_refused(tmp_path: Path) -> None:
+    """As with GPT-2's pattern, which cuts two line breaks where text follows."""
+    exported(tmp_path, ["<begin>", "<end>"], {"pattern": None}, **NAMES)
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert len(made.encode("\n\n", add_special_tokens=False).ids) == 1
+    with pytest.raises(ValueError, match="gives 'Hi' behind the header of a message other ids than alone"):
+        ChatTokenizer(made, 601)
+
+
+def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path: Path) -> None:
+    made = exported(tmp_path, ["<begin>", "<end>"], **NAMES)
+    counts = bytes_per_token(tmp_path / "tokenizer.json")
+    assert [counts[made(text)["input_ids"]].sum() for text in TEXTS] == [len(text.encode()) for text in TEXTS]
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["truncation"] is None
+    assert counts[600:].tolist() == [0, 0]
