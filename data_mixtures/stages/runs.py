@@ -103,7 +103,8 @@ def key_ranges(out: Path, source: str) -> int:
     if not documents:
         raise ValueError(
             f"source {source!r} is empty: no document of it was kept. Look at the counts in {out}/filter/{source}/"
-            "unit-*/receipt.json for what was dropped and why, give it text, or take it out of the recipe"
+            "unit-*/receipt.json (of near copies: in tokenize/) for what was dropped and why, give it text, or take it "
+            "out of the recipe"
         )
     return -(-documents // DOCUMENTS_PER_RANGE)
 

@@ -41,7 +41,7 @@ def test_formatters_give_the_same_whatever_came_before():
     assert first[1] is None
     assert "email@example.com" in first[0]
     assert "lovelace" not in first[0]
-    assert [step(MAIL) for _ in range(3)] == [first] * 3
+    assert [step(MAIL), step("me@home.org"), step(MAIL)] == [first, ("email@example.com", None), first]
 
 
 def test_what_a_step_drops_is_counted_under_its_name_and_changed_text_has_its_own_id(tmp_path):
