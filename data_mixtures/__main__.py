@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         context = table.RunContext(
             loaded, arguments.out, sources, executor, console, arguments.mirror, arguments.budget_bytes,
             to_free=arguments.stage, repair=arguments.repair, quarantine=arguments.quarantine,
-            sequences=_sequences(arguments.sequences),
+            sequences=_sequences(arguments.sequences), replace=arguments.replace,
         )  # fmt: skip
-        table.STAGES[arguments.command](context)
+        context.do(arguments.command)
 
 
 def _sequences(given: str | None) -> dict[str, int]:

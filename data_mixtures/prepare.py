@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data_mixtures import recipe, shards
-from data_mixtures.stages import manifest, stage, table
+from data_mixtures.stages import stage, table
 from data_mixtures.stages.run import AGAIN, KINDS, Executor, Options, source_table
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
@@ -36,6 +36,7 @@ def prepare(
     console: Console,
     mirror: str | None = None,
     budget_bytes: int | None = None,
+    replace: bool = False,
 ) -> None:
     """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept."""
     started = time.monotonic()
@@ -43,11 +44,13 @@ def prepare(
     sources = tuple(source.name for source in loaded.sources)
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
     with stage.exclusive(out), Executor(options) as executor:
-        context = table.RunContext(loaded, out, sources, executor, console, mirror, budget_bytes, tables=False)
+        context = table.RunContext(
+            loaded, out, sources, executor, console, mirror, budget_bytes, tables=False, replace=replace
+        )
         table.check(loaded, out)
         for name in table.TO_SHARDS:
-            table.STAGES[name](context)
-        made = manifest.write(loaded, out, sources, console)
+            context.do(name)
+        made = context.publish()
     console.print(_summary(out, made))
     for phase, weights in loaded.phases.items():
         shares = ", ".join(f"{name} {100 * weight / sum(weights.values()):.2f} %" for name, weight in weights.items())
@@ -76,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mirror", help="read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub")
     parser.add_argument("--budget-bytes", type=int, help="refuse to fetch if DIR/fetch would become larger")
+    parser.add_argument("--replace", action="store_true", help="let other data replace sources that a lock pins")
     parser.add_argument("--executor", choices=KINDS, default="local", help="where units run")
     for name in SBATCH:
         parser.add_argument(f"--{name}", help="passed to sbatch; needs --executor slurm")
@@ -119,7 +123,9 @@ def main() -> int:
     add_arguments(parser)
     given = parser.parse_args()
     return reported(
-        lambda: prepare(given.recipe, given.out, options(given), Console(), given.mirror, given.budget_bytes)
+        lambda: prepare(
+            given.recipe, given.out, options(given), Console(), given.mirror, given.budget_bytes, given.replace
+        )
     )
 
 

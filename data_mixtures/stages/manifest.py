@@ -13,26 +13,35 @@ import json
 import os
 import shutil
 from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from data_mixtures import mixture, shards, tokenizer
-from data_mixtures.recipe import Recipe
+from data_mixtures.recipe import Recipe, TokenizerTraining
 from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit, receipts
-from records.files import code_version
+from records.files import code_version, file_sha256
+
+# what decides the data of a source in a recipe; kept in source.json, so that a change is seen before it is made
+_DECIDES = ("seed", "seq_len", "windows_per_shard", "valid_per_10000", "max_document_chars", "filter", "dedup", "steps",
+            "keep", "files", "inputs", "repo", "revision", "configs", "text_columns")  # fmt: skip
 
 
-def write(recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console) -> dict[str, str]:
+def write(
+    recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console, replace: bool = False
+) -> dict[str, str]:
     """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
 
-    ValueError when a stage before is not finished, or counts do not add up.
+    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a source and
+    `replace` is not given.
     """
     made = {}
     for source in sources:
-        made[source] = _publish(recipe, out, source)
+        made[source] = _publish(recipe, out, source, replace)
         console.print(f"{out / source}: {made[source]}", highlight=False, soft_wrap=True)
     for phase, weights in recipe.phases.items():
         if missing := [name for name in weights if not (out / name / shards.MANIFEST).is_file()]:
@@ -42,7 +51,72 @@ def write(recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console)
     return made
 
 
-def _publish(recipe: Recipe, out: Path, source: str) -> str:
+def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
+    """ValueError when a recipe, or its plan, asks for other data than what is published and pinned by a lock."""
+    for source in sources:
+        published = _manifest(out / source)
+        locks = [name for name, pin in _pins(out, source).items() if pin == published.get("content_sha256")]
+        now, then = json.loads(json.dumps(_decides(recipe, out, source))), published.get("recipe", {})
+        other = [key for key in then if now.get(key, then[key]) != then[key]]
+        if locks and other:
+            differ = "; ".join(f"{key} = {then[key]!r}, now {now[key]!r}" for key in other)
+            raise ValueError(
+                f"{out / source} is pinned by {', '.join(locks)} and was made with {differ}: other data would replace "
+                "it, and a run of that lock could not go on. Nothing was done; use another --out, or give --replace"
+            )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """source.json, empty when there is none that can be read."""
+    with suppress(ValueError):
+        return shards.read_manifest(folder)
+    return {}
+
+
+def _decides(recipe: Recipe, out: Path, source: str) -> dict[str, Any]:
+    """What decides the data of a source as far as it is known before: of the recipe, and the plan's files."""
+    own = next(asdict(each) for each in recipe.sources if each.name == source)
+    said = {key: value for key, value in {**asdict(recipe), **own}.items() if key in _DECIDES}
+    said["valid_per_10000"] = recipe.held_out_of(source)
+    said["filter"] = {key: value for key, value in said["filter"].items() if key != "benchmarks"}  # paths, may move
+    if isinstance(recipe.tokenizer, TokenizerTraining):
+        said["tokenizer"] = [asdict(recipe.tokenizer), [each.name for each in recipe.sources]]
+    else:
+        given = recipe.tokenizer
+        said["tokenizer"] = (
+            [file_sha256(Path(given.path)), given.bos, given.eos] if Path(given.path).is_file() else None
+        )
+    planned = stage.read_plan(out)["sources"].get(source) if (out / stage.PLAN).is_file() else None
+    return {**said, "plan": planned["plan_hash"]} if planned else said
+
+
+def _pins(out: Path, source: str) -> dict[str, str]:
+    """The content of a source that each lock pins, by the lock's name."""
+    found: dict[str, str] = {}
+    for path in sorted(out.glob("*.lock.json")):
+        with suppress(ValueError):  # one that is broken pins nothing
+            pins = {entry["name"]: entry["content_sha256"] for entry in mixture.read_lock(path)["sources"]}
+            if source in pins:
+                found[path.name] = pins[source]
+    return found
+
+
+def _refuse_other_data(out: Path, source: str, description: dict[str, Any]) -> None:
+    """ValueError when a lock pins data of a source that this description would replace by other data."""
+    published, new = _manifest(out / source), shards.content_sha256(description)
+    if "quarantined" in published:
+        every = sorted([*published["shards"], *published["quarantined"]], key=lambda entry: entry["name"])
+        if new == shards.content_sha256({**published, "shards": every, "windows": description["windows"]}):
+            return
+    pins = _pins(out, source).items()
+    if locks := [name for name, pin in pins if pin != new and pin == published.get("content_sha256", pin)]:
+        raise ValueError(
+            f"{out / source} holds data that {', '.join(locks)} pins, and other data was prepared for it; it was not "
+            "published. --replace does that, and a run of that lock cannot go on; or use another --out"
+        )
+
+
+def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     count = len(shuffle.WriteShards(recipe, out, (source,)).units())
     written = receipts(out, shuffle.SHUFFLE, source, count)
     description = json.loads(json.dumps(_description(recipe, out, source, written)))
@@ -57,6 +131,8 @@ def _publish(recipe: Recipe, out: Path, source: str) -> str:
         if described != published:  # the same data with other counts, or of another plan
             shards.write_manifest(final, described)
         return "reused"
+    if not replace:
+        _refuse_other_data(out, source, description)
     partial = out / f".{source}.partial"
     for left in (partial, out / f".{source}.old"):  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -76,12 +152,12 @@ _code_version = functools.cache(functools.partial(code_version, Path(__file__).p
 
 def _published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> dict[str, Any] | None:
     """The manifest in the folder, if it holds the same data; files freed in `shuffle` are not compared."""
+    manifest = _manifest(final)
     try:
-        manifest = shards.read_manifest(final)
         shards.check_sizes(final, description)
     except ValueError:
         return None
-    same = manifest["content_sha256"] == shards.content_sha256(description) and all(
+    same = manifest.get("content_sha256") == shards.content_sha256(description) and all(
         (final / name).is_file() and (not path.exists() or _same(path, final / name)) for name, path in files.items()
     )
     return manifest if same else None
@@ -107,6 +183,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str
     return {
         "source": source,
         "category": next(each.category for each in recipe.sources if each.name == source),
+        "recipe": _decides(recipe, out, source),
         "plan_hash": stage.planned(out, source)["plan_hash"],
         "code_version": _code_version(),
         **shuffle.layout(recipe, source),

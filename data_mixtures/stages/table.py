@@ -49,6 +49,7 @@ class RunContext:
     files `free` deletes. repair, quarantine: whether `verify` restores single blocks, and also takes the other damaged
     shards out of their manifests. sequences: how many
     of each phase, for the epochs in `stats`. tables: whether to print a table after every stage.
+    replace: whether other data may replace what a lock pins.
     """
 
     recipe: Recipe
@@ -63,6 +64,16 @@ class RunContext:
     quarantine: bool = False
     sequences: Mapping[str, int] | None = None
     tables: bool = True
+    replace: bool = False
+
+    def do(self, name: str) -> None:
+        """One stage. ValueError also when other data would replace what a lock pins, unless `replace`."""
+        if name in TO_SHARDS and not self.replace:
+            manifest.check_pinned(self.recipe, self.out, self.sources)
+        STAGES[name](self)
+
+    def publish(self) -> dict[str, str]:
+        return manifest.write(self.recipe, self.out, self.sources, self.console, self.replace)
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
         receipts = run_units(work := kind(self.recipe, self.out, self.sources, *more), self.executor, self.console)
@@ -178,7 +189,7 @@ STAGES: Mapping[str, Callable[[RunContext], object]] = {
     "tokenize": _tokenize,
     "runs": _runs,
     "shuffle": _shuffle,
-    "manifest": lambda context: manifest.write(context.recipe, context.out, context.sources, context.console),
+    "manifest": lambda context: context.publish(),
     "verify": _verify,
     "stats": _stats,
     "free": _free,

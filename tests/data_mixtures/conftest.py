@@ -81,9 +81,9 @@ def recipe_path(tmp_path: Path) -> Path:
 def run_prepare():
     """Prepare as the command does; returns what was printed."""
 
-    def run(path: Path, out: Path, workers: int = 1) -> str:
+    def run(path: Path, out: Path, workers: int = 1, replace: bool = False) -> str:
         console = Console(record=True, width=200, quiet=False)
-        prepare.prepare(path, out, Options(workers), console)
+        prepare.prepare(path, out, Options(workers), console, replace=replace)
         return console.export_text()
 
     return run

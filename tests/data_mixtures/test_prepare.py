@@ -100,7 +100,7 @@ def test_a_source_can_hold_nothing_out(recipe_path, run_prepare, tmp_path, monke
     assert list(windows) == list(held_out(data / "phase1.lock.json", 2)) == ["sums"]
 
     recipe_path.write_text(recipe_path.read_text().replace("valid_per_10000 = 1000", "valid_per_10000 = 0", 1))
-    run_prepare(recipe_path, data)
+    run_prepare(recipe_path, data, replace=True)
     with pytest.raises(ValueError, match=r"no source of .*out holds text out; raise valid_per_10000"):
         load_windows(data, 2)
     with pytest.raises(ValueError, match=r"notes, sums of .* have no held-out windows .*validation.enable = false"):
@@ -138,7 +138,9 @@ def test_a_finished_source_is_reused_and_a_changed_or_damaged_one_rebuilt(recipe
     assert files_of(data) == before
 
     (tmp_path / "notes/0.txt").write_text("something else entirely, " * 20)
-    assert "reused" not in run_prepare(recipe_path, data)  # the tokenizer was trained on that file as well
+    assert "reused" not in run_prepare(
+        recipe_path, data, replace=True
+    )  # the tokenizer was trained on that file as well
     assert files_of(data)["notes/source.json"] != before["notes/source.json"]
 
 
@@ -168,10 +170,41 @@ def test_units_of_an_older_plan_are_removed(recipe_path, run_prepare, tmp_path):
     run_prepare(recipe_path, tmp_path / "out")
     units = len(list((tmp_path / "out/shuffle/sums").glob("unit-*")))
     recipe_path.write_text(recipe_path.read_text().replace("max_bytes = 60_000", "max_bytes = 30_000"))
-    run_prepare(recipe_path, tmp_path / "out")
+    run_prepare(recipe_path, tmp_path / "out", replace=True)
     run_prepare(recipe_path, tmp_path / "fresh")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
     assert len(list((tmp_path / "out/shuffle/sums").glob("unit-*"))) < units
+
+
+OTHER_DATA = [
+    ("seq_len = 32", "seq_len = 16", "seq_len = 32, now 16"),
+    ("vocab_size = 400", "vocab_size = 410", "tokenizer = .*400.* now .*410"),
+    ("[phase1]", "[filter]\nmin_chars = 70\n[phase1]", "filter = .*64.*, now .*70"),
+    ("max_bytes = 60_000", "max_bytes = 30_000", "inputs = "),
+    ("seed = 11", "seed = 12", "seed = 11, now 12"),
+]
+
+
+def test_other_data_does_not_replace_what_a_lock_pins_unasked(recipe_path, run_prepare, tmp_path):
+    data, text = tmp_path / "out", recipe_path.read_text()
+    run_prepare(recipe_path, data)
+    recipe_path.write_text(text + "[phase3]\nnotes = 1\nsums = 1\n")
+    run_prepare(recipe_path, data)  # one phase more is no other data
+    before, refused = files_of(data), r"is pinned by phase1.lock.json, .*was made with .*{}.*or give --replace"
+    for old, new, differ in OTHER_DATA:
+        recipe_path.write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=refused.format(differ)):
+            run_prepare(recipe_path, data)
+        assert files_of(data) == before, "nothing was done"
+    recipe_path.write_text(text)
+    (tmp_path / "notes/more.txt").write_text("One more document, which grows the source. " * 9)
+    with pytest.raises(ValueError, match=refused.format("plan = ")):
+        run_prepare(recipe_path, data)
+    assert {**files_of(data), "plan.json": before["plan.json"]} == before
+    run_prepare(recipe_path, data, replace=True)
+    run_prepare(recipe_path, tmp_path / "fresh")
+    fresh = files_of(tmp_path / "fresh")
+    assert {name: content for name, content in files_of(data).items() if name in fresh} == fresh
 
 
 def test_two_preparations_of_one_folder_are_refused(recipe_path, run_prepare, tmp_path):

@@ -239,7 +239,7 @@ class Fetch(Filter):
         return {"dropped": {"not_utf8": 1} if unit.number == 0 else {}}
 
 
-def prepared(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> Path:
+def prepared(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False) -> Path:
     """All stages from fetch to manifest over these texts."""
     for source, given in texts.items():
         write_plan(out, source, units)
@@ -247,7 +247,7 @@ def prepared(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: in
         run(Filter(out, source, split(given, units)))
     shuffled(out, plan, texts, units)
     (out / "tokenizer.model").write_bytes(tokenizer_model())
-    manifest.write(plan, out, tuple(texts), Console(quiet=True))
+    manifest.write(plan, out, tuple(texts), Console(quiet=True), replace)
     return out
 
 

@@ -162,7 +162,15 @@ def test_smaller_data_replaces_larger(data):
     plan = plan_of(SOURCES, windows_per_shard=50)
     fewer = {**TEXTS, "notes": TEXTS["notes"][:80]}
     before = len(list((data / "notes").iterdir()))
-    prepared(data, plan, fewer)
+    published = {path: path.read_bytes() for path in (data / "notes").iterdir()}
+    for damaged in (False, True):  # other data does not replace what a lock pins, not even where the manifest is lost
+        with pytest.raises(ValueError, match=r"data/notes holds data that phase1.lock.json pins.* --replace does that"):
+            prepared(data, plan, fewer)
+        assert {path: path.read_bytes() for path in (data / "notes").iterdir()} == published
+        if not damaged:
+            (data / "notes/source.json").unlink()
+            del published[data / "notes/source.json"]
+    prepared(data, plan, fewer, replace=True)
     assert len(list((data / "notes").iterdir())) < before
     assert {path.name for path in (data / "notes").iterdir()} == {*in_memory(fewer["notes"], plan), "source.json"}
 
