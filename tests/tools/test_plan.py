@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from data_mixtures import recipe
+from data_mixtures.shards import write_json
+from data_mixtures.stages import stage
 from laneformer import LaneformerConfig
 from tools.plan import preparation, sums
 
@@ -110,6 +112,16 @@ def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command
     sizes = (f"{total[key] / 1e12:.1f} TB" for key in ("fetched_bytes", "shard_bytes", "peak_bytes"))
     cells = [f"`{name}.toml`", *tokens, *sizes, f"{total['units']:,}", f"{total['core_hours']:,.0f}"]
     assert f"| {' | '.join(cells)} |" in page, "its figures are those of this command"
+
+
+def test_a_listing_is_the_plan_of_a_data_folder(tmp_path: Path) -> None:
+    hub = {"kind": "hub", "units": [{"bytes": 5}, {"bytes": 7}]}
+    local = {"kind": "local", "units": [{"files": []}]}
+    write_json(tmp_path / "plan.json", {"format": stage.PLAN_FORMAT, "sources": {"theirs": hub, "mine": local}})
+    assert preparation.listed_files(tmp_path) == {"theirs": [5, 7]}
+    assert preparation.listed_files(None) == {}
+    with pytest.raises(ValueError, match=r"plan.json does not exist; run"):
+        preparation.listed_files(tmp_path / "none")
 
 
 def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None:
