@@ -45,7 +45,7 @@ def fetched(
     return counts, pq.read_table(raw).to_pylist()
 
 
-def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path):
+def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, capsys):
     resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
     with FakeBucket(CONTENTS) as bucket:
         bucket.flaws = {
@@ -56,6 +56,7 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path):
         counts, rows = fetched(tmp_path, bucket.url)
         asked = {sha1(each): 1 for each in CONTENTS} | {sha1(CONTENTS[3]): 4, sha1(CONTENTS[4]): 2}
         assert bucket.asked == asked
+    assert "/parts: 40 of 300 contents, 0 missing" in capsys.readouterr().err.splitlines()[0]
     assert [row["text"] for row in rows] == CONTENTS
     assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
     size = sum(map(len, CONTENTS))
