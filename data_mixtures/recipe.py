@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
 import tomllib
 import types
@@ -24,6 +23,7 @@ from data_mixtures import order
 KINDS = ("text", "jsonl", "parquet", "resolved")
 RESERVED_FOLDERS = ("corpus", "fetch", "filter", "signatures", "links", "dedup", "tokenize", "runs", "order", "shuffle")
 T = TypeVar("T")
+LIMITS = {"seed": (0, 2**63 - 1), "valid_per_10000": (0, 5000), "vocab_size": (300, None)}  # others begin at 1
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,6 @@ class Input:
 
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)
-        for name in ("files", "max_bytes"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name))
         if not self.paths:
             raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = {list(self.paths)}")
         if self.kind == "parquet" and self.max_bytes is not None:
@@ -65,7 +62,6 @@ class Input:
                 f"content_url = {self.content_url!r} of kind {self.kind!r}: resolved, and it alone, needs a "
                 "URL with {sha1}"
             )
-        check_share("max_missing_share", self.max_missing_share)
 
 
 @dataclass(frozen=True)
@@ -238,11 +234,6 @@ def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) 
         raise ValueError(f"{name} = {value!r} must be an integer from {low}" + (f" to {high}" if high else ""))
 
 
-def check_share(name: str, value: Any) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} = {value!r} must be a share from 0 to 1")
-
-
 def load(path: Path) -> Recipe:
     """Read and check a recipe. ValueError (prefixed with the file) for anything that is wrong in it."""
     try:
@@ -282,9 +273,8 @@ def _is_phase(key: str) -> bool:
 def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
     weights = {key: table.pop(key) for key in list(table) if _is_phase(key)}
     if isinstance(table.get("sources"), str):
-        table["sources"] = _listed(
-            _toml(folder / table["sources"]), {name for each in weights.values() for name in each}
-        )
+        used = {name for each in weights.values() for name in each}
+        table["sources"] = _listed(_toml(folder / table["sources"]), used)
     for key in ("keep", "files"):
         sources = table.get("sources", {})
         check_known(f"source in [{key}]:", given := table.get(key, {}), sources)
@@ -293,15 +283,10 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
         "tokenizer": lambda given: _tokenizer(given, folder),
         "sources": lambda given: tuple(_source(*each) for each in given.items()),
         "filter": lambda given: _filter(given, folder),
-        "dedup": lambda given: _dedup(given),
+        "dedup": lambda given: _made(Dedup, given, "dedup"),
     }
     values = {key: made[key](value) if key in made else value for key, value in table.items()}
     read = _made(Recipe, values, "recipe", phases={}, folder=folder)
-    for name in ("seq_len", "windows_per_shard", "max_document_chars", "epoch_cap"):
-        check_integer(name, getattr(read, name))
-    check_integer("seed", read.seed, low=0, high=2**63 - 1)
-    check_integer("valid_per_10000", read.valid_per_10000, low=0, high=5000)
-    check_share("max_dropped_share", read.max_dropped_share)
     if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
     names = [source.name for source in read.sources]
@@ -319,12 +304,19 @@ def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
     if missing:
         raise ValueError(f"{what} lacks {missing}")
     hints = typing.get_type_hints(cls)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     for key, value in values.items():
         if not _fits(value, hints[key]):
             said = list(value) if isinstance(value, tuple) else value
             raise ValueError(f"{what}: {key} = {said!r} must be of type {in_toml(hints[key])}")
-    return cls(**values, **given)
+        if int in (hints[key], *typing.get_args(hints[key])) and value is not None:
+            check_integer(f"{what}: {key}", value, *LIMITS.get(key, (1, None)))
+        elif key.endswith(("_share", "_coverage")) and not 0 <= value <= 1:
+            raise ValueError(f"{what}: {key} = {value!r} must be a share from 0 to 1")
+    try:
+        return cls(**values, **given)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -361,26 +353,17 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
         kind, inputs = LocalSource, values["inputs"] if isinstance(values["inputs"], list) else [values["inputs"]]
         values = {**values, "inputs": [_input(table, what) for table in inputs]}
     found = _made(kind, values, what, name=name)
-    if found.valid_per_10000 is not None:
-        check_integer(f"{what}: valid_per_10000", found.valid_per_10000, low=0, high=5000)
     if not 0 < found.keep <= 1:
         raise ValueError(f"{what}: keep = {found.keep!r} must be a share above 0, at most 1")
-    if isinstance(found, HubSource) and found.files is not None:
-        check_integer(f"{what}: files", found.files)
     return found
 
 
 def _input(table: Any, what: str) -> Input:
     """An input whose relative paths begin with {recipe}, so that they and the plan stay the same in another folder."""
-    try:
-        found = _made(Input, table, f"{what}: input")
-    except ValueError as error:
-        raise ValueError(str(error) if what in str(error) else f"{what}: {error}") from error
-    here = [
-        each if os.path.isabs(each) or "://" in each or each[:1] == "{" else f"{{recipe}}/{each}"
-        for each in found.paths
-    ]
-    return dataclasses.replace(found, paths=tuple(here))
+    found = _made(Input, table, f"{what}: input")
+    elsewhere = re.compile(r"/|\{|\w+://")
+    paths = (each if elsewhere.match(each) else f"{{recipe}}/{each}" for each in found.paths)
+    return dataclasses.replace(found, paths=tuple(paths))
 
 
 def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
@@ -388,11 +371,7 @@ def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     if isinstance(table, dict) and "path" in table:
         given = _made(TokenizerFile, table, "tokenizer")
         return dataclasses.replace(given, path=str(folder / given.path))  # an absolute path replaces the folder
-    found = _made(TokenizerTraining, value, "tokenizer")
-    check_integer("tokenizer.vocab_size", found.vocab_size, 300)
-    check_integer("tokenizer.train_bytes", found.train_bytes)
-    check_share("tokenizer.character_coverage", found.character_coverage)
-    return found
+    return _made(TokenizerTraining, value, "tokenizer")
 
 
 def _filter(table: dict[str, Any], folder: Path) -> Filter:
@@ -400,17 +379,9 @@ def _filter(table: dict[str, Any], folder: Path) -> Filter:
     for name, path in found.benchmarks.items():
         if not isinstance(path, str):
             raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
-    check_integer("filter.min_chars", found.min_chars)
     check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
     benchmarks = {name: str(folder / path) for name, path in found.benchmarks.items()}
     return dataclasses.replace(found, benchmarks=benchmarks)
-
-
-def _dedup(table: Any) -> Dedup:
-    found = _made(Dedup, table, "dedup")
-    for name in ("n_grams", "buckets", "hashes_per_bucket"):
-        check_integer(f"dedup.{name}", getattr(found, name))
-    return found
 
 
 def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:

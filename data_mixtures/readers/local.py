@@ -4,8 +4,7 @@ Order and amount depend on the files alone: files of an input are read in the or
 cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a file or line that
 cannot be read gives a named reason, which is counted in the manifest.
 
-pyarrow unpacks: it knows several members in a row, and finds what is truncated. The readers of `datasets` and datatrove
-end a truncated .zst file without a word (decisions/0016).
+pyarrow unpacks: it knows several members in a row, and finds what is truncated, unlike `zstandard` (decisions/0028).
 """
 
 from __future__ import annotations

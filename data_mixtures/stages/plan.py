@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -61,7 +61,8 @@ def _write_corpus(module: str, folder: Path) -> None:
 def _spec(each: HubSource) -> Entry:
     """What of a source decides its files and columns; not what others counted, nor its category."""
     names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
-    return json.loads(json.dumps({name: getattr(each, name) for name in names}))
+    values = {name: getattr(each, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _hashed(entry: Entry, decides: Any) -> Entry:
@@ -75,11 +76,13 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
     decides: list[Any] = []
     for source_input in each.inputs:
         files = local.find(source_input, roots)
+        # how a listed file is read; it was found by the rest, and more that is found leaves its unit as it is
+        settings = asdict(replace(source_input, paths=("*",), exclude=(), files=None))
         local.check_kind(source_input, files)
         _check_field(source_input, files[0][0])
         if source_input.kind == "resolved":
             for listed, rows in ((file, rows) for file in files for rows in content.units(file[0])):
-                what = {"input": asdict(source_input), "files": [listed], "row_groups": rows}
+                what = {"input": settings, "files": [listed], "row_groups": rows}
                 entries.append({"source": each.name, "number": len(entries), "kind": "resolved", **what})
                 decides.append(["resolved", local.portable(listed[0], roots), listed[1], rows])
             continue
@@ -88,13 +91,13 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
         for group in [files] if capped else groups:
             number = {"source": each.name, "number": len(entries), "kind": "local"}
             names = [[local.portable(name, roots), size] for name, size, _ in group]
-            entry = {"input": asdict(source_input), "files": group}
+            entry = {"input": settings, "files": group}
             if parquet:
                 facts = {"bytes": group[0][1], "sha256": None, "text_column": source_input.field}
                 entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
             entries.append({**number, **entry})
             # a file may get another time or folder without other content: it is read again, but the data is the same
-            decides.append([asdict(source_input), names])
+            decides.append([settings, names])
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
 
 

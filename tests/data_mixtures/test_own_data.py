@@ -134,10 +134,19 @@ def test_a_text_folder_and_the_hub_beside_it(folder: Path) -> None:
     run(folder, text.replace("[phase1]\n", hub), mirror=folder / "mirror")
     counts = {name: shards.read_manifest(folder / f"out/{name}")["read"] for name in ("s0", "s1", "hub")}
     assert counts == {"s0": 4, "s1": 80, "hub": 80}
-    before = planned_paths(folder, "hub")
+    before, receipts = planned_paths(folder, "hub"), [receipt(folder, name) for name in ("s0", "s1", "hub")]
     run(folder, text.replace("[phase1]\n", hub.replace("files = 2", "files = 3")), mirror=folder / "mirror")
     assert planned_paths(folder, "hub")[:2] == before
     assert len(planned_paths(folder, "hub")) == 3
+    more = text.replace("b/*.parquet", 'b/1.parquet", "b/*.parquet').replace(
+        "files = 4", 'files = 4, exclude = ["none"]'
+    )
+    run(folder, more.replace("[phase1]\n", hub.replace("files = 2", "files = 4")), mirror=folder / "mirror")
+    assert [receipt(folder, name) for name in ("s0", "s1", "hub")] == receipts  # nothing was fetched again
+
+
+def receipt(folder: Path, source: str) -> int:
+    return (folder / f"out/fetch/{source}/unit-00000/receipt.json").stat().st_mtime_ns
 
 
 def planned_paths(folder: Path, source: str) -> list[str]:

@@ -123,7 +123,7 @@ def test_the_demo_has_a_source_for_every_category_and_little_text():
         ('kind = "text"', 'kind = "txt"', r"unknown input kind 'txt'; did you mean 'text'"),
         (', paths = ["', ', path = ["', r"unknown source 'notes': input key 'path'; did you mean 'paths'"),
         ("max_bytes = 60_000", "max_byte = 60_000", r"unknown source 'sums': input key 'max_byte'"),
-        ("vocab_size = 400", "vocab_size = 70", r"tokenizer.vocab_size = 70 must be an integer from 300"),
+        ("vocab_size = 400", "vocab_size = 70", r"tokenizer: vocab_size = 70 must be an integer from 300"),
         ("[sources.notes]", '[sources."../notes"]', r"source name '../notes' becomes a folder"),
         ("[sources.notes]", "[sources.order]", r"source name 'order' is that of a stage's folder"),
         ("[phase1]", "[phase1", r"tiny.toml: "),
