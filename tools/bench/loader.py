@@ -92,6 +92,8 @@ def compare(options: Options, console: Any) -> Result:
                 commands |= {"start": 0} if first and name != BARE else {}
                 commands |= {"speed": options.seconds} | ({} if name == BARE else {"stalls": options.steps})
                 commands |= once if first and name != BARE else {}
+                if "start" in commands:
+                    figures_of(name, data, {"prepare": 0})  # in a process of its own: no import is warm in `start`
                 for key, value in figures_of(name, data, commands).items():
                     measured[name].setdefault(key, []).append(value)
     missing = {name: install(name) for name in options.only if name not in names}
@@ -161,9 +163,9 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     parts = [
         f"{options.windows} windows of {options.seq_len} tokens from the page cache in {len(WEIGHTS)} sources, batches "
         f"of {BATCH}; medians of {options.rounds} rounds. Stalls: after each of {options.steps} steps that sleep for "
-        "20 ms; a baseline has a worker process that reads ahead. To start: from nothing opened to the first batch, "
-        "with imports and with the files of its order that a loader writes, which are there when it resumes. Memory is "
-        "what the process has of its own (RssAnon), Python and torch included.",
+        "20 ms; a baseline has a worker process that reads ahead. To start: from the start of the process to the "
+        "first batch, with all imports (torch and torchtitan in every process) and the files of its order that a loader "
+        "writes, which are there when it resumes. Memory is what the process has of its own (RssAnon), torch included.",
         table(columns, [row(name, each, copy) for name, each in result["loaders"].items()]),
         f"NumPy copies the same bytes at {copy:.0f} M tokens/s and casts them to int64, as every loader has to, at "
         f"{cast:.0f} M. The first pass of {BARE}, in which every block is read and hashed, runs at {first:.0f} M "
