@@ -171,8 +171,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         table(columns, [row(name, each, copy) for name, each in result["loaders"].items()]),
         f"NumPy copies the same bytes at {copy:.0f} M tokens/s and casts them to int64, as every loader has to, at "
         f"{cast:.0f} M.{checked} A source drawn at random for each sequence is off by {drawn} sequences (median of 20 "
-        "seeds). Where all ranks seed those draws alike, 8 ranks of 4 sequences give a source of 21 % a share of the step that "
-        f"has a standard deviation of {100 * (0.21 * 0.79 / 4) ** 0.5:.0f} points, that of 4 draws.",
+        "seeds). Where all ranks seed those draws alike, 8 ranks of 4 sequences give a source of 21 % a share of the "
+        f"step that has a standard deviation of {100 * (0.21 * 0.79 / 4) ** 0.5:.0f} points, that of 4 draws.",
         *(f"{name}: not installed: {line}" for name, line in result["missing"].items()),
     ]
     return "loaders on the same windows", "\n\n".join(parts)
