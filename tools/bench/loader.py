@@ -92,6 +92,8 @@ def compare(options: Options, console: Any) -> Result:
                 commands |= {"start": 0} if first and name != BARE else {}
                 commands |= {"speed": options.seconds} | ({} if name == BARE else {"stalls": options.steps})
                 commands |= once if first and name != BARE else {}
+                if "start" in commands:
+                    figures_of(name, data, {"prepare": 0})  # in a process of its own: no import is warm in `start`
                 for key, value in figures_of(name, data, commands).items():
                     measured[name].setdefault(key, []).append(value)
     missing = {name: install(name) for name in options.only if name not in names}
@@ -156,20 +158,21 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     copy, cast = (statistics.median(p[f"{k}_tokens_per_s"] for p in result["probes"]) / 1e6 for k in ("copy", "cast"))
     columns = ["loader", "M tokens/s/core", "% of a copy", "mixture error (sequences)", "to start", "to resume",
                "other ranks", "memory (MB)", "stall p50 / p99 (ms)"]  # fmt: skip
-    first = result["loaders"].get(BARE, {}).get("first_pass_tokens_per_s", [0])[0] / 1e6
+    first = result["loaders"].get(BARE, {}).get("first_pass_tokens_per_s", [])
+    checked = "".join(f" The first pass of {BARE}, in which every block is read and hashed, runs at {rate / 1e6:.0f} M "
+                      "tokens/s/core." for rate in first)  # fmt: skip
     drawn = ", ".join(f"{worst:.0f} at {int(limit):,}" for limit, worst in result["random_draws"].items())
     parts = [
         f"{options.windows} windows of {options.seq_len} tokens from the page cache in {len(WEIGHTS)} sources, batches "
         f"of {BATCH}; medians of {options.rounds} rounds. Stalls: after each of {options.steps} steps that sleep for "
-        "20 ms; a baseline has a worker process that reads ahead. To start: from nothing opened to the first batch, "
-        "with imports and with the files of its order that a loader writes, which are there when it resumes. Memory is "
-        "what the process has of its own (RssAnon), Python and torch included.",
+        "20 ms; a baseline has a worker process that reads ahead. To start: from the start of the process to the "
+        "first batch, with all imports (torch and torchtitan in every process) and the files of its order that a "
+        "loader writes, which are there when it resumes. Memory is what the process has of its own (RssAnon).",
         table(columns, [row(name, each, copy) for name, each in result["loaders"].items()]),
         f"NumPy copies the same bytes at {copy:.0f} M tokens/s and casts them to int64, as every loader has to, at "
-        f"{cast:.0f} M. The first pass of {BARE}, in which every block is read and hashed, runs at {first:.0f} M "
-        f"tokens/s/core. A source drawn at random for each sequence is off by {drawn} sequences (median of 20 seeds). "
-        "Where all ranks seed those draws alike, 8 ranks of 4 sequences give a source of 21 % a share of the step that "
-        f"has a standard deviation of {100 * (0.21 * 0.79 / 4) ** 0.5:.0f} points, that of 4 draws.",
+        f"{cast:.0f} M.{checked} A source drawn at random for each sequence is off by {drawn} sequences (median of 20 "
+        "seeds). Where all ranks seed those draws alike, 8 ranks of 4 sequences give a source of 21 % a share of the "
+        f"step that has a standard deviation of {100 * (0.21 * 0.79 / 4) ** 0.5:.0f} points, that of 4 draws.",
         *(f"{name}: not installed: {line}" for name, line in result["missing"].items()),
     ]
     return "loaders on the same windows", "\n\n".join(parts)
