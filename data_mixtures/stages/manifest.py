@@ -54,8 +54,10 @@ def write(
 def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     """ValueError when a recipe, or its plan, asks for other data than what is published and pinned by a lock."""
     for source in sources:
+        if not (pins := _pins(out, source)):
+            continue
         published = _manifest(out / source)
-        locks = [name for name, pin in _pins(out, source).items() if pin == published.get("content_sha256")]
+        locks = [name for name, pin in pins.items() if pin == published.get("content_sha256")]
         now, then = json.loads(json.dumps(_decides(recipe, out, source))), published.get("recipe", {})
         other = [key for key in then if now.get(key, then[key]) != then[key]]
         if locks and other:
