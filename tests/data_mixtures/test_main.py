@@ -11,7 +11,7 @@ from rich.console import Console
 from data_mixtures import __main__ as stages_command
 from data_mixtures import prepare
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import table
+from data_mixtures.stages import runs, table
 from data_mixtures.stages.run import Options
 from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
 
@@ -78,6 +78,31 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, tmp_path):
     assert Mixture.open(tmp_path / "out/phase1.lock.json").sequences(0, 4)[0].shape == (4, 33)
     for name in IN_A_ROW:  # nothing of what was freed is made again
         assert "done, 0 as before" not in run(name)
+
+
+def test_tokenized_units_are_freed_after_their_runs(run, tmp_path, monkeypatch):
+    """Source plus has three units, and so two runs; mind has one, which is needed until its shards are written."""
+    monkeypatch.setattr(runs, "RUNS", 2)
+    for name in ("plan", "fetch", "filter", "tokenize"):
+        run(name)
+    with pytest.raises(ValueError, match="tokenize of 'plus' is still needed: 2 units are not through runs"):
+        run("free", "--stage", "tokenize", "--sources", "plus")
+    assert "2 units done" in run("runs")
+    run("free", "--stage", "tokenize", "--sources", "plus")
+    with pytest.raises(ValueError, match=r"mind/unit-00000 has not been through 'order'"):
+        run("free", "--stage", "tokenize", "--sources", "mind")
+    run("shuffle")
+    assert "mind: 0 bytes of runs are free" in run("free", "--stage", "runs")
+    assert not list((tmp_path / "out/runs").rglob("*.bin"))
+    for name in IN_A_ROW:  # nothing of what was freed is made again
+        assert name == "manifest" or "done, 0 as before" not in run(name)
+    monkeypatch.setattr(runs, "RUNS", 64)
+    for name in IN_A_ROW:
+        run(name, out="whole")
+    shards = {out: files_of(tmp_path / out / "shuffle") for out in ("out", "whole")}
+    assert len(shards["out"]) > 10
+    for name, data in shards["out"].items():
+        assert name.endswith(".json") or data == shards["whole"][name]
 
 
 def test_what_was_freed_and_is_needed_again_is_named(run, tmp_path, recipe_path):

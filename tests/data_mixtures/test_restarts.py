@@ -22,14 +22,15 @@ from tests.data_mixtures.stages.hub_assets import HEADER, REPO, SOURCE, write_pa
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ("tokenizer.model", "phase1.lock.json", "numbers/*", "notes/*", "fetch/*/*/*", "filter/*/*/*",
-             "dedup/*/*/*", "tokenize/*/*/*", "order/*/*/*", "shuffle/*/*/*")  # fmt: skip
+             "dedup/*/*/*", "tokenize/*/*/*", "runs/*/*/*", "order/*/*/*", "shuffle/*/*/*")  # fmt: skip
 
 
 @pytest.fixture
-def recipe_path(tmp_path: Path) -> Path:
+def recipe_path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Eight Parquet files of a mirror and two inputs of local text: 10 units from fetch to tokenize, 2 and 25 after."""
-    for number in range(8):
-        write_parquet(tmp_path / "mirror" / REPO / f"4plus/part_{number:06d}.parquet", 50 * number, 60)
+    files = getattr(request, "param", 8)
+    for number in range(files):
+        write_parquet(tmp_path / "mirror" / REPO / f"4plus/part_{number:06d}.parquet", 50 * number, 480 // files)
     write_notes(tmp_path / "notes")
     write_sums(tmp_path / "sums.jsonl", 100)
     local = f"""
@@ -92,12 +93,15 @@ def test_a_comment_in_every_module_changes_nothing(recipe_path, tmp_path):
     assert mixture.read_lock(out / "phase2.lock.json")["sources"][0]["content_sha256"]
 
 
+# of 80 files, pairs are merged to runs
+@pytest.mark.parametrize("recipe_path", [8, pytest.param(80, marks=pytest.mark.slow)], indirect=True)
 def test_kills_at_any_moment_change_nothing(recipe_path, tmp_path):
     quiet = Console(quiet=True)
     prepare.prepare(recipe_path, tmp_path / "whole", Options(), quiet, str(tmp_path / "mirror"))
     expected = published(tmp_path / "whole")
     total, out, draw = receipts(tmp_path / "whole"), tmp_path / "out", random.Random(20)
     assert total > 50
+    assert any((tmp_path / "whole/runs").glob("*/*")) == (total > 300)
     moments = sorted(draw.sample(range(1, total), 6))
     killed = {"main": 0, "worker": 0}
     for number, moment in enumerate(moments):
