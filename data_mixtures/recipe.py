@@ -175,6 +175,10 @@ class Dedup:
     language: str = ""
     """Of datatrove's word tokenizers, for text without spaces between words, such as zh or ja; default: spaces"""
 
+    def __post_init__(self) -> None:
+        for name in ("n_grams", "buckets", "hashes_per_bucket"):
+            check_integer(f"dedup.{name}", getattr(self, name))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -293,7 +297,7 @@ def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
         "tokenizer": lambda given: _tokenizer(given, folder),
         "sources": lambda given: tuple(_source(*each) for each in given.items()),
         "filter": lambda given: _filter(given, folder),
-        "dedup": lambda given: _dedup(given),
+        "dedup": lambda given: _made(Dedup, given, "dedup"),
     }
     values = {key: made[key](value) if key in made else value for key, value in table.items()}
     read = _made(Recipe, values, "recipe", phases={}, folder=folder)
@@ -404,13 +408,6 @@ def _filter(table: dict[str, Any], folder: Path) -> Filter:
     check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
     benchmarks = {name: str(folder / path) for name, path in found.benchmarks.items()}
     return dataclasses.replace(found, benchmarks=benchmarks)
-
-
-def _dedup(table: Any) -> Dedup:
-    found = _made(Dedup, table, "dedup")
-    for name in ("n_grams", "buckets", "hashes_per_bucket"):
-        check_integer(f"dedup.{name}", getattr(found, name))
-    return found
 
 
 def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:
