@@ -166,6 +166,12 @@ def test_numbers_are_words_unless_the_recipe_says_otherwise():
         assert (one == other) is not numbers
 
 
+def test_settings_without_sense_are_refused():
+    for name in ("n_grams", "buckets", "hashes_per_bucket"):
+        with pytest.raises(ValueError, match=f"dedup.{name} = 0 must be an integer from 1"):
+            recipe.Dedup(**{name: 0})
+
+
 @pytest.mark.slow  # spacy takes seconds to be imported
 def test_a_language_has_its_own_words():
     pytest.importorskip("spacy")
