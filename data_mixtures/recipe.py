@@ -171,6 +171,10 @@ class Dedup:
     language: str = ""
     """Of datatrove's word tokenizers, for text without spaces between words, such as zh or ja; default: spaces"""
 
+    def __post_init__(self) -> None:
+        for name in ("n_grams", "buckets", "hashes_per_bucket"):
+            check_integer(f"dedup.{name}", getattr(self, name))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

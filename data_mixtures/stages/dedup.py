@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
 from data_mixtures import recipe, shards
@@ -29,6 +31,9 @@ ALL = Unit("all", 0)
 FILE, LINKED, DROPPED, NUMBERS = "signatures.npy", "links.npy", "dropped.npy", "numbers.json"
 DOCUMENTS_PER_PART = 1 << 25  # of a bucket are compared at a time: about 1 GB
 _MODULES = ("stages/dedup.py",)
+_BATCH_ROWS = 256
+COLUMNS = ("doc_id", "text", "origin")
+Documents = tuple[list[bytes], list[bytes], list[bytes]]  # ids, texts as UTF-8, origins
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,8 @@ class Signatures(Stage):
         return stage.key_of(_MODULES, settings, quality.versions(("datatrove", "spacy")), documents)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        from data_mixtures.stages.tokenize import read_documents  # which itself leaves out what is dropped here
-
-        filtered = stage.checked(self.out, "filter", unit, DOCUMENTS)
         sign, columns = signer(self.recipe.dedup), [np.empty((0, 1 + self.recipe.dedup.buckets), np.uint64)]
-        for ids, texts, *_ in read_documents(filtered):
+        for ids, texts, _ in read_documents(stage.checked(self.out, "filter", unit, DOCUMENTS)):
             lows = [int.from_bytes(identity[8:], "big") for identity in ids]
             rows = [[low, *sign(text.decode(), low)] for low, text in zip(lows, texts, strict=True)]
             columns.append(np.array(rows, np.uint64))
@@ -191,6 +193,23 @@ def chosen(root: np.ndarray, held_out: np.ndarray) -> np.ndarray:
     first_held_out = np.full(len(root), len(root))
     np.minimum.at(first_held_out, root[held_out], np.flatnonzero(held_out))
     return np.where(first_held_out[best] < len(root), first_held_out[best], best)
+
+
+def documents(recipe: recipe.Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
+    """What the filter kept of a unit, but for near copies."""
+    return read_documents(stage.checked(out, "filter", unit, DOCUMENTS), dropped_rows(recipe, out, unit))
+
+
+def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
+    """documents.parquet in batches, but for the rows `without`."""
+    with pq.ParquetFile(path, memory_map=True) as parquet:
+        stays, first = np.ones(parquet.metadata.num_rows, bool), 0
+        stays[np.asarray(without, np.int64)] = False
+        for batch in parquet.iter_batches(_BATCH_ROWS):
+            here, first = stays[first : first + batch.num_rows], first + batch.num_rows
+            batch = batch if here.all() else batch.filter(pa.array(here))
+            ids, texts, origins = (batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS)
+            yield ids, texts, origins
 
 
 def dropped_rows(recipe: recipe.Recipe, out: Path, unit: Unit) -> np.ndarray:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
 from data_mixtures import shards, tokenizer
@@ -30,8 +28,7 @@ INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
 _COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
 DOCUMENT = np.dtype([(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names])
 COMPARED_OF, _COMPARED_CHARS = 1000, 100_000
-_BATCH_ROWS = 256
-_MODULES = ("stages/tokenize.py", "stages/gather.py", "stages/blocks.py", "tokenizer.py")
+_MODULES = ("stages/tokenize.py", "stages/dedup.py", "stages/gather.py", "stages/blocks.py", "tokenizer.py")
 _SLACK_BYTES = 1 << 24
 
 
@@ -49,12 +46,11 @@ class Tokenize(Stage):
         return stage.key_of(modules, self.recipe.seed, _hashes(self.out), left_out, documents)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        filtered = stage.checked(self.out, "filter", unit, DOCUMENTS)
         made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
-        copies, looping = dedup.dropped_rows(self.recipe, self.out, unit), [np.empty(0, bool)]
-        rows, unsorted = [], {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
+        rows, looping = [], [np.empty(0, bool)]
+        unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
-            for ids, texts, origins in read_documents(filtered, copies):
+            for ids, texts, origins in dedup.documents(self.recipe, self.out, unit):
                 decoded = [text.decode("utf-8") for text in texts]
                 tokens, lengths = made.encode(decoded)
                 token_file.write(tokens.tobytes())
@@ -74,7 +70,8 @@ class Tokenize(Stage):
         for name in SLICED:
             blocks.seal(folder / name)
         total = {name: int(ordered[name].sum(dtype=np.int64)) for name in ("length", "bytes")}
-        dropped = {"near_duplicate": len(copies), "repeated_ngrams": len(documents) - len(ordered)}
+        copies = len(dedup.dropped_rows(self.recipe, self.out, unit))
+        dropped = {"near_duplicate": copies, "repeated_ngrams": len(documents) - len(ordered)}
         return {"documents": len(ordered), "tokens": total["length"], "bytes": total["bytes"], "dropped": dropped}
 
 
@@ -101,19 +98,6 @@ def _hashes(out: Path) -> list[str]:
 def _loaded(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker has one core
     return tokenizer.load(path)
-
-
-def read_documents(path: Path, without: Any = ()) -> Iterator[tuple[list[bytes], list[bytes], list[bytes]]]:
-    """(ids, texts as UTF-8, origins) of documents.parquet, in batches, but for the rows `without`."""
-    with pq.ParquetFile(path, memory_map=True) as parquet:
-        stays, first = np.ones(parquet.metadata.num_rows, bool), 0
-        stays[np.asarray(without, np.int64)] = False
-        for batch in parquet.iter_batches(_BATCH_ROWS):
-            here, first = stays[first : first + batch.num_rows], first + batch.num_rows
-            batch = batch if here.all() else batch.filter(pa.array(here))
-            columns = (batch.column(name).cast(pa.binary()) for name in ("doc_id", "text", "origin"))
-            ids, texts, origins = (column.to_pylist() for column in columns)
-            yield ids, texts, origins
 
 
 def describe(ids: list[bytes], seed: int, lengths: np.ndarray, texts: list[bytes], origins: list[bytes]) -> np.ndarray:
@@ -186,9 +170,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     sample = []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
-        paths = (stage.checked(out, "filter", unit, DOCUMENTS) for unit in units)
-        copies = (dedup.dropped_rows(recipe, out, unit) for unit in units)
-        batches = (batch for each in zip(paths, copies, strict=True) for batch in read_documents(*each))
+        batches = (batch for unit in units for batch in dedup.documents(recipe, out, unit))
         documents = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
         sample += first_documents(documents, train_bytes * size // max(sum(sizes.values()), 1), recipe)
     return sample

@@ -80,6 +80,7 @@ def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as
         ({"name": "pii", "remove_ip": True}, "did you mean 'remove_ips'"),
         ({"name": "regex", "exclusion_writer": 1}, "unknown argument"),
         ({"name": "regex"}, "missing 1 required positional argument: 'regex_exp'"),
+        ({"name": "regex", "regex_exp": "("}, "filter step 'regex' with .*: missing"),
         ({"regex_exp": "x"}, "unknown filter step None"),
     ],
 )
