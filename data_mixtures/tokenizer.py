@@ -81,9 +81,7 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
     ValueError for a file that cannot be read, or where these tokens cannot be found.
     """
     if not path.is_file():
-        raise ValueError(
-            f"tokenizer {path} does not exist; give the path of a tokenizer.json or of a sentencepiece model"
-        )
+        raise ValueError(f"tokenizer {path} does not exist; give a tokenizer.json or a sentencepiece model")
     if path.suffix == ".json":
         return JsonTokenizer(path, bos, eos)
     if bos or eos:
@@ -169,11 +167,10 @@ class JsonTokenizer(Tokenizer):
         self._made.encode_special_tokens = True
         special = {each.content: i for i, each in self._made.get_added_tokens_decoder().items() if each.special}
         self.names = _begin_and_end(path, bos, eos, special)
-        vocabulary = self._made.get_vocab(with_added_tokens=True)
-        unknown = getattr(self._made.model, "unk_token", None)
         bos_id, eos_id = (special[name] for name in self.names)
+        unknown = getattr(self._made.model, "unk_token", None)
         control = [i for name, i in special.items() if name != unknown]
-        super().__init__(max(vocabulary.values()) + 1, bos_id, eos_id, control)
+        super().__init__(max(self._made.get_vocab().values()) + 1, bos_id, eos_id, control)
 
     def encode_text(self, text: str) -> bytes:
         return self._bytes(self._made.encode_batch_fast([text], add_special_tokens=False)[0].ids)
@@ -193,16 +190,12 @@ def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[s
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
     eos = eos or said.get("eos_token") or (None if bos else known[1])
     bos = bos or (said.get("bos_token", eos) if "eos_token" in said else known[0] if eos == known[1] else eos)
-    fix = 'name them in the recipe: tokenizer = { path = "tokenizer.json", bos = "...", eos = "..." }'
-    if bos is None or eos is None:
+    if bos not in special or eos not in special:
         raise ValueError(
-            f"{path} does not say which tokens begin and end a document; {fix}. It has {list(special)[:20]}"
+            f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "
+            'name them in the recipe, tokenizer = { path = "...", bos = "...", eos = "..." }, '
+            f"of {list(special)[:20]}"
         )
-    for name in (bos, eos):
-        if name not in special:
-            raise ValueError(
-                f"{path} has no special token {name!r} among its added_tokens; {fix}, of {list(special)[:20]}"
-            )
     return bos, eos
 
 

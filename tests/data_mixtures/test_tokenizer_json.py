@@ -75,9 +75,13 @@ def test_what_begins_and_ends_a_document(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("special", "names", "message"),
     [
-        (["<begin>"], {}, r"does not say which tokens begin and end a document; name them in the recipe: tokenizer = "),
-        (["<s>", "</s>"], {"bos": "<S>", "eos": "</s>"}, r"no special token '<S>' .* of \['<s>', '</s>'\]"),
-        (["<s>", "</s>"], {"bos": "a", "eos": "</s>"}, r"no special token 'a' among its added_tokens"),
+        (["<begin>"], {}, r"bos = None, eos = None; name them in the recipe, tokenizer = .* \['<begin>'\]"),
+        (["<s>", "</s>"], {"bos": "<S>", "eos": "</s>"}, r"bos = '<S>', eos = '</s>'; .* of \['<s>', '</s>'\]"),
+        (
+            ["<s>", "</s>"],
+            {"bos": "a", "eos": "</s>"},
+            r"special tokens \(of added_tokens\) at their ends, bos = 'a'",
+        ),
     ],
 )
 def test_unknown_names_are_refused(tmp_path: Path, special: list[str], names: dict, message: str) -> None:

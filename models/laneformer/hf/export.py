@@ -85,9 +85,8 @@ def export(
     """
     started = time.monotonic()
     run_folder = checkpoint.resolve().parent.parent
-    config_path, names = config or run_folder / "model.json", ("tokenizer.json", "tokenizer.model")
-    found = next((run_folder / name for name in names if (run_folder / name).is_file()), run_folder / names[-1])
-    tokenizer_path = tokenizer or found
+    config_path, json_path = config or run_folder / "model.json", run_folder / "tokenizer.json"
+    tokenizer_path = tokenizer or (json_path if json_path.is_file() else run_folder / "tokenizer.model")
     for path, option in ((config_path, "--config"), (tokenizer_path, "--tokenizer")):
         if not path.is_file():
             raise ValueError(f"{path} does not exist; pass its path with {option}")
@@ -101,15 +100,7 @@ def export(
             weights[name] = rounded(name, weights[name], dtype)
         console.print(f"writing {folder}")
         write_weights(folder, weights, max_shard_bytes)
-        made, special = write_tokenizer(tokenizer_path, folder, architecture.max_position_embeddings)
-        pieces = 1 + max(made.get_vocab().values())
-        if pieces > architecture.vocab_size:
-            most = f"vocab_size = {architecture.vocab_size}"
-            raise ValueError(f"{tokenizer_path} has {pieces} pieces, more than {most}; check --tokenizer")
-        if tokenizer_path.suffix != ".json":
-            shutil.copyfile(tokenizer_path, folder / "tokenizer.model")
-        ids = {f"{name}_id": made.token_to_id(token) for name, token in special.items() if name != "unk_token"}
-        token_ids = {name: number for name, number in ids.items() if number is not None}
+        special, token_ids = copy_tokenizer(tokenizer_path, folder, architecture)
         write_configs(folder, architecture, dtype, token_ids)
         write_code(folder)
         (folder / "README.md").write_text(model_card(architecture, dtype, progress, special))
@@ -124,6 +115,17 @@ def export(
         "hf_max_logit_diff": difference,
         "seconds": round(time.monotonic() - started, 2),
     }
+
+
+def copy_tokenizer(path: Path, folder: Path, config: LaneformerConfig) -> tuple[dict[str, str], dict[str, int]]:
+    """The tokenizer's files; its special tokens, and the ids of those that config.json names."""
+    made, special = write_tokenizer(path, folder, config.max_position_embeddings)
+    if (pieces := 1 + max(made.get_vocab().values())) > config.vocab_size:
+        raise ValueError(f"{path} has {pieces} pieces, more than vocab_size = {config.vocab_size}; check --tokenizer")
+    if path.suffix != ".json":
+        shutil.copyfile(path, folder / "tokenizer.model")
+    ids = {f"{name}_id": made.token_to_id(token) for name, token in special.items() if name != "unk_token"}
+    return special, {name: i for name, i in ids.items() if i is not None}
 
 
 def checkpoint_step(checkpoint: Path) -> int | None:
