@@ -168,7 +168,7 @@ class Watch:
                     f"{self.logs}, delete that folder"
                 ) from None
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                said = f"{error} {getattr(error, 'stderr', None) or ''}".strip()
+                said = f"{command[0]}: {str(error.stderr or error).strip()}"
             if time.monotonic() + pause_s > deadline:
                 raise ValueError(f"{self.stage.name}: for {RETRY_S:.0f} s Slurm has not answered: {said}")
             self.tell(news=f"{said}; asking again in {pause_s:.0f} s")

@@ -1,9 +1,12 @@
-"""A stage on a real Slurm of three virtual nodes: failing, killed, finished, adopted after a killed watcher."""
+"""A stage on a real Slurm of three virtual nodes: failing, killed, finished; a killed watcher, a lost controller."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -28,6 +31,7 @@ def receipts(toy: Toy) -> dict[str, int]:
 def test_a_stage_on_slurm(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "POLL_S", (0.3, 0.3))
     monkeypatch.setattr(slurm, "SETTLE_S", 1.0)
+    monkeypatch.setattr(slurm, "RETRY_S", 60.0)
     (tmp_path / "cluster").mkdir()
     (tmp_path / "faults").mkdir()
     toy = Toy(tmp_path / "out", tmp_path / "faults", count=4)
@@ -50,6 +54,15 @@ def test_a_stage_on_slurm(tmp_path, monkeypatch):
     assert not list(toy.out.rglob("*.partial"))
 
 
+def restart_controller(cluster: SlurmCluster, pause_s: float) -> None:
+    controller = cluster.daemons.pop("slurmctld")
+    controller.kill()
+    controller.wait()
+    time.sleep(pause_s)
+    cluster._start("slurmctld", "slurmctld", "-D")  # without -c: with the queue that it had
+    cluster.daemons["slurmctld"].wait()  # it would die with the thread that started it
+
+
 def adopted_after_a_killed_watcher(toy: Toy, cluster: SlurmCluster) -> None:
     """12 units, 4 of them done, in 8 tasks, three at a time."""
     command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", toy.out, toy.faults, "slurm", "2"]
@@ -61,7 +74,9 @@ def adopted_after_a_killed_watcher(toy: Toy, cluster: SlurmCluster) -> None:
     assert len(before) < 12
     with pytest.raises(ValueError, match=r"toy: Slurm still has \d tasks of it; wait for them"):
         run(replace(toy, count=12), replace(SLURM, kind="local"))
+    threading.Thread(target=restart_controller, args=(cluster, 4), daemon=True).start()
     printed = run(replace(toy, count=12), SLURM)
+    assert re.search("squeue.*; asking again in", printed)
     assert f"waits for {len(jobs)} tasks of an earlier start" in printed
     assert "Submitted" not in printed
     assert "12 as before" in run(replace(toy, count=12), SLURM)

@@ -47,7 +47,7 @@ def test_time_outs_are_asked_again_and_nothing_is_cancelled_or_submitted_twice(t
     fail(cluster, "sbatch", 1)  # it says that it timed out, and the controller has the job
     fail(cluster, "squeue", 3)
     printed = run(toy, SLURM)
-    assert printed.count("squeue: error: Socket timed out on send/recv operation; asking again in") == 3
+    assert printed.count("squeue: squeue: error: Socket timed out on send/recv operation; asking again in") == 3
     assert "4 units done" in printed
     assert len(commands(cluster, "sbatch")) == 1
     assert not commands(cluster, "scancel")
@@ -67,7 +67,7 @@ def test_a_controller_that_stays_away_is_an_error_and_jobs_go_on(toy, cluster, m
     fail(cluster, "squeue", 1000)
     with monkeypatch.context() as patch:
         patch.setattr(slurm, "RETRY_S", 0.5)
-        with pytest.raises(ValueError, match=r"toy: for 0 s Slurm has not answered: .*squeue.*timed out"):
+        with pytest.raises(ValueError, match=r"toy: for 0 s Slurm has not answered: squeue: .*timed out"):
             run(toy, SLURM)
     fail(cluster, "squeue", 0)
     with pytest.raises(ValueError, match=r"toy: Slurm still has 3 tasks of it; wait for them with .* scancel 1$"):
