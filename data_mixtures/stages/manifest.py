@@ -26,9 +26,8 @@ from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version, file_sha256
 
-# what decides the data of a source in a recipe; kept in source.json, so that a change is seen before it is made
-_DECIDES = ("seed", "seq_len", "windows_per_shard", "valid_per_10000", "max_document_chars", "filter", "dedup", "steps",
-            "keep", "files", "inputs", "repo", "revision", "configs", "text_columns")  # fmt: skip
+# what decides the data of a source beside its plan; kept in source.json, so that a change is seen before it is made
+_DECIDES = ("seed", "seq_len", "windows_per_shard", "max_document_chars", "filter", "dedup", "steps", "keep")
 
 
 def write(

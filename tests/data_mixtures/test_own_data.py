@@ -78,7 +78,8 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, text: str, out: str = "out", mirror: Path | None = None) -> str:
     (folder / "own.toml").write_text(text)
     console = Console(record=True, width=250)
-    prepare.prepare(folder / "own.toml", folder / out, Options(), console, str(mirror) if mirror else None)
+    origin = str(mirror) if mirror else None
+    prepare.prepare(folder / "own.toml", folder / out, Options(), console, origin, replace=True)
     return console.export_text()
 
 
