@@ -159,7 +159,9 @@ def _is_transient(error: Exception) -> bool:
     """Whether another attempt may succeed: after network errors and damaged transfers, not a refusal or a full disk."""
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
-    if isinstance(error, FileNotFoundError | PermissionError | hub_errors.EntryNotFoundError):
+    if isinstance(error, FileNotFoundError | PermissionError | hub_errors.EntryNotFoundError | local.Damaged):
+        return False
+    if isinstance(error, ValueError) and not isinstance(error, Damaged):  # what we say ourselves stays true
         return False
     return getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -350,6 +350,6 @@ def test_the_page_from_files_to_steps_of_two_ranks(folder: Path, bucket: str) ->
     (folder / "own.toml").write_text(
         whole.replace(next(line for line in whole.splitlines() if "parquet" in line), of_bucket)
     )
-    shell(prepare_line)
+    shell(f"{prepare_line.strip()} --replace")
     assert windows["mine"] == shards.read_manifest(folder / "data/own/mine")["shards"]
     assert shards.read_manifest(folder / "data/own/yours")["read"] == 80
