@@ -49,6 +49,9 @@ def test_without_names_it_is_refused(tmp_path: Path) -> None:
     path = save(byte_level(["a b"], ["<begin>"], 300), tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer_config.json must name eos_token and bos_token"):
         open_tokenizer(path)
+    save(Tokenizer.from_file(str(path)), tmp_path, bos_token="<start>", eos_token="<begin>")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must name eos_token and bos_token"):
+        open_tokenizer(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"cannot be read as a tokenizer.json"):
         open_tokenizer(path)
