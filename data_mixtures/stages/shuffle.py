@@ -27,7 +27,7 @@ from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKE
 
 ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
 # what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in tokens.bin of it
-_PLACED = np.dtype([*((n, DOCUMENT[n]) for n in ("low", "start", "origin", "length", "origin_bytes")), ("unit", "<u4")])
+_PLACED = np.dtype([*((n, DOCUMENT[n]) for n in ("low", "start", "origin", "length", "origin_bytes")), ("unit", "<u2")])
 # a document of a shard: `at` is its first token in the source's stream
 _LOCATED = np.dtype([*_PLACED.descr, ("at", "<i8")])
 

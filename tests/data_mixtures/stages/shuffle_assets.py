@@ -24,6 +24,7 @@ from data_mixtures.stages.stage import Unit
 from data_mixtures.stages.tokenize import DOCUMENT, SLICED
 
 SEED = 7
+TOKEN = np.dtype("<u2")
 
 
 def plan_of(sources: Sequence[str] = ("notes",), seq_len=8, windows_per_shard=5, valid_per_10000=1500) -> Recipe:
@@ -81,10 +82,13 @@ class Tokenize:
         for at, name in enumerate(("key", "high", "low")):
             documents[name] = [row[at] for row in rows]
         data = [text.encode() for *_, text in rows]
-        tokens = [np.array(tokens_of(text), "<u2").tobytes() for *_, text in rows]
+        tokens = [np.array(tokens_of(text), TOKEN).tobytes() for *_, text in rows]
         origins = [origin_of(text).encode() for *_, text in rows]
         documents["bytes"] = list(map(len, data))
-        for start, length, parts, size in (("start", "length", tokens, 2), ("origin", "origin_bytes", origins, 1)):
+        for start, length, parts, size in (
+            ("start", "length", tokens, TOKEN.itemsize),
+            ("origin", "origin_bytes", origins, 1),
+        ):
             documents[length] = [len(part) // size for part in parts]
             documents[start] = np.cumsum(documents[length]) - documents[length]
         for name, content in (("tokens.bin", b"".join(tokens)), ("origins.bin", b"".join(origins))):
@@ -163,7 +167,7 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
         stream = [token for digest in digests for token in tokens_of(unique[digest])]
         windows = max(len(stream) - 1, 0) // plan.seq_len
         if name == "valid":
-            files[shards.VALID] = np.array(stream[: windows * plan.seq_len + bool(windows)], "<u2").tobytes()
+            files[shards.VALID] = np.array(stream[: windows * plan.seq_len + bool(windows)], TOKEN).tobytes()
             continue
         starts = np.cumsum([0, *(len(tokens_of(unique[digest])) for digest in digests)])
         for number, before in enumerate(range(0, windows, plan.windows_per_shard)):
@@ -171,7 +175,7 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
             here = [i for i in range(len(digests)) if first <= starts[i] < last]
             ids = np.array([digests[i] % 2**64 for i in here], "<u8")
             lengths = np.array([starts[i + 1] - starts[i] for i in here], "<u4")
-            files[f"shard-{number:05d}.bin"] = np.array(stream[first : last + 1], "<u2").tobytes()
+            files[f"shard-{number:05d}.bin"] = np.array(stream[first : last + 1], TOKEN).tobytes()
             origins = [origin_of(unique[digests[i]]).encode() for i in here]
             sizes = np.array(list(map(len, origins)), "<u4")
             columns = [ids.tobytes(), lengths.tobytes(), sizes.tobytes()]

@@ -12,6 +12,7 @@ import pytest
 from data_mixtures import shards
 from data_mixtures.stages import blocks, gather, runs, shuffle, stage
 from data_mixtures.stages.stage import Unit
+from tests.data_mixtures.stages import shuffle_assets
 from tests.data_mixtures.stages.shuffle_assets import (
     in_memory,
     origin_of,
@@ -45,6 +46,14 @@ def test_bytes_are_the_same_with_and_without_runs(tmp_path, few, units, made):
     orders = stage.receipts(tmp_path, "order", "notes", runs.key_ranges(tmp_path, "notes"))
     assert sum(receipt["counts"]["duplicate"] for receipt in orders) == 200 - len(set(texts))
     assert sum(receipt["counts"]["documents"] for receipt in orders) == 200
+
+
+@pytest.mark.parametrize("units", [2, 5])
+def test_tokens_of_four_bytes(tmp_path, few, units, monkeypatch):
+    monkeypatch.setattr(shuffle_assets, "TOKEN", np.dtype("<u4"))
+    texts, plan = texts_of(100), plan_of(windows_per_shard=20)
+    shuffled(tmp_path, plan, {"notes": texts}, units)
+    assert shuffled_files(tmp_path, "notes") == in_memory(texts, plan)
 
 
 def test_a_run_has_the_form_of_a_unit(tmp_path, few):
