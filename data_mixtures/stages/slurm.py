@@ -58,8 +58,8 @@ class Watch:
         self.tasks: list[Task] = []  # that Slurm still has
         self.submitted: dict[Unit, Path] = {}  # by this process: the log of its task
         self.done: set[Unit] = set()
-        known = set(stage.units())
         if any(self.logs.glob(f"*/{UNITS}")) and self.look():
+            known = set(stage.units())
             queued = [item for task in self.tasks for item in self._part(task).items()]
             if not all(unit in known and stage.key(unit) == key for unit, key in queued):
                 raise ValueError(

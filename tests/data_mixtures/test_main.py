@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -249,3 +250,7 @@ def test_options_that_do_not_fit_are_refused(run):
     line = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--partition", "cpu", "--cpus-per-task", "2"]
     options = prepare.options(stages_command.parser().parse_args([*line, "--workers", "9"]))
     assert options == Options(9, "slurm", {"partition": "cpu", "cpus-per-task": "2"})
+    more = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--sbatch", "qos=a=b", "--sbatch", "exclusive"]
+    options = prepare.options(stages_command.parser().parse_args(more))
+    assert options == Options(64, "slurm", {"qos": "a=b", "exclusive": ""})
+    assert options.threads == os.cpu_count()  # of verify and stats, which run here
