@@ -17,7 +17,6 @@ from rich.console import Console
 
 from data_mixtures import prepare, recipe, show
 from data_mixtures.stages import stage, table
-from data_mixtures.stages.run import Executor
 
 
 def main() -> int:
@@ -48,11 +47,11 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     names = tuple(source.name for source in loaded.sources)
     sources = tuple(arguments.sources.split(",")) if arguments.sources else names
     recipe.check_known("source", sources, names)
-    with stage.exclusive(arguments.out), Executor(prepare.options(arguments)) as executor:
+    with stage.exclusive(arguments.out):
         context = table.RunContext(
-            loaded, arguments.out, sources, executor, console, arguments.mirror, arguments.budget_bytes,
-            to_free=arguments.stage, repair=arguments.repair, quarantine=arguments.quarantine,
-            sequences=_sequences(arguments.sequences), replace=arguments.replace,
+            loaded, arguments.out, sources, prepare.options(arguments), console, arguments.mirror,
+            budget_bytes=arguments.budget_bytes, to_free=arguments.stage, repair=arguments.repair,
+            quarantine=arguments.quarantine, sequences=_sequences(arguments.sequences), replace=arguments.replace,
         )  # fmt: skip
         context.do(arguments.command)
 

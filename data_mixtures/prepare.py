@@ -23,7 +23,7 @@ from rich.table import Table
 
 from data_mixtures import recipe, shards
 from data_mixtures.stages import stage, table
-from data_mixtures.stages.run import AGAIN, KINDS, Executor, Options, source_table
+from data_mixtures.stages.run import AGAIN, KINDS, Options, source_table
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 SLURM_WORKERS = 64
@@ -43,9 +43,9 @@ def prepare(
     loaded = recipe.load(recipe_path)
     sources = tuple(source.name for source in loaded.sources)
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
-    with stage.exclusive(out), Executor(options) as executor:
+    with stage.exclusive(out):
         context = table.RunContext(
-            loaded, out, sources, executor, console, mirror, budget_bytes, tables=False, replace=replace
+            loaded, out, sources, options, console, mirror, budget_bytes, tables=False, replace=replace
         )
         table.check(loaded, out)
         for name in table.TO_SHARDS:

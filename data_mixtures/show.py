@@ -133,7 +133,7 @@ def _documents(folder: Path, place: Found, tokens: np.ndarray) -> list[Found]:
     """The documents of a window, in its order; ValueError where they do not begin where the index says."""
     manifest = _manifest(folder)
     at = [entry["name"] for entry in manifest["shards"]].index(place["shard"])
-    begins, facts = _index(folder, at)
+    begins, facts = index(folder, at)
     begins = begins - place["token_offset"]
     found = [
         {"begins": int(begins[i]), **facts(i)} for i in np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
@@ -153,7 +153,7 @@ def _continued(folder: Path, at: int, offset: int) -> Found:
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     position = _number(manifest["shards"][at]) * stride + offset
     for earlier in range(at, -1, -1):
-        begins, facts = _index(folder, earlier)
+        begins, facts = index(folder, earlier)
         before = position - _number(manifest["shards"][earlier]) * stride - begins
         if len(behind := np.flatnonzero(before > 0)):
             last = int(behind[-1])
@@ -172,7 +172,7 @@ def _manifest(folder: Path) -> Found:
 
 
 @functools.lru_cache(maxsize=16)
-def _index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
+def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
     """Where the documents of a shard begin in it, int64 (documents,), and what is known of each."""
     entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
     ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
@@ -197,7 +197,7 @@ def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
         entry = _manifest(folder)["shards"][at]
         ids, _, origins = shards.read_documents(folder / entry["docs"]["name"])
         for i in np.flatnonzero(wanted(ids, origins)).tolist():
-            begins, facts = _index(folder, at)
+            begins, facts = index(folder, at)
             yield {"source": folder.name, "shard": entry["name"], "token_offset": int(begins[i]), **facts(i)}
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,38 +57,29 @@ class Options:
         return self.workers if self.kind == "local" else os.cpu_count() or 1
 
 
-class Executor(AbstractContextManager["Executor"]):
-    """`with Executor(options) as executor:` around all stages."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-
-    def __exit__(self, *exception: object) -> None:
-        """Nothing outlives `run` but jobs in Slurm's queue."""
-
-    def run(self, stage: Stage, units: list[Unit], tell: slurm.Tell) -> None:
-        """Do all the units. ValueError for what a user can fix: wrong input, a killed worker, a full disk."""
-        watch = slurm.Watch(stage, tell)
-        if not units:
-            return
-        if self.options.kind == "slurm":
-            slurm.run(watch, units, self.options.workers, self.options.sbatch)
-            return
-        if watch.tasks:
-            raise ValueError(
-                f"{stage.name}: Slurm still has {len(watch.tasks)} tasks of it; wait for them with --executor slurm, "
-                f"or end them with scancel {watch.jobs()}"
-            )
+def _run(stage: Stage, units: list[Unit], options: Options, tell: slurm.Tell) -> None:
+    """Do all the units. ValueError for what a user can fix: wrong input, a killed worker, a full disk."""
+    watch = slurm.Watch(stage, tell)
+    if not units:
+        return
+    if options.kind == "slurm":
+        slurm.run(watch, units, options.workers, options.sbatch)
+        return
+    if watch.tasks:
+        raise ValueError(
+            f"{stage.name}: Slurm still has {len(watch.tasks)} tasks of it; wait for them with --executor slurm, "
+            f"or end them with scancel {watch.jobs()}"
+        )
+    remove_partial(stage.out, stage.name)
+    try:
+        if options.workers == 1 or len(units) == 1:
+            for number, unit in enumerate(units):
+                tell(number)
+                raise_failure(attempt(stage, unit))
+        else:
+            _in_parallel(stage, units, min(options.workers, len(units)), tell)
+    finally:
         remove_partial(stage.out, stage.name)
-        try:
-            if self.options.workers == 1 or len(units) == 1:
-                for number, unit in enumerate(units):
-                    tell(number)
-                    raise_failure(attempt(stage, unit))
-            else:
-                _in_parallel(stage, units, min(self.options.workers, len(units)), tell)
-        finally:
-            remove_partial(stage.out, stage.name)
 
 
 def _in_parallel(stage: Stage, units: list[Unit], workers: int, tell: slurm.Tell) -> None:
@@ -148,7 +138,7 @@ def _work(stage: Stage, unit: Unit, logs: Path) -> dict[str, Any] | None:
     return failure
 
 
-def run_units(stage: Stage, executor: Executor, console: Console) -> dict[Unit, dict[str, Any]]:
+def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, dict[str, Any]]:
     """Do what is not done; returns the receipts of all units, in their order. Only in `stage.exclusive`."""
     started = time.monotonic()
     units = stage.units()
@@ -164,7 +154,7 @@ def run_units(stage: Stage, executor: Executor, console: Console) -> dict[Unit, 
             if news:
                 console.print(f"{stage.name:9}{news}", highlight=False, markup=False, soft_wrap=True)
 
-        executor.run(stage, todo, tell)
+        _run(stage, todo, options, tell)
     for unit in todo:
         assert is_done(stage, unit), f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
     _remove_others(stage, units)

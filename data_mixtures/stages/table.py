@@ -28,7 +28,7 @@ from data_mixtures.stages import (
 from data_mixtures.stages.dedup import Clusters, Links, Signatures
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
-from data_mixtures.stages.run import Executor, run_units, source_table, summary
+from data_mixtures.stages.run import Options, run_units, source_table, summary
 
 # the server that forks the workers has imported every stage, and pandas, which pyarrow looks for when first used
 multiprocessing.set_forkserver_preload([__name__, "pandas"])
@@ -55,7 +55,7 @@ class RunContext:
     recipe: Recipe
     out: Path
     sources: tuple[str, ...]
-    executor: Executor
+    options: Options
     console: Console
     mirror: str | None = None
     budget_bytes: int | None = None
@@ -76,7 +76,7 @@ class RunContext:
         return manifest.write(self.recipe, self.out, self.sources, self.console, self.replace)
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
-        receipts = run_units(work := kind(self.recipe, self.out, self.sources, *more), self.executor, self.console)
+        receipts = run_units(work := kind(self.recipe, self.out, self.sources, *more), self.options, self.console)
         if self.tables and receipts:
             self.console.print(summary(work.name, receipts))
 
@@ -144,7 +144,7 @@ def _shuffle(context: RunContext) -> None:
 
 
 def _verify(context: RunContext) -> None:
-    damage = verify.verify(context.out, context.sources, context.console, context.executor.options.threads)
+    damage = verify.verify(context.out, context.sources, context.console, context.options.threads)
     if damage and (context.repair or context.quarantine):
         damage = repair.repair(damage, context.console)
     if context.quarantine and damage:
@@ -157,7 +157,7 @@ def _verify(context: RunContext) -> None:
 
 
 def _stats(context: RunContext) -> None:
-    workers = context.executor.options.threads
+    workers = context.options.threads
     stats.write(context.out, context.sources, context.console, context.sequences, workers=workers)
 
 

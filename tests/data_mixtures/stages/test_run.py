@@ -75,8 +75,8 @@ def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
 
 
 def test_receipts_and_summary(toy):
-    with stage.exclusive(toy.out), run_module.Executor(Options()) as executor:
-        found = run_module.run_units(toy, executor, Console(quiet=True))
+    with stage.exclusive(toy.out):
+        found = run_module.run_units(toy, Options(), Console(quiet=True))
     assert [unit.number for unit in found] == list(range(6))
     assert found[Unit("a", 3)]["counts"] == {"documents": 3, "dropped": {"empty": 1, "too_long": 2}}
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115

@@ -42,9 +42,9 @@ def planned(path: Path, out: Path, mirror: Path | None = None) -> recipes.Recipe
 def fetched(path: Path, out: Path, mirror: Path | None, console: Console, budget: int | None = None) -> Fetch:
     read = planned(path, out, mirror)
     work = Fetch(read, out, tuple(source.name for source in read.sources), str(mirror) if mirror else None)
-    with stage.exclusive(out), run.Executor(run.Options()) as executor:
+    with stage.exclusive(out):
         work.check_room(budget)
-        run.run_units(work, executor, console)
+        run.run_units(work, run.Options(), console)
     return work
 
 

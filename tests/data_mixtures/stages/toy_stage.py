@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from data_mixtures.stages import stage
-from data_mixtures.stages.run import Executor, Options, run_units
+from data_mixtures.stages.run import Options, run_units
 from data_mixtures.stages.stage import Unit, key_of
 
 
@@ -56,8 +56,8 @@ class Toy:
 def run(toy: Toy, options: Options) -> str:
     """Run it as a command does; returns what was printed."""
     console = Console(record=True, width=200, force_terminal=False)
-    with stage.exclusive(toy.out), Executor(options) as executor:
-        run_units(toy, executor, console)
+    with stage.exclusive(toy.out):
+        run_units(toy, options, console)
     return console.export_text()
 
 
