@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     """ValueError for everything that a user can fix."""
+    if not given.data.exists():
+        raise ValueError(f"{given.data} does not exist; give a lock file (data/.../phase1.lock.json) or a run folder")
     attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
     if given.document or given.origin:
         found = find(attempts[-1].lock if attempts else given.data, _wanted(given), Console(stderr=True))

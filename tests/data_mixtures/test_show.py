@@ -144,3 +144,8 @@ def test_a_document_whose_shard_was_taken_out_has_no_name(run, prepared_data: Pa
 def test_what_cannot_be_shown_is_said(run, lock: Path, more: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(lock, *more)
+
+
+def test_a_folder_that_does_not_exist_is_named(run, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere does not exist; give a lock file .* or a run folder"):
+        run(tmp_path / "nowhere", "--step", "1")
