@@ -60,10 +60,7 @@ def test_time_outs_are_asked_again_and_nothing_is_cancelled_or_submitted_twice(t
 @pytest.mark.slow
 def test_a_controller_that_stays_away_is_an_error_and_jobs_go_on(toy, cluster, monkeypatch):
     (cluster / "held").touch()
-    process = start(toy)
-    wait_for(lambda: len(commands(cluster, "squeue")) > 2, "a submission", 30)
-    process.kill()
-    process.wait()
+    kill_a_watcher(toy, cluster)
     fail(cluster, "squeue", 1000)
     with monkeypatch.context() as patch:
         patch.setattr(slurm, "RETRY_S", 0.5)
@@ -81,24 +78,25 @@ def test_a_controller_that_stays_away_is_an_error_and_jobs_go_on(toy, cluster, m
     assert "4 as before" in run(toy, Options())
 
 
-def start(toy: Toy) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.data_mixtures.stages.toy_stage",
-        str(toy.out),
-        str(toy.faults),
-        "slurm",
-        "0",
-    ]
-    return subprocess.Popen([*command, "4"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def start(toy: Toy, cluster: Path) -> subprocess.Popen:
+    """A watcher in a process of its own that has submitted and looks at the queue."""
+    module = "tests.data_mixtures.stages.toy_stage"
+    command = [sys.executable, "-m", module, str(toy.out), str(toy.faults), "slurm", "0", "4"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(commands(cluster, "squeue")) > 2, "a submission", 30)
+    return process
+
+
+def kill_a_watcher(toy: Toy, cluster: Path) -> None:
+    process = start(toy, cluster)
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_jobs_and_says_how_to_end_them(toy, cluster):
     (cluster / "held").touch()
-    process = start(toy)
-    wait_for(lambda: len(commands(cluster, "squeue")) > 2, "a submission", 30)
+    process = start(toy, cluster)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     said = "stopped; 3 tasks go on; the same command waits for them, scancel 1 ends them\n"
@@ -117,10 +115,7 @@ class Changed(Toy):
 @pytest.mark.slow
 def test_queued_tasks_of_another_recipe_are_named_and_nothing_runs_beside_them(toy, cluster):
     (cluster / "held").touch()
-    process = start(toy)
-    wait_for(lambda: len(commands(cluster, "squeue")) > 2, "a submission", 30)
-    process.kill()
-    process.wait()
+    kill_a_watcher(toy, cluster)
     changed = Changed(toy.out, toy.faults, count=4)
     for options in (SLURM, Options()):
         with pytest.raises(
@@ -135,10 +130,7 @@ def test_queued_tasks_of_another_recipe_are_named_and_nothing_runs_beside_them(t
 @pytest.mark.slow
 def test_what_is_free_is_used_beside_adopted_tasks(toy, cluster):
     (cluster / "held").touch()
-    process = start(toy)
-    wait_for(lambda: len(commands(cluster, "squeue")) > 2, "a submission", 30)
-    process.kill()
-    process.wait()
+    kill_a_watcher(toy, cluster)
     fake_slurm.main(cluster, "scancel", "1_0", "1_1")  # the three tasks have the units 0 and 3, 1, 2
     threading.Timer(1.0, (cluster / "held").unlink).start()
     printed = run(toy, SLURM)
