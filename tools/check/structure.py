@@ -78,7 +78,7 @@ def is_docstring_only(path: Path, text: str) -> bool:
 
 
 def is_kernel(path: Path) -> bool:
-    return path.suffix in KERNELS or path.name == "kernels_impl.h"
+    return path.suffix in KERNELS or path.parent.name == "kernels"
 
 
 def functions(path: Path, text: str) -> Iterator[tuple[str, str]]:
@@ -139,8 +139,8 @@ def sizes(texts: dict[Path, str]) -> list[Measure]:
             "lines of the longest kernel file", {str(p): n for p, n in lines.items() if is_kernel(p)}, KERNEL_LINES
         ),
         longest("lines of the longest function", bodies, FUNCTION_LINES),
-        Measure("source lines", sum(lines.values()), 34_600),  # not to grow unnoticed (decision 0025)
-        Measure("source files", sum(not is_docstring_only(path, text) for path, text in texts.items()), 205),
+        Measure("source lines", sum(lines.values()), 37_600),  # not to grow unnoticed (decision 0025)
+        Measure("source files", sum(not is_docstring_only(path, text) for path, text in texts.items()), 225),
     ]
 
 

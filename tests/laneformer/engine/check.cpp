@@ -137,10 +137,10 @@ std::vector<const char*> usable_isas() {
 }
 
 // One model under one instruction set on every kind of thread plan; an empty result where plans disagree.
-Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, bool rounded) {
+Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math math) {
   Results expected;
   for (const int threads : {1, 3, 4, 9}) {  // all lanes, uneven, a lane each, more threads than lanes
-    Decoder decoder(spec, dtype, dtype == DType::int8 ? DType::bf16 : dtype, threads, choose_kernels(isa), rounded);
+    Decoder decoder(spec, dtype, dtype == DType::int8 ? DType::bf16 : dtype, threads, choose_kernels(isa), math);
     load_random(decoder, spec);
     const Results results = run(decoder, spec);
     if (expected.logits.empty()) expected = results;
@@ -150,7 +150,7 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, bool ro
     }
     if (threads != 3) continue;
     run_ablation(decoder, spec);
-    Decoder borrower(spec, dtype, dtype == DType::int8 ? DType::bf16 : dtype, threads, choose_kernels(isa), rounded);
+    Decoder borrower(spec, dtype, dtype == DType::int8 ? DType::bf16 : dtype, threads, choose_kernels(isa), math);
     map_parts(borrower, decoder, spec);
     if (run(borrower, spec) != expected) return std::puts("mapped weights gave other results"), Results{};
   }
@@ -159,7 +159,7 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, bool ro
 
 int plant(const std::string& fault) {
   const ModelSpec spec = small_spec(Head::vocab_parallel);
-  Decoder decoder(spec, DType::bf16, DType::bf16, 2, choose_kernels("portable"), false);
+  Decoder decoder(spec, DType::bf16, DType::bf16, 2, choose_kernels("portable"), Math::exact);
   load_random(decoder, spec);
   if (fault == "overflow") decoder.part(0)[decoder.part_bytes(0)] = 1;
   if (fault == "race") {
@@ -178,7 +178,7 @@ struct Case {
   const char *name, *isa;
   Head head;
   DType dtype = DType::bf16;
-  bool rounded = false;
+  Math math = Math::exact;
 };
 
 }  // namespace
@@ -188,16 +188,16 @@ int main(int count, char** arguments) {
   const std::vector<const char*> isas = usable_isas();
   std::vector<Case> cases = {{"fp16", "auto", Head::replicate, DType::fp16},
                              {"fp32", "auto", Head::lane, DType::fp32},
-                             {"rounded", "auto", Head::lane, DType::bf16, true},
+                             {"rounded", "auto", Head::lane, DType::bf16, Math::bf16},
                              {"int8", "auto", Head::vocab_parallel, DType::int8}};
   for (const char* isa : isas) cases.push_back({isa, isa, Head::vocab_parallel});
   if (isas.size() > 1) {  // else they were the automatic choice already
     cases.push_back({"portable_fp16", "portable", Head::vocab_parallel, DType::fp16});
-    cases.push_back({"portable_rounded", "portable", Head::vocab_parallel, DType::bf16, true});
+    cases.push_back({"portable_rounded", "portable", Head::vocab_parallel, DType::bf16, Math::bf16});
   }
   std::string hashes;
   for (const Case& c : cases) {
-    const std::vector<float> logits = check_plans(small_spec(c.head), c.isa, c.dtype, c.rounded).logits;
+    const std::vector<float> logits = check_plans(small_spec(c.head), c.isa, c.dtype, c.math).logits;
     if (logits.empty()) return EXIT_FAILURE;
     hashes += std::string(" ") + c.name + "=" + content_hash(logits.data(), logits.size() * sizeof(float), 1);
   }

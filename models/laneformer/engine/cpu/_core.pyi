@@ -13,7 +13,7 @@ class Decoder:
         embedding_dtype: str,
         threads: int,
         isa: str,
-        bf16_math: bool,
+        math: str,
         cpus: list[int],
     ) -> None: ...
     def set_matrix(self, part: str, layer: int, data: np.ndarray, dtype: str) -> bool: ...

@@ -48,7 +48,7 @@ class CpuDecoder(_core.Decoder):
         embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
         super().__init__(
             core_spec(config), self.dtype, embedding, threads or default_threads(config.num_lanes),
-            isa or os.environ.get("LANEFORMER_ISA") or "auto", math == "bf16", one_cpu_a_core_first() if pin else [],
+            isa or os.environ.get("LANEFORMER_ISA") or "auto", math, one_cpu_a_core_first() if pin else [],
         )  # fmt: skip
         self._load(config, tensors, packed)
 

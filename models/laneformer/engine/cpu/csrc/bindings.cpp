@@ -30,6 +30,12 @@ DType dtype_named(const std::string& name, int count = 3) {  // int8, the fourth
   throw std::invalid_argument("dtype = '" + name + "' is unknown; choose from " + known);
 }
 
+Math math_named(const std::string& name) {
+  for (int i = 0; i < kMaths; ++i)
+    if (name == kMathNames[i]) return static_cast<Math>(i);
+  throw std::invalid_argument("math = '" + name + "' is unknown");
+}
+
 void expect_values(const Bytes& array, DType dtype, size_t count, const std::string& what) {
   if (array.nbytes() != count * bytes_of(dtype))
     throw std::invalid_argument(what + " has " + std::to_string(array.nbytes()) + " bytes; expected " +
@@ -112,9 +118,9 @@ struct nanobind::detail::type_caster<Request> {
 namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
-               const std::string& isa, bool bf16_math, std::vector<int> cpus) {
+               const std::string& isa, const std::string& math, std::vector<int> cpus) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, 4), dtype_named(embedding_dtype), threads,
-                     choose_kernels(isa.c_str()), bf16_math, std::move(cpus));
+                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus));
 }
 
 bool set_matrix(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
@@ -218,7 +224,7 @@ std::string hash_of(Bytes data) {
 NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<Decoder>(m, "Decoder")
-      .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "bf16_math"_a,
+      .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
            "cpus"_a)
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 namespace laneformer {
 
@@ -21,12 +22,12 @@ double now_s() {
 }
 
 Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
-                 bool bf16_math, std::vector<int> cpus)
+                 Math math, std::vector<int> cpus)
     : spec_(spec),
       dtype_(dtype),
       embedding_dtype_(embedding_dtype),
       kernels_(kernels),
-      bf16_math_(bf16_math),
+      math_(math),
       delay_(broadcast_delay(spec)),
       ring_layers_(2 * delay_ + 2),
       cpus_(std::move(cpus)),
@@ -54,11 +55,13 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     w.tape = Pages(plans_[t].tape_bytes, true);
     w.streams = floats(own * kMaxColumns * hidden);
     w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
-    if (bf16_math) w.rounded = floats(kMaxColumns * widest_in);
+    w.prepared = Pages(prepared_bytes(dtype, widest_in));
     if (leads) w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32));
     if (leads) w.gated = floats(kMaxColumns * round_up(spec.ff_rows(), 32));
     w.total = floats(kMaxColumns * hidden);
     w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
+    w.head_x.resize(plans_[t].head.size());
+    for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype, hidden));
     w.query = floats(spec.query_heads * spec.padded_head_dim());
     w.mixed = floats(spec.query_heads * spec.padded_head_dim());
     w.scores = floats(kScoreRows * (round_up(spec.context, 16) + 32));
@@ -68,6 +71,14 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     }
   }
   for (size_t t = 0; t < plans_.size(); ++t) threads_.emplace_back([this, t] { work(static_cast<int>(t)); });
+}
+
+// Of all columns of a pass; 0 where products read fp32 inputs as they are.
+size_t Decoder::prepared_bytes(DType dtype, size_t inputs) const {
+  const Product& how = product(dtype);
+  if (!how.multiply)
+    throw std::invalid_argument(std::string("this math does not take ") + kDTypes[int(dtype)].name + " weights");
+  return how.prepare ? kMaxColumns * how.column_bytes(static_cast<int>(inputs / 2)) : 0;
 }
 
 Decoder::~Decoder() {
@@ -129,7 +140,7 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
   on_all_threads([&](int t) {
     const ThreadPlan& plan = plans_[t];
     const auto pack = [&](const Matrix& to, const void* source, int rows, int inputs, int first_row, int half) {
-      if (!pack_rows({source, from, rows, inputs, first_row, half}, to, dtype_, workers_[t].tape.bytes()))
+      if (!pack_rows({source, from, rows, inputs, first_row, half}, to, workers_[t].tape.bytes()))
         finite = false;
     };
     if (part == "lm_head" && spec_.head == Head::replicate)

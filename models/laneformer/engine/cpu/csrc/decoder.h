@@ -109,7 +109,7 @@ class Decoder {
  public:
   // Thread t stays on cpus[t % size]; with no cpus the system decides.
   Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
-          bool bf16_math, std::vector<int> cpus = {});
+          Math math, std::vector<int> cpus = {});
   ~Decoder();
 
   // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
@@ -168,10 +168,12 @@ class Decoder {
     Pages tape;
     Pages streams;          // [own lane][column][hidden]
     Pages x, y;             // [column][...]: a matrix's inputs, its outputs
-    Pages rounded;          // ... the inputs in bf16
+    Pages prepared;         // ... the inputs as the product reads them
     Pages attended, gated;  // [column][...]: inputs of wo and w2; of the leader, for all of a lane's group
     Pages total, query, mixed, scores;
     Pages head_inputs;                 // [head matrix][column][hidden]
+    std::vector<Pages> head_prepared;  // by head matrix, as the product reads them
+    std::vector<Inputs> head_x;        // one of the two
     Counter head_ready, head_taken;    // number of the pass whose inputs are there; shares of the head begun in it
     std::vector<KvCache> caches;  // per sequence; of the leader, too
     std::vector<size_t> cache_offset;  // per layer, in floats
@@ -200,7 +202,7 @@ class Decoder {
   bool over() const;
   void score_positions(int t, const Pass& pass);
 
-  // forward.cpp: one pass
+  // forward.cpp, attention.cpp, head.cpp: one pass
   void run_layers(int t, const Pass& pass);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
   void cache_position(int t, int layer, int own, const float* key, const float* value, Column at);
@@ -212,11 +214,15 @@ class Decoder {
   void run_head(int t, const Pass& pass);
   void replicated_inputs(int t, const Pass& pass);
   void lane_inputs(int t, const Pass& pass);
+  void prepare_head(int t, const Pass& pass);
   void share_head(int t, const Pass& pass);
-  bool multiply_head_share(int t, int owner, uint64_t share, const Pass& pass);
+  bool multiply_head_share(int owner, uint64_t share, const Pass& pass);
   void sum_lane_logits(int t, const Pass& pass);
-  void multiply(int t, int owner, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride,
-                int columns);
+  const Product& product(DType dtype) const { return kernels_->products[int(math_)][int(dtype)]; }
+  size_t prepared_bytes(DType dtype, size_t inputs) const;
+  Inputs prepare(const Matrix& matrix, const float* x, int x_stride, int columns, Pages& buffer) const;
+  void multiply(int owner, const Matrix& matrix, Inputs x, float* y, int y_stride, int columns);
+  void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void rotate(const float* from, float* to, int position, int to_stride) const;
   float* mailbox(uint64_t layer, Module module, int lane) const;
   float* stream(int t, int own, int column) const;
@@ -230,7 +236,7 @@ class Decoder {
   const ModelSpec spec_;
   const DType dtype_, embedding_dtype_;  // of the matrices; of the embedding, which is never int8
   const Kernels* kernels_;
-  const bool bf16_math_;
+  const Math math_;
   const int delay_;        // 0 where no output ever arrives late
   const int ring_layers_;  // slots of the mailbox
   const std::vector<int> cpus_;

@@ -15,6 +15,9 @@
 namespace laneformer {
 
 enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3 };
+enum class Math : int { exact = 0, bf16 = 1 };  // of the activations: fp32, or rounded to bf16
+constexpr int kDTypeCount = 4, kMaths = 2;
+constexpr const char* kMathNames[kMaths] = {"exact", "bf16"};
 constexpr int kTileRows = 32, kMaxColumns = 32;
 constexpr int kScoreRows = 2;  // query heads that share one pass over the keys and values
 
@@ -30,9 +33,20 @@ static inline size_t tile_bytes(size_t k_pairs, DType dtype) {
   return k_pairs * 2 * kTileRows * bytes_of(dtype) + (dtype == DType::int8 ? kTileRows * sizeof(float) : 0);
 }
 
-// y[c][r] = sum_k W[r][k] x[c][k]; x rows are padded with zeros to 2 * k_pairs, strides are in floats.
-using Matmul = void (*)(const void* tiles, int rows, int k_pairs, const float* x, int x_stride, float* y, int y_stride,
-                        int columns);
+// The inputs of a matrix in the form that a product reads, one row for each column of the pass.
+struct Inputs {
+  const char* data;
+  size_t stride;  // bytes from one column to the next
+};
+
+// One way to multiply by packed tiles: y[c][r] = sum_k W[r][k] x[c][k]. Every column is computed as if it were alone.
+struct Product {
+  // Bytes of one prepared column; null where `multiply` reads fp32 inputs as they are.
+  size_t (*column_bytes)(int k_pairs);
+  // Columns of fp32 inputs, padded with zeros to 2 * k_pairs, into the form that `multiply` reads, one after the other.
+  void (*prepare)(const float* x, int x_stride, int k_pairs, int columns, char* out);
+  void (*multiply)(const void* tiles, int rows, int k_pairs, Inputs x, float* y, int y_stride, int columns);
+};
 
 // One KV head's cache: keys in tiles of 16 positions [slot / 16][dim][16], values [slot][dim]; slot = position % slots.
 struct AttendArgs {
@@ -48,8 +62,7 @@ struct AttendArgs {
 
 struct Kernels {
   const char* isa;
-  Matmul matmul[4];          // by DType: weights widened to fp32, fp32 activations
-  Matmul matmul_bf16_pairs;  // vdpbf16ps on activations from `to_bf16_pairs`; null where the CPU has none
+  Product products[kMaths][kDTypeCount];  // `multiply` is null where a math does not take such weights
   // Elementwise loops take n a multiple of 16; buffers are padded with zeros.
   void (*rms_norm)(const float* h, const float* scale, float eps, int size, int n, float* out);
   void (*silu_gate)(const float* gate_up, int tiles, float* out);  // tiles of 16 gates, 16 ups -> 16 outputs
@@ -59,8 +72,6 @@ struct Kernels {
   void (*add_past)(float* h, const float* p, const float* total, const float* own, int n);  // h + p + (total - own)
   void (*sum_rows)(const float* rows, size_t stride, int count, float* out, int n);  // in row order
   double (*log_sum_exp)(const float* x, int n);
-  void (*round_to_bf16)(const float* x, int n, float* out);  // fp32 values with 8 bits of mantissa
-  void (*to_bf16_pairs)(const float* x, int n, float* out);  // n / 2 packed pairs
   uint64_t (*read)(const void* bytes, size_t size, int variant);  // the bandwidth probe; size a multiple of 1024
 };
 constexpr int kReadVariants = 3;

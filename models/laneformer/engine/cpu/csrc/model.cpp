@@ -109,7 +109,7 @@ void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
 
 }  // namespace
 
-bool pack_rows(const PackJob& job, const Matrix& matrix, DType to, char* tape) {
+bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape) {
   const int half = job.interleave_half;
   std::vector<float> in(job.inputs);
   bool finite = true;
@@ -118,8 +118,8 @@ bool pack_rows(const PackJob& job, const Matrix& matrix, DType to, char* tape) {
     const int row = whole - matrix.first_row;
     if (row < 0 || row >= matrix.rows) continue;
     for (int k = 0; k < job.inputs; ++k) in[k] = widened(job.source, job.from, size_t(r) * job.inputs + k);
-    char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(matrix.k_pairs(), to);
-    finite &= pack_row(in, row % kTileRows, matrix.k_pairs(), to, tile);
+    char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(matrix.k_pairs(), matrix.dtype);
+    finite &= pack_row(in, row % kTileRows, matrix.k_pairs(), matrix.dtype, tile);
   }
   return finite;
 }
@@ -160,8 +160,8 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
     const auto place = [&](Matrix& matrix, int rows, int inputs, int part, int parts) {
       const int tiles = (rows + kTileRows - 1) / kTileRows;
       const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
-      matrix = {std::min(end, rows) - std::min(first, rows), inputs, plan.tape_bytes, first};
-      plan.tape_bytes += matrix.bytes(dtype);
+      matrix = {std::min(end, rows) - std::min(first, rows), inputs, dtype, plan.tape_bytes, first};
+      plan.tape_bytes += matrix.bytes();
     };
     const auto place_own = [&](Matrix& matrix, int rows, int inputs) {
       place(matrix, rows, inputs, member, plan.members);

@@ -45,14 +45,16 @@ struct ModelSpec {
 // its thread's tape.
 struct Matrix {
   int rows = 0, inputs = 0;
+  DType dtype = DType::fp32;
   size_t offset = 0;
   int first_row = 0;
   int k_pairs() const { return (inputs + 1) / 2; }
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
-  size_t bytes(DType dtype) const { return tiles() * tile_bytes(k_pairs(), dtype); }
-  Matrix tiles_from(int tile, int count, DType dtype) const {
+  size_t bytes() const { return tiles() * tile_bytes(k_pairs(), dtype); }
+  Matrix tiles_from(int tile, int count) const {
     const int skipped = tile * kTileRows, most = count * kTileRows, left = rows - skipped;
-    return {left < most ? left : most, inputs, offset + tile * tile_bytes(k_pairs(), dtype), first_row + skipped};
+    const size_t at = offset + tile * tile_bytes(k_pairs(), dtype);
+    return {left < most ? left : most, inputs, dtype, at, first_row + skipped};
   }
 };
 
@@ -75,14 +77,14 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
 
 // A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row + r; with
 // `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Rows that the matrix
-// does not own are left to their owner. Returns false when a value is not finite in the target type.
+// does not own are left to their owner. Returns false when a value is not finite in its type.
 struct PackJob {
   const void* source;
   DType from;
   int rows, inputs;
   int first_row = 0, interleave_half = -1;
 };
-bool pack_rows(const PackJob& job, const Matrix& matrix, DType to, char* tape);
+bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape);
 bool convert(const void* source, DType from, size_t count, void* out, DType to);  // the same, for plain rows
 void fill_random(void* out, DType dtype, size_t count, uint64_t key, float deviation);
 

@@ -1,0 +1,58 @@
+// Norms, gates, joins.
+#pragma once
+#include "vector.h"
+
+namespace laneformer {
+namespace {
+
+void rms_norm(const float* h, const float* scale, float eps, int size, int n, float* out) {
+  V16 squares[2] = {splat(0.0f), splat(0.0f)};
+  for (int i = 0; i < n; i += 16) {
+    const V16 v = load(h + i);
+    squares[(i / 16) & 1] = fma(v, v, squares[(i / 16) & 1]);
+  }
+  const float mean = sum(squares[0] + squares[1]) / (float)size;
+  const V16 factor = splat(1.0f / __builtin_sqrtf(mean + eps));
+  for (int i = 0; i < n; i += 16) store(out + i, load(h + i) * factor * load(scale + i));
+}
+
+void silu_gate(const float* gate_up, int tiles, float* out) {
+  const V16 one = splat(1.0f), zero = splat(0.0f);
+  for (int t = 0; t < tiles; ++t) {
+    const V16 gate = load(gate_up + 32 * t), up = load(gate_up + 32 * t + 16);
+    store(out + 16 * t, gate / (one + exp(zero - gate)) * up);
+  }
+}
+
+void add(float* h, const float* p, int n) {
+  for (int i = 0; i < n; i += 16) store(h + i, load(h + i) + load(p + i));
+}
+void add_scaled(float* h, const float* p, float factor, int n) {
+  const V16 f = splat(factor);
+  for (int i = 0; i < n; i += 16) store(h + i, fma(f, load(p + i), load(h + i)));
+}
+void add_past(float* h, const float* p, const float* total, const float* own, int n) {
+  for (int i = 0; i < n; i += 16) store(h + i, load(h + i) + load(p + i) + (load(total + i) - load(own + i)));
+}
+void sum_rows(const float* rows, size_t stride, int count, float* out, int n) {
+  for (int i = 0; i < n; i += 16) {
+    V16 total = load(rows + i);
+    for (int r = 1; r < count; ++r) total = total + load(rows + r * stride + i);
+    store(out + i, total);
+  }
+}
+
+double log_sum_exp(const float* x, int n) {
+  float top = x[0];
+  for (int i = 1; i < n; ++i) top = x[i] > top ? x[i] : top;
+  double total = 0.0;
+  for (int i = 0; i < n; i += 16) {
+    float e[16];
+    for (int j = 0; j < 16; ++j) e[j] = i + j < n ? x[i + j] - top : -1e30f;
+    total += (double)sum(exp(load(e)));
+  }
+  return (double)top + __builtin_log(total);
+}
+
+}  // namespace
+}  // namespace laneformer

@@ -1,0 +1,118 @@
+// V16, a vector of 16 floats, and its operations: one zmm, two ymm, or four xmm / NEON registers.
+//
+// Contraction is off (-ffp-contract=off) and `fma` is explicit, so AVX2 and AVX-512 give the same bits.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "../kernels.h"
+
+namespace laneformer {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+constexpr int kParts = 16 / kWidth;
+#define INLINE inline __attribute__((always_inline))
+#define EACH_PART _Pragma("GCC unroll 4") for (int i = 0; i < kParts; ++i)
+
+typedef float F __attribute__((vector_size(4 * kWidth), may_alias));
+typedef int32_t I __attribute__((vector_size(4 * kWidth), may_alias));
+typedef float FU __attribute__((vector_size(4 * kWidth), may_alias, aligned(4)));
+
+struct V16 {
+  F part[kParts];
+};
+
+INLINE F fma_part(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE V16 splat(float x) {
+  V16 v;
+  EACH_PART v.part[i] = x - F{};
+  return v;
+}
+INLINE V16 load(const float* x) {
+  V16 v;
+  EACH_PART v.part[i] = (F) * (const FU*)(x + i * kWidth);
+  return v;
+}
+INLINE void store(float* x, V16 v) { EACH_PART* (FU*)(x + i * kWidth) = (FU)v.part[i]; }
+INLINE V16 fma(V16 a, V16 b, V16 c) {
+  EACH_PART c.part[i] = fma_part(a.part[i], b.part[i], c.part[i]);
+  return c;
+}
+#define OPERATOR(op)                              \
+  INLINE V16 operator op(V16 a, V16 b) {          \
+    EACH_PART a.part[i] = a.part[i] op b.part[i]; \
+    return a;                                     \
+  }
+OPERATOR(+)
+OPERATOR(-)
+OPERATOR(*)
+OPERATOR(/)
+INLINE V16 max(V16 a, V16 b) {
+  EACH_PART a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+  return a;
+}
+
+INLINE float sum(V16 v) {  // pairwise, the same tree for every width
+  float x[16];
+  store(x, v);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
+}
+INLINE float maximum(V16 v) {
+  float x[16];
+  store(x, v);
+  for (int i = 1; i < 16; ++i) x[0] = x[i] > x[0] ? x[i] : x[0];
+  return x[0];
+}
+
+// e^x to about 1 ulp for x <= 88; below -87 it is zero. x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r.
+INLINE V16 exp(V16 x) {
+  V16 out;
+  EACH_PART {
+    const F v = x.part[i];
+    const F magic = 12582912.0f - F{};  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
+    const F lowest = -87.0f - F{};
+    const F clamped = v > lowest ? v : lowest;
+    const F shifted = fma_part(clamped, 1.44269504f - F{}, magic);
+    const F n = shifted - magic;
+    F r = fma_part(n, -0.693359375f - F{}, clamped);
+    r = fma_part(n, 2.12194440e-4f - F{}, r);
+    F p = 1.9875691500e-4f - F{};
+    p = fma_part(p, r, 1.3981999507e-3f - F{});
+    p = fma_part(p, r, 8.3334519073e-3f - F{});
+    p = fma_part(p, r, 4.1665795894e-2f - F{});
+    p = fma_part(p, r, 1.6666665459e-1f - F{});
+    p = fma_part(p, r, 5.0000001201e-1f - F{});
+    p = fma_part(p, r * r, r) + 1.0f;
+    const F scaled = (F)((I)p + ((I)shifted << 23));
+    out.part[i] = v > lowest ? scaled : F{};
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace laneformer
