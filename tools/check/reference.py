@@ -141,7 +141,7 @@ def chosen_positions(config: LaneformerConfig, length: int) -> list[int]:
 
 def ring_slots(window: int) -> int:
     """Positions that the engine's ring holds (`cache_slots` of model.h): the next one overwrites the first."""
-    return -(-(window + window // 8 + 31) // 16) * 16
+    return -(-(window + window // 8 + 127) // 16) * 16
 
 
 def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:

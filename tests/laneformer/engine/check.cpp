@@ -23,7 +23,7 @@ constexpr int kDelay = 2;
 ModelSpec small_spec(Head head) {
   ModelSpec s{};
   s.hidden = 96, s.intermediate = 136, s.layers = 6, s.query_heads = 8, s.kv_heads = 4, s.lanes = 4, s.vocab = 200;
-  s.context = 96, s.delay = kDelay, s.norm_eps = 1e-5f, s.head = head, s.shared_scale = true;
+  s.context = 192, s.delay = kDelay, s.norm_eps = 1e-5f, s.head = head, s.shared_scale = true;
   for (int layer = 0; layer < s.layers; ++layer) {
     s.window.push_back(layer < 4 ? 7 : 0);
     for (int module = 0; module < 2; ++module) {
@@ -64,7 +64,7 @@ void map_parts(Decoder& decoder, Decoder& owner, const ModelSpec& s) {
 Request request_of(const ModelSpec& s) {
   Request request;
   request.prompts.resize(1);
-  for (int i = 0; i < 45; ++i) request.prompts[0].push_back(i * 37 % s.vocab);  // two blocks, six windows
+  for (int i = 0; i < 140; ++i) request.prompts[0].push_back(i * 37 % s.vocab);  // two blocks, twenty windows
   request.max_new_tokens = 20;
   return request;
 }

@@ -65,8 +65,8 @@ def assert_close(engine_logits: np.ndarray, reference: np.ndarray, allowed: floa
 
 @pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
 def test_every_switch_matches_the_model(switches):
-    model = random_model(small_config(**switches), seed=1)
-    ids = random_ids(model.config, 75)  # three blocks, ten windows
+    model = random_model(small_config(max_position_embeddings=288, **switches), seed=1)
+    ids = random_ids(model.config, 270)  # three blocks, 38 windows; the ring has wrapped
     reference = torch_logits(model, ids)
     with engine_of(model, threads=2) as engine:
         assert_close(engine.logits(ids), reference, 4 * float32_error(model, ids, reference))
@@ -118,11 +118,11 @@ def test_repeated_and_interleaved_requests_give_the_same_bits():
 
 def test_blocks_of_the_prompt_change_no_bit():
     """The same position's logits, whether its block of positions ends there or goes on."""
-    model = random_model(small_config(), seed=6)
-    ids = random_ids(model.config, 70)
+    model = random_model(small_config(max_position_embeddings=300), seed=6)
+    ids = random_ids(model.config, 270)
     with engine_of(model) as engine:
         whole = engine.logits(ids)
-        for length in (1, 2, 31, 32, 33, 63, 64, 65):
+        for length in (1, 2, 31, 32, 33, 127, 128, 129, 255, 256, 257):
             np.testing.assert_array_equal(engine.logits(ids[:length]), whole[:length])
 
 
@@ -186,6 +186,38 @@ def test_random_configs():
         reference = torch_logits(model, ids)
         with engine_of(model, threads=int(rng.integers(1, 4))) as engine:
             assert_close(engine.logits(ids), reference, 4 * float32_error(model, ids, reference))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_gates_far_below_zero_close(isa):
+    """One layer whose MLP is silu(gate) alone; e^-gate does not fit a float below -88.7."""
+    config = small_config(num_hidden_layers=1, num_lanes=1, intermediate_size=48, swa_layers=(), norm_eps=1e-12)
+    model = random_model(config, seed=10)
+    gates = -np.linspace(80, 300, 48, dtype=np.float32)
+    gates[:8] = [-88.6, -88.7, -88.73, -89, -90, 0, 30, 300]
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.fill_("norm" in name or name.startswith("tok_embeddings"))
+        mlp = model.layers[0].feed_forward
+        mlp.w1.weight[..., 0] = torch.from_numpy(gates)
+        mlp.w3.weight[..., 0] = 1
+        mlp.w2.weight.copy_(torch.eye(48))
+    with engine_of(model, isa=isa) as engine:
+        out = engine._partials([0], [0])[0, 0, 1, 0]
+    wide = gates.astype(np.float64)
+    np.testing.assert_allclose(out, wide / (1 + np.exp(-wide)), rtol=1e-6, atol=1e-35)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_saturated_gates_match_the_model(isa):
+    model = random_model(small_config(), seed=11)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.feed_forward.w1.weight.mul_(40)
+    ids = random_ids(model.config, 40)
+    reference = torch_logits(model, ids)
+    with engine_of(model, isa=isa) as engine:
+        assert_close(engine.logits(ids), reference, 4 * float32_error(model, ids, reference))
 
 
 def test_bf16_math_rounds_activations_and_no_more():

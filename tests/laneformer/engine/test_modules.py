@@ -33,11 +33,12 @@ from tools.check.reference import (
     without_message,
 )
 
-LENGTH = 90  # thirteen windows of 7; the ring of 48 has wrapped
+CONFIG = small_config(max_position_embeddings=176)
+LENGTH = 170  # 24 windows of 7; the ring of 144 has wrapped
 ARITHMETIC = [(dtype, "exact") for dtype in TORCH_DTYPES] + [("bf16", "bf16")]
 
 
-def compared(model, reference_model=None, config=None, length=LENGTH, **options):
+def compared(model, reference_model=None, config=None, length=90, **options):
     """The engine's and the float64 model's outputs at chosen positions, and the report on them."""
     ids = random_ids(model.config, length)
     positions = chosen_positions(model.config, length)
@@ -51,12 +52,12 @@ def compared(model, reference_model=None, config=None, length=LENGTH, **options)
 @pytest.mark.parametrize(("dtype", "math"), ARITHMETIC, ids=[f"{dtype}-{math}" for dtype, math in ARITHMETIC])
 @pytest.mark.parametrize("isa", usable_isas())
 def test_every_module_is_within_rounding(isa, dtype, math):
-    model = random_model(small_config(), seed=1, dtype=dtype)
-    partials, reference, report = compared(model, threads=2, isa=isa, math=math)
+    model = random_model(CONFIG, seed=1, dtype=dtype)
+    partials, reference, report = compared(model, length=LENGTH, threads=2, isa=isa, math=math)
     assert report["first_wrong"] is None, report
     depths = {row["depth"] for row in report["by_depth"]}
     assert {1, 7, 8, ring_slots(7), ring_slots(7) + 1, LENGTH} <= depths, "the window's edge and the ring's are covered"
-    assert ring_slots(7) == 48
+    assert ring_slots(7) == 144
     assert all(row["cosine"] > 1 - 1e-3 for row in report["by_depth"])
     # the allowance itself: never so wide that another weight dtype's rounding could hide in it
     widest = allowed_error(model.config, LENGTH, "exact").max()

@@ -8,9 +8,9 @@ import pytest
 from laneformer.engine import Engine
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
-# a window of 7, blocks of 32 and the padding to 16 make rings of 48 positions: 192 positions overwrite them four times
-LONG = {"max_position_embeddings": 192}
-RING = 48
+# a window of 7, blocks of 128 and padding to 16 make rings of 144 positions: 448 positions overwrite them three times
+CONTEXT, RING = 448, 144
+LONG = {"max_position_embeddings": CONTEXT}
 
 
 def details(engine: Engine, prompt: list[int], **options) -> tuple:
@@ -21,12 +21,12 @@ def details(engine: Engine, prompt: list[int], **options) -> tuple:
 @pytest.mark.slow
 def test_any_series_of_prompts_gives_a_fresh_engines_bits():
     rng, model = np.random.default_rng(0), random_model(small_config(**LONG), seed=1)
-    last, reused = random_ids(model.config, 50), []
+    last, reused = random_ids(model.config, 150), []
     with engine_of(model, threads=2) as engine:
         for trial in range(60):
-            kept = max(0, len(last) - int(rng.integers(0, 70)))  # within the ring, and beyond
-            prompt = (last[:kept] + random_ids(model.config, int(rng.integers(1, 40)), seed=trial))[:180]
-            new = int(rng.integers(1, 192 - len(prompt)))
+            kept = max(0, len(last) - int(rng.integers(0, 210)))  # within the ring, and beyond
+            prompt = (last[:kept] + random_ids(model.config, int(rng.integers(1, 120)), seed=trial))[:420]
+            new = int(rng.integers(1, CONTEXT - len(prompt)))
             seen = details(engine, prompt, max_new_tokens=new)
             reused.append(engine.statistics.reused_tokens)
             assert seen == details(engine, prompt, max_new_tokens=new, reuse_prefix=False)
@@ -48,15 +48,15 @@ def test_a_conversation_reads_only_what_is_new():
 
 
 def test_how_far_back_a_prompt_may_part_from_the_cached_one():
-    """190 positions ran; a ring holds 142..189. Position p + 1 needs p - 5 on: from 148 on all of it is there."""
+    """440 positions ran; a ring holds 296..439. Position p + 1 needs p - 5 on: from 302 on all of it is there."""
     model = random_model(small_config(**LONG), seed=3)
-    ids = random_ids(model.config, 190)
+    ids = random_ids(model.config, 440)
     with engine_of(model) as engine:
-        for kept in (189, 160, 149, 148, 147, 120, 1):
+        for kept in (439, 350, 303, 302, 301, 200, 1):
             engine.generate(ids, max_new_tokens=1, reuse_prefix=False)
             other = [*ids[:kept], (ids[kept] + 1) % 100]
             engine.generate(other, max_new_tokens=1)
-            assert engine.statistics.reused_tokens == (kept if kept >= 190 - RING + 7 - 1 else 0)
+            assert engine.statistics.reused_tokens == (kept if kept >= 440 - RING + 7 - 1 else 0)
 
 
 def test_without_windows_every_prefix_is_kept():
@@ -86,8 +86,8 @@ def test_a_wrong_reuse_would_be_seen():
 @pytest.mark.parametrize("first_is", ["cancelled", "speculating", "scored", "logits"])
 def test_what_came_before_changes_no_bit(first_is):
     model = random_model(small_config(**LONG), seed=5)
-    ids = random_ids(model.config, 150)
-    for length in (20, 60, 140):
+    ids = random_ids(model.config, 300)
+    for length in (20, 130, 280):
         with engine_of(model) as fresh, engine_of(model) as engine:
             if first_is == "cancelled":
                 stream = engine.stream(ids[:length], max_new_tokens=50, speculate=4)

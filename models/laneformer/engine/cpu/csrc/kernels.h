@@ -18,7 +18,7 @@ enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3 };
 enum class Math : int { exact = 0, bf16 = 1 };  // of the activations: fp32, or rounded to bf16
 constexpr int kDTypeCount = 4, kMaths = 2;
 constexpr const char* kMathNames[kMaths] = {"exact", "bf16"};
-constexpr int kTileRows = 32, kMaxColumns = 32;
+constexpr int kTileRows = 32, kMaxColumns = 128;
 constexpr int kScoreRows = 2;  // query heads that share one pass over the keys and values
 
 struct DTypeTraits {

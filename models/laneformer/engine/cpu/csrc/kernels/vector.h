@@ -89,14 +89,15 @@ INLINE float maximum(V16 v) {
   return x[0];
 }
 
-// e^x to about 1 ulp for x <= 88; below -87 it is zero. x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r.
+// e^x to about 1 ulp; zero below -87, and above 88.7, where float ends, e^88.7: an exponent beyond would wrap into the
+// sign. x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r.
 INLINE V16 exp(V16 x) {
   V16 out;
   EACH_PART {
     const F v = x.part[i];
     const F magic = 12582912.0f - F{};  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
-    const F lowest = -87.0f - F{};
-    const F clamped = v > lowest ? v : lowest;
+    const F lowest = -87.0f - F{}, highest = 88.7f - F{};
+    const F above = v > lowest ? v : lowest, clamped = above < highest ? above : highest;
     const F shifted = fma_part(clamped, 1.44269504f - F{}, magic);
     const F n = shifted - magic;
     F r = fma_part(n, -0.693359375f - F{}, clamped);
