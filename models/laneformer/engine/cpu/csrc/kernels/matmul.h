@@ -16,23 +16,6 @@ constexpr int kTileGroups = 1, kTileColumns = 1;
 template <DType T>
 constexpr int kPairBytes = T == DType::fp32 ? 128 : T == DType::int8 ? 32 : 64;  // one group of 16 rows, two inputs
 
-#if defined(__AVX512F__) || defined(__F16C__)
-INLINE F half_part(const uint16_t* x) {
-#if defined(__AVX512F__)
-  return (F)_mm512_maskz_cvtph_ps(0xffff, _mm256_load_si256((const __m256i*)x));
-#else
-  return (F)_mm256_cvtph_ps(_mm_load_si128((const __m128i*)x));
-#endif
-}
-#else
-INLINE F half_part(const uint16_t* x) {  // finite fp16 only: the exponent is moved by a multiplication with 2^112
-  typedef uint16_t H __attribute__((vector_size(2 * kWidth), may_alias));
-  const I bits = __builtin_convertvector(*(const H*)x, I);
-  const F magnitude = (F)((bits & 0x7fff) << 13) * 5.192296858534828e33f;
-  return (F)((I)magnitude | ((bits & 0x8000) << 16));
-}
-#endif
-
 // Two inputs' weights of one group of a tile. Those of int8 come 2^24 times too large: the byte stays on top.
 template <DType T>
 INLINE void load_pair(const char* tile, int group, V16& even, V16& odd) {

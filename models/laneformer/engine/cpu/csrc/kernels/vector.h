@@ -75,6 +75,23 @@ INLINE V16 max(V16 a, V16 b) {
   return a;
 }
 
+#if defined(__AVX512F__) || defined(__F16C__)
+INLINE F half_part(const uint16_t* x) {
+#if defined(__AVX512F__)
+  return (F)_mm512_maskz_cvtph_ps(0xffff, _mm256_load_si256((const __m256i*)x));
+#else
+  return (F)_mm256_cvtph_ps(_mm_load_si128((const __m128i*)x));
+#endif
+}
+#else
+INLINE F half_part(const uint16_t* x) {  // finite fp16 only: the exponent is moved by a multiplication with 2^112
+  typedef uint16_t H __attribute__((vector_size(2 * kWidth), may_alias));
+  const I bits = __builtin_convertvector(*(const H*)x, I);
+  const F magnitude = (F)((bits & 0x7fff) << 13) * 5.192296858534828e33f;
+  return (F)((I)magnitude | ((bits & 0x8000) << 16));
+}
+#endif
+
 INLINE float sum(V16 v) {  // pairwise, the same tree for every width
   float x[16];
   store(x, v);
