@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_mixtures import order, shards
-from data_mixtures.recipe import Recipe, check_known
+from data_mixtures.recipe import check_known
 from data_mixtures.window_files import TokenFile, WindowFiles
 
 PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
@@ -27,11 +27,6 @@ PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_
 CONVERSATIONS = "conversations"
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
-
-
-def write_lock(data_dir: Path, phase: str, recipe: Recipe) -> Path:
-    """Pin one phase of a recipe to the data in data_dir: data_dir/<phase>.lock.json."""
-    return pin(data_dir, phase, recipe.phases[phase], recipe.seed, recipe.seq_len, recipe.epoch_cap)
 
 
 def pin(
@@ -236,20 +231,13 @@ def _open_source(lock_path: Path, entry: Mapping[str, Any], sizes: bool) -> list
             "length. Use the lock file that belongs to it, or prepare both again"
         )
     if sizes:
-        _check_sizes(folder, manifest)
+        shards.check_sizes(folder, manifest)
     return [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]
 
 
 def _flags_of(file: TokenFile) -> TokenFile:
     path, entry = file
     return os.path.join(os.path.dirname(path), entry["flags"]["name"]), entry["flags"]
-
-
-def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
-    shards.check_sizes(folder, dict(manifest))
-    if "flags" in manifest["valid"]:
-        flags = [entry["flags"] for entry in manifest["shards"]]
-        shards.check_sizes(folder, {"shards": flags, "valid": manifest["valid"]["flags"]})
 
 
 def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None, flags: bool = False) -> np.ndarray:
@@ -259,7 +247,7 @@ def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = N
     """
     folder = Path(data_dir) / source
     manifest = shards.read_manifest(folder)
-    _check_sizes(folder, manifest)
+    shards.check_sizes(folder, manifest)
     entry = manifest["valid"]["flags"] if flags else manifest["valid"]
     count = entry["windows"] if max_windows is None else min(max_windows, entry["windows"])
     windows = np.empty((count, manifest["seq_len"] + 1), dtype=shards.token_dtype(entry))

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from data_mixtures import recipe, shards
 from data_mixtures.stages import stage, table
-from data_mixtures.stages.run import AGAIN, KINDS, Options, source_table
+from data_mixtures.stages.run import AGAIN, KINDS, Options, figures
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 SLURM_WORKERS = 64
@@ -65,7 +65,8 @@ def _summary(out: Path, made: dict[str, str]) -> Table:
         counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
         sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
         rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
-    return source_table(f"data in {out}", ("docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", ""), rows)
+    head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
+    return figures(f"data in {out}", head, rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

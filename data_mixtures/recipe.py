@@ -171,10 +171,6 @@ class Dedup:
     language: str = ""
     """Of datatrove's word tokenizers, for text without spaces between words, such as zh or ja; default: spaces"""
 
-    def __post_init__(self) -> None:
-        for name in ("n_grams", "buckets", "hashes_per_bucket"):
-            check_integer(f"dedup.{name}", getattr(self, name))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -270,12 +266,8 @@ def _listed(table: dict[str, Any], used: set[str]) -> dict[str, Any]:
     return {name: values for name, values in sources.items() if name in used}
 
 
-def _is_phase(key: str) -> bool:
-    return re.fullmatch(r"phase\d+", key) is not None
-
-
 def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
-    weights = {key: table.pop(key) for key in list(table) if _is_phase(key)}
+    weights = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
     if isinstance(table.get("sources"), str):
         used = {name for each in weights.values() for name in each}
         table["sources"] = _listed(_toml(folder / table["sources"]), used)

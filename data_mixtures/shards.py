@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -136,11 +137,23 @@ def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.Large
     return ids, lengths, pyarrow.Array.from_buffers(pyarrow.large_string(), count, buffers)
 
 
-def content_sha256(manifest: dict[str, Any]) -> str:
+def token_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entries of all files of tokens: the shards in their order, then the held-out windows."""
+    return [*manifest["shards"], manifest["valid"]]
+
+
+def shard_number(name: str) -> int:
+    return int(re.findall(r"\d+", name)[0])
+
+
+def _window_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    files = token_files(manifest)
+    return files + [entry["flags"] for entry in files if "flags" in entry]
+
+
+def content_sha256(manifest: Mapping[str, Any]) -> str:
     """The identity of a source's data: a hash of what decides its windows, and of nothing else."""
-    files = [*manifest["shards"], manifest["valid"]]
-    files += [entry["flags"] for entry in files if "flags" in entry]
-    of_files = [[entry[name] for name in _CONTENT_OF_FILE] for entry in files]
+    of_files = [[entry[name] for name in _CONTENT_OF_FILE] for entry in _window_files(manifest)]
     content = json.dumps([[manifest.get(name) for name in _CONTENT], of_files])
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -197,9 +210,9 @@ def files_of(entry: dict[str, Any]) -> tuple[str, ...]:
     return (entry["name"], *(entry[part]["name"] for part in ("parity", "docs") if part in entry))
 
 
-def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Every file of the manifest exists with its size. ValueError names the first one that does not."""
-    for entry in (*manifest["shards"], manifest["valid"]):
+    for entry in _window_files(manifest):
         path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
         try:
             size = os.stat(path).st_size  # one question a file: there may be thousands, on a file system far away

@@ -153,19 +153,15 @@ def _continued(folder: Path, at: int, offset: int) -> Found:
     """The document that holds a token and began before it; {} if that was in a shard that is not here any more."""
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
-    position = _number(manifest["shards"][at]) * stride + offset
+    firsts = [shards.shard_number(entry["name"]) * stride for entry in manifest["shards"]]
     for earlier in range(at, -1, -1):
         begins, facts = index(folder, earlier)
-        before = position - _number(manifest["shards"][earlier]) * stride - begins
+        before = firsts[at] + offset - firsts[earlier] - begins
         if len(behind := np.flatnonzero(before > 0)):
             last = int(behind[-1])
             document = {"before": int(before[last]), **facts(last)}
             return document if document["before"] < document["document_tokens"] else {}
     return {}
-
-
-def _number(entry: Found) -> int:
-    return int(re.findall(r"\d+", entry["name"])[0])
 
 
 @functools.lru_cache(maxsize=64)

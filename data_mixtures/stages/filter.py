@@ -111,8 +111,8 @@ class DocumentFilter:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows.texts)
         pieces = [Document(place, text) for place, raw in enumerate(rows.texts) for text in self._pieces(raw)]
-        final = map(self._identified, self._through(self.before, pieces))
-        documents = self._through(self.after, self._clean([each for each in final if self._belongs(each)]))
+        final = self._chosen(self._through(self.before, pieces))
+        documents = self._through(self.after, self._clean(final))
         self._kept += len(documents)
         self._bytes += sum(len(each.utf8) for each in documents)
         return [(each.identity, each.utf8, rows.origin(each.place)) for each in documents]
@@ -152,31 +152,25 @@ class DocumentFilter:
                 left.append(document._replace(text=text))
         return left if steps else documents
 
-    def _identified(self, document: Document) -> Document:
-        utf8 = document.text.encode()
-        return document._replace(utf8=utf8, identity=xxhash.xxh3_128_digest(utf8))
-
-    def _belongs(self, document: Document) -> bool:
-        """Whether a document is in the part of its source that is kept: those that the shuffle would put first."""
-        if key_of_id(document.identity, self.seed) < self.below:
-            return True
-        self._dropped["not_kept"] += 1
-        return False
+    def _chosen(self, documents: list[Document]) -> list[Document]:
+        """With their ids, those in the part of the source that is kept: what the shuffle would put first."""
+        texts = [(each, each.text.encode()) for each in documents]
+        final = [each._replace(utf8=utf8, identity=xxhash.xxh3_128_digest(utf8)) for each, utf8 in texts]
+        chosen = [each for each in final if key_of_id(each.identity, self.seed) < self.below]
+        self._dropped["not_kept"] += len(final) - len(chosen)
+        return chosen
 
     def _clean(self, documents: list[Document]) -> list[Document]:
         if self.index is None:
             return documents
         held = self.index.find([each.text for each in documents])
         for items in filter(None, held):
-            self._count_contaminated(items)
+            self._dropped["contaminated"] += 1
+            for name in {name for name, _ in items}:
+                self._contamination.setdefault(name, {"documents": 0, "items": Counter()})["documents"] += 1
+            for name, number in items:
+                self._contamination[name]["items"][number] += 1
         return [each for each, items in zip(documents, held, strict=True) if not items]
-
-    def _count_contaminated(self, items: list[tuple[str, int]]) -> None:
-        self._dropped["contaminated"] += 1
-        for name in {name for name, _ in items}:
-            self._contamination.setdefault(name, {"documents": 0, "items": Counter()})["documents"] += 1
-        for name, number in items:
-            self._contamination[name]["items"][number] += 1
 
     def counts(self) -> dict[str, Any]:
         """For the receipt, which outlives the files: {"read", "cut", "kept", "bytes", "dropped", "contamination"}.

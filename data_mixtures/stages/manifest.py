@@ -46,7 +46,8 @@ def write(
         if missing := [name for name in weights if not (out / name / shards.MANIFEST).is_file()]:
             console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
         else:
-            console.print(f"{mixture.write_lock(out, phase, recipe)}", highlight=False, soft_wrap=True)
+            lock = mixture.pin(out, phase, weights, recipe.seed, recipe.seq_len, recipe.epoch_cap)
+            console.print(f"{lock}", highlight=False, soft_wrap=True)
     return made
 
 

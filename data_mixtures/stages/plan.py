@@ -105,7 +105,7 @@ def _check_field(source_input: Input, name: str) -> None:
     """ValueError when the first file lacks the field or column of text; a damaged one is counted when it is read."""
     if source_input.kind == "parquet":
         with local.opened(name) as file:
-            text_column(_schema(file, name), (source_input.field,), name)
+            _column_of(file, (source_input.field,), name)
     elif source_input.kind == "jsonl" and (problem := local.first_problem(name, source_input.field)):
         raise ValueError(problem)
 
@@ -169,7 +169,8 @@ def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
             raise ValueError(f"{each.repo} @ {revision} has no Parquet file in {config}/; {near}")
         if each.files is not None:
             found = sorted(found, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
-        column = _text_column(origin, each, revision, found[0].path)
+        with origin.open(each.repo, revision, found[0].path) as opened:
+            column = _column_of(opened, each.text_columns, f"{each.repo} @ {revision}: {found[0].path}")
         for file in found:
             number = {"source": each.name, "number": len(entries), "kind": "parquet"}
             entries.append({**number, **asdict(file), "text_column": column})
@@ -179,18 +180,13 @@ def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
     return _hashed({**facts, **terms, "units": entries}, [each.repo, revision, entries])
 
 
-def _text_column(origin: hub.Origin, each: HubSource, revision: str, path: str) -> str:
-    """The column of text by the file's footer."""
-    with origin.open(each.repo, revision, path) as file:
-        schema = _schema(file, f"{each.repo} @ {revision}: {path}")
-    return text_column(schema, each.text_columns, f"{each.repo}/{path}")
-
-
-def _schema(file: BinaryIO, where: str) -> pyarrow.Schema:
+def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
+    """`text_column` of a Parquet file, by its footer."""
     try:
-        return pyarrow.parquet.read_schema(file)
+        schema = pyarrow.parquet.read_schema(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{where} has no readable Parquet footer: {error}") from error
+    return text_column(schema, names, where)
 
 
 def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:

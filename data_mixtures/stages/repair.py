@@ -26,7 +26,7 @@ def repair(damage: Sequence[Damage], console: Console) -> list[Damage]:
     done: dict[Path, str] = {}  # why it could not be, "" if it was
     for folder in {each.path.parent for each in damage if (each.path.parent / shards.MANIFEST).is_file()}:
         manifest = shards.read_manifest(folder)
-        for entry in (*manifest["shards"], manifest["valid"]):
+        for entry in shards.token_files(manifest):
             names = {folder / entry["name"], folder / entry["parity"]["name"]}
             if names & {each.path for each in damage}:
                 done |= dict.fromkeys(names, _restore(folder, entry))

@@ -186,12 +186,7 @@ def summary(stage: str, receipts: Mapping[Unit, Mapping[str, Any]]) -> Table:
                 row[name] = row.get(name, 0) + value
     columns = list(dict.fromkeys(name for row in sums.values() for name in row))
     rows = [[source, *(f"{row.get(name, 0):,}" for name in columns)] for source, row in sums.items()]
-    return source_table(stage, columns, rows)
-
-
-def source_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A row for each source: its name, then figures."""
-    return figures(title, ("source", *columns), rows)
+    return figures(stage, ("source", *columns), rows)
 
 
 def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

@@ -21,10 +21,9 @@ import shutil
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TextIO, TypeVar
 
 import xxhash
 
@@ -230,9 +229,8 @@ def is_done(stage: Stage, unit: Unit) -> bool:
         return False
     if receipt.get("freed"):
         return True
-    paths = [unit_folder(stage.out, stage.name, unit) / name for name in receipt["files"]]
-    sizes = [entry["bytes"] for entry in receipt["files"].values()]
-    return all(path.is_file() for path in paths) and [path.stat().st_size for path in paths] == sizes
+    paths = {unit_folder(stage.out, stage.name, unit) / name: of["bytes"] for name, of in receipt["files"].items()}
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
@@ -247,11 +245,9 @@ def free(out: Path, stage: str, unit: Unit) -> int:
     return freed
 
 
-@contextmanager
-def exclusive(out: Path) -> Iterator[None]:
-    """One preparation per folder at a time. ValueError when there is another, with its process and host."""
-    with hold_lock(out / ".lock", f"another process is preparing {out}; wait for it, or use another --out"):
-        yield
+def exclusive(out: Path) -> TextIO:
+    """One preparation per folder in this context. ValueError when there is another, with its process and host."""
+    return hold_lock(out / ".lock", f"another process is preparing {out}; wait for it, or use another --out")
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

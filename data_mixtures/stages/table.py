@@ -28,7 +28,7 @@ from data_mixtures.stages import (
 from data_mixtures.stages.dedup import Clusters, Links, Signatures
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
-from data_mixtures.stages.run import Options, run_units, source_table, summary
+from data_mixtures.stages.run import Options, figures, run_units, summary
 
 # the server that forks the workers has imported every stage, and pandas, which pyarrow looks for when first used
 multiprocessing.set_forkserver_preload([__name__, "pandas"])
@@ -104,7 +104,7 @@ def _plan(context: RunContext) -> None:
         facts = (made[name].get(key, "") for key in ("revision", "gate", "licence"))
         rows.append([name, f"{len(units):,}", f"{size:,}", *facts])
     if rows:
-        context.console.print(source_table(None, ("units", "bytes", "revision", "gate", "licence"), rows))
+        context.console.print(figures(None, ("source", "units", "bytes", "revision", "gate", "licence"), rows))
 
 
 def _fetch(context: RunContext) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     ValueError when a source has no readable manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    listed = [entry for manifest in manifests.values() for entry in _entries(manifest)]
+    listed = [entry for manifest in manifests.values() for entry in shards.token_files(manifest)]
     size = sum(entry["bytes"] for entry in listed)
     found: list[Damage] = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -68,7 +67,7 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     with bar as progress, ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         task = progress.add_task("verifying", total=size)
         for source, manifest in manifests.items():
-            folder, entries = out / source, _entries(manifest)
+            folder, entries = out / source, shards.token_files(manifest)
             checks = pool.map(lambda entry, m=manifest, at=folder: _check_file(at, m, entry), entries)
             spans = []
             for entry, (damage, span) in zip(entries, checks, strict=True):
@@ -82,10 +81,6 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     files = sum(len(shards.files_of(entry)) for entry in listed)
     console.print(f"{files} files, {size:,} bytes: {len(found)} damaged", highlight=False)
     return found
-
-
-def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*manifest["shards"], manifest["valid"]]
 
 
 def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -> tuple[list[Damage], Span | None]:
@@ -108,14 +103,10 @@ def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -
     ends = first + np.cumsum(lengths, dtype=np.int64)
     if not np.array_equal(begins, ends - lengths):
         wrong.append(Damage(path, f"its documents do not begin at the token {manifest['bos_id']} in {entry['name']}"))
-    number = _number(entry["name"])
+    number = shards.shard_number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
     span = (number, at + first, at + int(ends[-1])) if len(ends) and not wrong else None
     return damage + wrong, span
-
-
-def _number(shard: str) -> int:
-    return int(re.findall(r"\d+", shard)[0])
 
 
 def _check_tokens(path: Path, entry: dict[str, Any], bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
@@ -172,7 +163,7 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
         damage.append(Damage(path, f"{manifest['windows']} windows, its shards have {windows}"))
     if manifest["read"] != manifest["kept"] + sum(manifest["dropped"].values()):
         damage.append(Damage(path, f"{manifest['read']} documents read are not those kept and dropped"))
-    listed = [*_entries(manifest), *manifest.get("quarantined", [])]
+    listed = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
     known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
     return damage + [Damage(each, "not in the manifest") for each in sorted(folder.iterdir()) if each.name not in known]
 
@@ -223,7 +214,7 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
     locks = {path: mixture.read_lock(path) for path in sorted(out.glob("*.lock.json"))}
     for source, manifest in changed.items():
         for entry in manifest["quarantined"]:
-            stage.forget(out, shuffle.SHUFFLE, Unit(source, _number(entry["name"])))
+            stage.forget(out, shuffle.SHUFFLE, Unit(source, shards.shard_number(entry["name"])))
             line = f"quarantined: {out / source / entry['name']}: {entry['reason']}"
             console.print(line, markup=False, soft_wrap=True)
         shards.write_manifest(out / source, manifest)

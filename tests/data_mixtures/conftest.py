@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from data_mixtures import mixture, prepare, recipe, shards
+from data_mixtures import mixture, prepare, shards
 from data_mixtures.stages.run import Options
 
 RECIPE = """
@@ -107,13 +107,8 @@ def counting_data(tmp_path: Path):
             of_tokens = dict(zip(shards.TOKENIZER_FACTS, ("t", 65_536, 2, 1, 2), strict=True))
             manifest = {"category": "web", "seq_len": seq_len, **of_tokens}
             shards.write_manifest(folder, {**manifest, "windows": count, "shards": written, "valid": valid})
-        phases = {"phase1": dict(zip(names, weights, strict=True)), "phase2": dict(zip(names, phase2, strict=True))}
-        numbers = {"seed": 5, "seq_len": seq_len, "windows_per_shard": per_shard, "valid_per_10000": 100}
-        plan = recipe.Recipe(
-            **numbers, epoch_cap=cap, tokenizer=recipe.TokenizerFile("unused"), sources=(), phases=phases
-        )
-        for phase in phases:
-            mixture.write_lock(tmp_path, phase, plan)
+        for phase, shares in (("phase1", weights), ("phase2", phase2)):
+            mixture.pin(tmp_path, phase, dict(zip(names, shares, strict=True)), 5, seq_len, cap)
         return tmp_path
 
     return make

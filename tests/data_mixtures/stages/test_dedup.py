@@ -166,10 +166,11 @@ def test_numbers_are_words_unless_the_recipe_says_otherwise():
         assert (one == other) is not numbers
 
 
-def test_settings_without_sense_are_refused():
+def test_settings_without_sense_are_refused(tmp_path):
     for name in ("n_grams", "buckets", "hashes_per_bucket"):
-        with pytest.raises(ValueError, match=f"dedup.{name} = 0 must be an integer from 1"):
-            recipe.Dedup(**{name: 0})
+        (tmp_path / "recipe.toml").write_text(f"[dedup]\n{name} = 0")
+        with pytest.raises(ValueError, match=f"dedup: {name} = 0 must be an integer from 1"):
+            recipe.load(tmp_path / "recipe.toml")
 
 
 @pytest.mark.slow  # spacy takes seconds to be imported
