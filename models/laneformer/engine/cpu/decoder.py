@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...config import HEAD, LM_HEAD_TYPES, MATRICES, MODULES, NORMS, LaneformerConfig
+from ...tensors import Tensor
 from ..decoder import Request
 from ..device import default_threads, one_cpu_a_core_first
-from ..folder import Tensor, rope_tables
+from ..folder import rope_tables
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
