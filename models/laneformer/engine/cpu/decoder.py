@@ -38,6 +38,7 @@ class CpuDecoder(_core.Decoder):
         pin: bool = False,
         packed: PackedWeights | None = None,
     ):
+        config.refuse_borrowed("the CPU engine, as yet,")
         if math not in ("exact", "bf16"):
             raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
