@@ -14,14 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # inside laneformer: what a part may use of the others, and the heavy libraries that only some parts may touch
 INSIDE = {
     "config": set(),
+    "tensors": set(),
     "model": {"config"},
+    "llama": {"config", "tensors"},
     "hf": {"config", "model"},
     "titan": {"config", "model"},
     "chat": {"config"},
-    "engine": {"config"},
-    "engine/cuda": {"config", "model", "engine"},
+    "engine": {"config", "llama", "tensors"},
+    "engine/cuda": {"config", "model", "engine", "tensors"},
     "serve": {"chat", "config", "engine"},
-    "cli": {"chat", "config", "engine", "serve"},
+    "cli": {"chat", "config", "engine", "serve", "tensors"},
 }
 ONLY_IN = {
     "torchtitan": {"titan"},

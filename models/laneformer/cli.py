@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from .engine import Engine, GenerationOptions
-from .engine.folder import MatrixDtype
+from .tensors import MatrixDtype
 
 Dtype = Literal["auto"] | MatrixDtype
 

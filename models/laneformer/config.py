@@ -16,6 +16,9 @@ MODULES = ("attention", "mlp")
 MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
             "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")  # fmt: skip
 NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
+BIASED = ("attention.wq", "attention.wk", "attention.wv")  # by `attention_bias`
+HEAD_NORMS = ("attention.q_norm", "attention.k_norm")  # by `qk_norm`: of every head's queries and keys, before RoPE
+EMBEDDING = "tok_embeddings.weight"
 HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
 ROPE_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -39,7 +42,11 @@ class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported
 
 @dataclass(frozen=True)
 class LaneformerConfig:
-    """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction."""
+    """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
+
+    The last four fields are there for checkpoints of other families (llama/): head_dim None is hidden_size over
+    num_attention_heads; attention_bias adds to queries, keys and values; nope_layers are those without RoPE.
+    """
 
     hidden_size: int = 3072
     intermediate_size: int = 12288
@@ -64,19 +71,27 @@ class LaneformerConfig:
     use_mlp_comm: bool = True
     pre_norm_lane_agg: bool = False
     rebroadcast_early: bool = False
+    head_dim: int = None  # type: ignore[assignment]
+    attention_bias: bool = False
+    qk_norm: bool = False
+    nope_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "swa_layers", tuple(self.swa_layers))
+        for name in ("swa_layers", "nope_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_sizes()
         self._check_lanes()
+        self._check_heads()
         self._check_choices()
 
     def _check_sizes(self) -> None:
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "num_lanes", "sliding_window", "max_position_embeddings", "vocab_size",
+            "num_lanes", "sliding_window", "max_position_embeddings", "vocab_size", "head_dim",
         ):  # fmt: skip
             value = getattr(self, name)
+            if name == "head_dim" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} = {value!r} must be a positive integer")
         if not isinstance(self.broadcast_delay, int) or self.broadcast_delay < 0:
@@ -86,16 +101,22 @@ class LaneformerConfig:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be greater than 0")
 
     def _check_lanes(self) -> None:
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "hidden_size"):
+        by_head = {"vocab_parallel": ["vocab_size"], "lane": ["hidden_size"]}.get(self.lm_head_type, [])
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *by_head):
             value = getattr(self, name)
             if value % self.num_lanes:
                 below, above = value - value % self.num_lanes, value + -value % self.num_lanes
                 near = f"{below} or {above}" if below else f"{above}"
                 raise ValueError(f"{name} = {value} is not divisible by num_lanes = {self.num_lanes}; use {near}")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads = {self.num_attention_heads}"
-            )
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size = {self.hidden_size} is not divisible by "
+                    f"num_attention_heads = {self.num_attention_heads}; use a multiple, or set head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.head_dim % 2:
             raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs, so it must be even")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -105,23 +126,25 @@ class LaneformerConfig:
             )
 
     def _check_choices(self) -> None:
-        outside = [i for i in self.swa_layers if i not in range(self.num_hidden_layers)]
-        if outside:
-            raise ValueError(f"swa_layers holds {outside}, but the layers are 0 to {self.num_hidden_layers - 1}")
+        for name in ("swa_layers", "nope_layers"):
+            outside = [i for i in getattr(self, name) if i not in range(self.num_hidden_layers)]
+            if outside:
+                raise ValueError(f"{name} holds {outside}, but the layers are 0 to {self.num_hidden_layers - 1}")
         if self.lm_head_type not in LM_HEAD_TYPES:
             raise ValueError(f"lm_head_type = {self.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
         if self.pre_norm_lane_agg and self.lm_head_type != "replicate":
             raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {self.lm_head_type!r}")
-        if self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings = True is not supported: the head's layout is per lane; use False")
+        if self.tie_word_embeddings and self.lm_head_type == "lane":
+            raise ValueError("tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'")
         if self.rope_scaling is not None:
             missing = [k for k in ROPE_SCALING_KEYS if k not in self.rope_scaling]
             if missing:
                 raise ValueError(f"rope_scaling lacks {missing}; it needs {list(ROPE_SCALING_KEYS)} (Llama-3 style)")
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def query_size(self) -> int:
+        """Outputs of all query heads together; hidden_size unless `head_dim` says otherwise."""
+        return self.head_dim * self.num_attention_heads
 
     @property
     def kv_heads_per_lane(self) -> int:
@@ -130,6 +153,19 @@ class LaneformerConfig:
     def window(self, layer: int) -> int | None:
         """Keys a query of this layer may see, itself included; None for all."""
         return self.sliding_window if layer in self.swa_layers else None
+
+    def borrowed(self) -> dict[str, Any]:
+        """The fields that only models of other families (llama/) set, where they differ from a Laneformer's."""
+        plain: dict[str, Any] = {"head_dim": self.hidden_size / self.num_attention_heads, "nope_layers": ()}
+        plain |= {"attention_bias": False, "qk_norm": False}
+        return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
+
+    def refuse_borrowed(self, who: str) -> None:
+        """ValueError, with their names, for what other families' models have and `who` has not."""
+        found = self.borrowed() | ({"tie_word_embeddings": True} if self.tie_word_embeddings else {})
+        if found:
+            listing = ", ".join(f"{name} = {value}" for name, value in found.items())
+            raise ValueError(f"{who} does not support {listing}; the CPU engine and the plain PyTorch model do")
 
     def join(self, layer: int, module: str) -> Join:
         """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
@@ -154,32 +190,42 @@ class LaneformerConfig:
         return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the model, named as in its state dict, and its shape.
+        """Every tensor of the model, named as in its state dict, and its shape; no head where it is tied.
 
         A matrix is (L, out / L, in) where a lane owns rows, and (L, out, in / L) where it owns columns.
         """
         lanes, d, f, v = self.num_lanes, self.hidden_size, self.intermediate_size, self.vocab_size
-        kv = self.head_dim * self.num_key_value_heads
+        q, kv = self.query_size, self.head_dim * self.num_key_value_heads
         norm = (d,) if self.replicated_rmsn_scale else (lanes, d)
-        heads = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
-        rows = {"wq": d, "wk": kv, "wv": kv, "w1": f, "w3": f}
-        columns = {"wo": d, "w2": f}
-        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (v, d)}
+        rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
+        columns = {"wo": q, "w2": f}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (v, d)}
         for i in range(self.num_hidden_layers):
             shapes |= {f"layers.{i}.{name}.weight": norm for name in NORMS}
             for name in MATRICES:
                 part = name.split(".")[1]
                 shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
                 shapes[f"layers.{i}.{name}.weight"] = shape
-        return {**shapes, "norm.weight": norm, HEAD: heads[self.lm_head_type]}
+                if self.attention_bias and name in BIASED:
+                    shapes[f"layers.{i}.{name}.bias"] = shape[:2]
+            shapes |= {f"layers.{i}.{name}.weight": (self.head_dim,) for name in HEAD_NORMS if self.qk_norm}
+        head = {} if self.tie_word_embeddings else {HEAD: self.head_shape}
+        return {**shapes, "norm.weight": norm, **head}
+
+    @property
+    def head_shape(self) -> tuple[int, ...]:
+        """Of the head's weight, which is the embedding's in another shape where they are tied."""
+        lanes, d, v = self.num_lanes, self.hidden_size, self.vocab_size
+        shapes = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
+        return shapes[self.lm_head_type]
 
     def parameter_count(self) -> dict[str, int]:
         """Parameters by part: embedding, one layer's matrices, head, norms, total."""
         sizes = {name: math.prod(shape) for name, shape in self.tensor_shapes().items()}
         return {
-            "embedding": sizes["tok_embeddings.weight"],
+            "embedding": sizes[EMBEDDING],
             "layer": sum(sizes[f"layers.0.{name}.weight"] for name in MATRICES),
-            "lm_head": sizes[HEAD],
+            "lm_head": sizes.get(HEAD, 0),
             "norms": sum(size for name, size in sizes.items() if name.endswith("norm.weight")),
             "total": sum(sizes.values()),
         }
@@ -207,7 +253,10 @@ class LaneformerConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "swa_layers": list(self.swa_layers)}
+        """JSON values; without the fields of other families' models where they have nothing to say."""
+        plain = {"head_dim", "attention_bias", "qk_norm", "nope_layers"} - self.borrowed().keys()
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def hf_name(name: str) -> str:
@@ -244,9 +293,9 @@ def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
     Keys outside the causal triangle or the sliding window are not counted, and neither is recomputation.
     """
     counts = config.parameter_count()
-    matrices = counts["total"] - counts["embedding"] - counts["norms"]
+    matrices = config.num_hidden_layers * counts["layer"] + math.prod(config.head_shape)
     keys = 0.0
     for layer in range(config.num_hidden_layers):
         window = min(config.window(layer) or seq_len, seq_len)
         keys += (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-    return int(6 * matrices + 12 * config.hidden_size * keys)
+    return int(6 * matrices + 12 * config.query_size * keys)

@@ -5,7 +5,7 @@ full-width partial output per lane. With Delayed Tensor Parallelism a lane adds 
 lanes' partials `broadcast_delay` layers later, so that their exchange never blocks (see `Join` in config.py).
 
     B batch   S query positions   T key positions   L lanes   D hidden   F intermediate   V vocabulary
-    H query heads   K KV heads   d head dimension, D / H
+    H query heads   K KV heads   d head dimension
 
 The lanes are an axis of ordinary tensors here, so one device computes all of them; the decode engine gives each lane to
 its own thread or group of SMs. The Hugging Face export carries this file as it is: it needs torch and config.py only.
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import HEAD, Join, LaneformerConfig
+from .config import Join, LaneformerConfig
 
 
 class LaneLinear(nn.Module):
@@ -31,26 +31,33 @@ class LaneLinear(nn.Module):
 
     fan "out" (wq, wk, wv, w1, w3, head): the lane owns rows, weight (L, out/L, in), x (B,S,L,in) -> (B,S,L,out/L).
     fan "in" (wo, w2): the lane owns columns, weight (L, out, in/L), x (B,S,L,in/L) -> a partial sum (B,S,L,out).
+    With `bias` (L, out/L), for fan "out" only.
     """
 
-    def __init__(self, num_lanes: int, in_features: int, out_features: int, fan: str):
+    def __init__(self, num_lanes: int, in_features: int, out_features: int, fan: str, bias: bool = False):
         super().__init__()
         assert fan in ("out", "in"), f"fan is 'out' or 'in', not {fan!r}"
         shape = (out_features // num_lanes, in_features) if fan == "out" else (out_features, in_features // num_lanes)
         self.weight = nn.Parameter(torch.empty(num_lanes, *shape))
+        self.bias = nn.Parameter(torch.empty(num_lanes, shape[0])) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bsli,loi->bslo", x, self.weight)
+        y = torch.einsum("bsli,loi->bslo", x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 class LaneRMSNorm(nn.Module):
-    """RMSNorm of every lane's own stream, (..., L, D) -> (..., L, D); the scale is shared (D,) or per lane (L, D)."""
+    """RMSNorm of every lane's own stream, (..., L, D) -> (..., L, D); the scale is shared (D,) or per lane (L, D).
 
-    def __init__(self, config: LaneformerConfig):
+    With `size`, of the last axis of that size.
+    """
+
+    def __init__(self, config: LaneformerConfig, size: int | None = None):
         super().__init__()
-        d = config.hidden_size
+        d = size or config.hidden_size
+        shared = config.replicated_rmsn_scale or size is not None
         self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.ones(d) if config.replicated_rmsn_scale else torch.ones(config.num_lanes, d))
+        self.weight = nn.Parameter(torch.ones(d) if shared else torch.ones(config.num_lanes, d))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -119,13 +126,16 @@ class LaneAttention(nn.Module):
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
-        lanes, d_model = config.num_lanes, config.hidden_size
+        lanes, d_model, bias = config.num_lanes, config.hidden_size, config.attention_bias
         self.layer, self.num_lanes, self.head_dim = layer, lanes, config.head_dim
+        self.rotates = layer not in config.nope_layers
         kv_size = config.head_dim * config.num_key_value_heads
-        self.wq = LaneLinear(lanes, d_model, d_model, fan="out")
-        self.wk = LaneLinear(lanes, d_model, kv_size, fan="out")
-        self.wv = LaneLinear(lanes, d_model, kv_size, fan="out")
-        self.wo = LaneLinear(lanes, d_model, d_model, fan="in")
+        self.wq = LaneLinear(lanes, d_model, config.query_size, fan="out", bias=bias)
+        self.wk = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
+        self.wv = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
+        self.wo = LaneLinear(lanes, config.query_size, d_model, fan="in")
+        self.q_norm = LaneRMSNorm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = LaneRMSNorm(config, config.head_dim) if config.qk_norm else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no mask means plain causality."""
@@ -141,8 +151,11 @@ class LaneAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
         query, key, value = map(self._heads, self.project(x))
-        query, key = apply_rope(query, rope).transpose(1, 2), apply_rope(key, rope).transpose(1, 2)
-        value = value.transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.rotates:
+            query, key = apply_rope(query, rope), apply_rope(key, rope)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         out = self.attend(query, key, value, mask)
@@ -223,22 +236,25 @@ class LMHead(nn.Module):
     vocab_parallel: lane l scores its slice of the vocabulary from its own normed stream; weight (L, V/L, D).
     replicate: one ordinary head on the lanes' mean, weight (V, D); `pre_norm_lane_agg`: on the normed sum instead.
     lane: every lane scores the whole vocabulary from its slice of the hidden axis, summed; weight (L, V, D/L).
+    Tied, it has no weight of its own: the embedding (V, D) comes with the streams.
     """
 
     def __init__(self, config: LaneformerConfig):
         super().__init__()
-        self.kind, self.sum_before_norm = config.lm_head_type, config.pre_norm_lane_agg
-        self.weight = nn.Parameter(torch.empty(config.tensor_shapes()[HEAD]))
+        self.kind, self.sum_before_norm, self.shape = config.lm_head_type, config.pre_norm_lane_agg, config.head_shape
+        self.weight = None if config.tie_word_embeddings else nn.Parameter(torch.empty(self.shape))
 
-    def forward(self, h: Tensor, norm: LaneRMSNorm) -> Tensor:
+    def forward(self, h: Tensor, norm: LaneRMSNorm, embedding: Tensor | None = None) -> Tensor:
+        weight = self.weight if embedding is None or self.weight is not None else embedding.view(self.shape)
+        assert weight is not None, "a tied head needs the embedding"
         if self.kind == "vocab_parallel":
-            return torch.einsum("bsli,loi->bslo", norm(h), self.weight).flatten(2)
+            return torch.einsum("bsli,loi->bslo", norm(h), weight).flatten(2)
         if self.kind == "lane":
             own = norm(h).unflatten(-1, (h.shape[2], -1)).diagonal(dim1=2, dim2=3)  # (B, S, D/L, L)
-            return torch.einsum("bsil,loi->bso", own, self.weight)
+            return torch.einsum("bsil,loi->bso", own, weight)
         if self.sum_before_norm:
-            return F.linear(norm(h.sum(2, keepdim=True)).mean(2), self.weight)
-        return F.linear(norm(h).mean(2), self.weight)
+            return F.linear(norm(h.sum(2, keepdim=True)).mean(2), weight)
+        return F.linear(norm(h).mean(2), weight)
 
 
 def run_layers(
@@ -283,9 +299,8 @@ class Laneformer(nn.Module):
         positions = torch.arange(start + new, device=input_ids.device)
         rope = rope_table(self.config, positions[start:])
         masks = self.masks(positions[start:], positions)
-        return self.lm_head(
-            run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks, cache), self.norm
-        )
+        h = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks, cache)
+        return self.lm_head(h, self.norm, self.tok_embeddings.weight)
 
     def masks(self, query_positions: Tensor, key_positions: Tensor) -> list[Tensor | None]:
         """One mask a layer; None where plain causality (or a single query that sees everything) says it all."""
@@ -309,11 +324,14 @@ def init_parameter(config: LaneformerConfig, name: str, parameter: Tensor, seed:
     """The initialisation, in one place; `name` as in Laneformer's state dict.
 
     Matrices and embeddings: normal, std `initializer_range`, cut at three sigma; the matrices that write to the
-    residual stream (wo, w2) are smaller by sqrt(2 N), as in GPT-2; norm scales: one. Each tensor is drawn whole
-    from a generator of its own, keyed by seed and name: any sharding of the parameters holds the same numbers.
+    residual stream (wo, w2) are smaller by sqrt(2 N), as in GPT-2; norm scales: one; biases: zero. Each tensor is drawn
+    whole from a generator of its own, keyed by seed and name: any sharding of the parameters holds the same numbers.
     """
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
+        return
+    if name.endswith(".bias"):
+        parameter.zero_()
         return
     writes_residual = name.endswith(("wo.weight", "w2.weight"))
     shrink = math.sqrt(2 * config.num_hidden_layers) if writes_residual else 1.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -63,13 +65,38 @@ def test_dictionary_round_trip(flavor: str) -> None:
         ({"swa_layers": (0, 15)}, r"swa_layers holds \[15\], but the layers are 0 to 14"),
         ({"lm_head_type": "tied"}, r"lm_head_type = 'tied' is unknown; choose from"),
         ({"pre_norm_lane_agg": True}, r"pre_norm_lane_agg needs lm_head_type = 'replicate', not 'vocab_parallel'"),
-        ({"tie_word_embeddings": True}, r"tie_word_embeddings = True is not supported"),
+        ({"tie_word_embeddings": True, "lm_head_type": "lane"}, r"tie_word_embeddings needs lm_head_type"),
+        ({"head_dim": 0}, r"head_dim = 0 must be a positive integer"),
+        ({"head_dim": 33}, r"head dimension 33 is odd"),
+        ({"nope_layers": (15,)}, r"nope_layers holds \[15\], but the layers are 0 to 14"),
         ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling lacks \['low_freq_factor'"),
     ],
 )
 def test_bad_values_are_named(overrides: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LaneformerConfig(**overrides)
+
+
+BORROWED = {"head_dim": 24, "attention_bias": True, "qk_norm": True, "nope_layers": (1,), "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate"])
+def test_what_other_families_have(head: str) -> None:
+    """Shapes are the model's, the dictionary comes back, and parts that know none of it name all of it."""
+    config = LaneformerConfig.from_flavor("tiny", lm_head_type=head, **BORROWED)
+    with torch.device("meta"):
+        model = Laneformer(config)
+    assert config.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert config.parameter_count()["total"] == sum(p.numel() for p in model.parameters())
+    assert LaneformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match=r"training does not support head_dim = 24, nope.*, attention_bias.*qk.*, tie"):
+        config.refuse_borrowed("training")
+
+
+def test_a_laneformer_has_none_of_it() -> None:
+    config = LaneformerConfig.from_flavor("tiny")
+    config.refuse_borrowed("training")
+    assert not BORROWED.keys() - {"tie_word_embeddings"} & config.to_dict().keys()
 
 
 def test_unknown_names_are_refused() -> None:

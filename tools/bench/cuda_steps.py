@@ -27,7 +27,7 @@ from laneformer.config import MODULES, Join
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.sequence import SequenceDecoder
-from laneformer.engine.folder import Tensor
+from laneformer.tensors import Tensor
 from tools.bench import harness
 from tools.bench.harness import alternate, serve
 from tools.check import cuda as check

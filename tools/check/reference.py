@@ -18,9 +18,9 @@ import torch
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import MODULES, Join, hf_name
-from laneformer.engine.folder import STORED_TYPES, Tensor
 from laneformer.hf.configuration_laneformer import LaneformerHFConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
+from laneformer.tensors import STORED_TYPES, Tensor
 
 TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
 FP32, BF16 = 2.0**-24, 2.0**-9  # unit roundoff: the largest relative error of one rounding to nearest

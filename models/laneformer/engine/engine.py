@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from ..config import MODULES, LaneformerConfig
+from ..tensors import MATRIX_DTYPES, Tensor
 from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
 from .device import cuda_devices
-from .folder import MATRIX_DTYPES, Tensor, read_checkpoint, read_tokenizer
+from .folder import read_checkpoint, read_tokenizer
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
 from .text import StopStrings, TextStream, text_of
 
@@ -89,16 +90,18 @@ class Engine:
         threads: int | None = None,
         cache: bool = True,
         context_tokens: int | None = None,
+        lanes: int | None = None,
         **options: Any,
     ) -> Engine:
-        """Load a Hugging Face folder; `options` as in Engine. ValueError says what is wrong with the folder.
+        """Load a Hugging Face folder, of this project or of the Llama family; ValueError says what is wrong with it.
 
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start.
-        `context_tokens` replaces the config's max_position_embeddings.
+        `context_tokens` replaces the config's max_position_embeddings. `lanes` of a Llama-family model: by default as
+        many as share the threads evenly and divide its heads and MLP rows. Other `options` as in Engine.
         """
         on_cpu = not cuda_devices(device)
         folder = Path(path)
-        checkpoint = read_checkpoint(folder)
+        checkpoint = read_checkpoint(folder, lanes, threads)
         config = checkpoint.config
         if context_tokens is not None:
             config = dataclasses.replace(config, max_position_embeddings=context_tokens)

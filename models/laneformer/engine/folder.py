@@ -1,7 +1,7 @@
 """A Hugging Face folder as memory-mapped tensors: read, named, and checked before anything is computed.
 
 safetensors is a length, a JSON header and raw bytes, so it is mapped directly: numpy has no bfloat16, and the engine
-needs the bits as they are, without a copy and without torch. Types of weights and rotary tables are defined here, too.
+needs the bits as they are, without a copy and without torch. The rotary tables are computed here, too.
 """
 
 from __future__ import annotations
@@ -9,44 +9,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..config import LaneformerConfig, plain_name
+from ..llama.config import lanes_for
+from ..llama.tensors import laneformer_of
+from ..tensors import STORED_TYPES, Tensor
+from .device import default_threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-MatrixDtype = Literal["bf16", "fp16", "fp32", "int8"]  # what the engine can hold matrices in
-MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
-
-
-@dataclass(frozen=True)
-class StoredType:
-    """A weight type as others name it: safetensors, numpy (16-bit types are raw uint16) and torch."""
-
-    safetensors: str
-    element: type[np.generic]
-    torch: str
-
-
-STORED_TYPES = {
-    "bf16": StoredType("BF16", np.uint16, "bfloat16"),
-    "fp16": StoredType("F16", np.uint16, "float16"),
-    "fp32": StoredType("F32", np.float32, "float32"),
-}
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Values of `dtype` "bf16", "fp16" or "fp32"; 16-bit types as raw uint16."""
-
-    dtype: str
-    values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -54,26 +31,31 @@ class Checkpoint:
     """Everything the engine takes from a folder; tensor names are those of the plain model, without prefix."""
 
     config: LaneformerConfig
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     eos_ids: tuple[int, ...]
     files: list[Path]  # where the tensors are mapped from
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check a folder with `config.json` and `model*.safetensors`; ValueError says what is wrong with it."""
+def read_checkpoint(folder: Path, lanes: int | None = None, threads: int | None = None) -> Checkpoint:
+    """Read and check a folder with `config.json` and `model*.safetensors`; ValueError says what is wrong with it.
+
+    lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all cores.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; expected one with config.json and model*.safetensors")
     values = read_json(folder / "config.json")
-    if values.get("model_type") != "laneformer":
-        raise ValueError(f"{folder / 'config.json'}: model_type = {values.get('model_type')!r}, expected 'laneformer'")
-    config = config_of(values)
-    tensors: dict[str, Tensor] = {}
     files = weight_files(folder)
-    for path in files:
-        for name, tensor in read_safetensors(path):
-            tensors[plain_name(name)] = tensor
-    check_tensors(config, tensors)
-    return Checkpoint(config, tensors, eos_ids(folder, values, config), files)
+    stored = {name: tensor for path in files for name, tensor in read_safetensors(path)}
+    if values.get("model_type") != "laneformer":
+        lanes = lanes_for(values, threads or default_threads(1)) if lanes is None else lanes
+        config, tensors = laneformer_of(values, stored, lanes)
+        return Checkpoint(config, tensors, eos_ids(folder, values, config), files)
+    config = config_of(values)
+    if lanes not in (None, config.num_lanes):
+        raise ValueError(f"lanes = {lanes}: this model was trained with {config.num_lanes}; leave the option out")
+    own = {plain_name(name): tensor for name, tensor in stored.items()}
+    check_tensors(config, own)
+    return Checkpoint(config, own, eos_ids(folder, values, config), files)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -29,8 +29,10 @@ class LaneformerHFConfig(PretrainedConfig):
             near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.85)
             if near and not hasattr(PretrainedConfig, key):
                 raise ValueError(f"unknown config key {key!r}; did you mean {near[0]!r}?")
-        for name, value in LaneformerConfig.from_dict(values).to_dict().items():
-            setattr(self, name, value)
+        lanes = LaneformerConfig.from_dict(values)
+        for name in FIELDS:
+            value = getattr(lanes, name)
+            setattr(self, name, list(value) if isinstance(value, tuple) else value)
         kwargs["tie_word_embeddings"] = self.tie_word_embeddings  # else 4.57 restores its own default, True
         super().__init__(**kwargs)
 

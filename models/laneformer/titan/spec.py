@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +37,8 @@ class LaneformerArgs(BaseModelArgs):
         """Take `[architecture]` overrides, the seed, and check the sequence length. Raises ValueError."""
         section = vars(job_config.architecture)
         overrides = {key: value for key, value in section.items() if value is not None}
-        self.config = dataclasses.replace(self.config, **overrides)
+        self.config = LaneformerConfig.from_dict({**self.config.to_dict(), **overrides})
+        self.config.refuse_borrowed("training")
         self.init_seed = job_config.debug.seed or 0
         self.attention = choose_attention(job_config)
         self.join_norm = choose_join_norm(job_config)

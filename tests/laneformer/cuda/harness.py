@@ -18,7 +18,7 @@ from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.geometry import Geometry, Machine, plan
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
 from laneformer.engine.cuda.sequence import graph_kernels
-from laneformer.engine.folder import Tensor
+from laneformer.tensors import Tensor
 from tests.laneformer.cuda import emulator
 
 SMALL = Machine(8, 48 * 1024, 90)

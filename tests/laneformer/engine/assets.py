@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import hf_name
 from laneformer.engine import Engine
-from laneformer.engine.folder import Tensor
+from laneformer.tensors import Tensor
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -161,7 +161,7 @@ def test_missing_files(tmp_path, folder):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "llama"}, "expected 'laneformer'"),
+        ({"model_type": "llama"}, "architectures = .* is not supported; only LlamaForCausalLM"),
         ({"num_lanes": 5}, "not divisible"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"hidden_size": None}, "hidden_size"),

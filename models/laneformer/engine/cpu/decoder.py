@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...config import HEAD, LM_HEAD_TYPES, MATRICES, MODULES, NORMS, LaneformerConfig
+from ...tensors import Tensor
 from ..decoder import Request
 from ..device import default_threads, one_cpu_a_core_first
-from ..folder import Tensor, rope_tables
+from ..folder import rope_tables
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
@@ -37,6 +38,7 @@ class CpuDecoder(_core.Decoder):
         pin: bool = False,
         packed: PackedWeights | None = None,
     ):
+        config.refuse_borrowed("the CPU engine, as yet,")
         if math not in ("exact", "bf16"):
             raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ...config import HEAD, LaneformerConfig
+from ...tensors import Tensor
 from ..decoder import CUDA, Request
-from ..folder import Tensor
 from .geometry import DTYPES, MOST_STOPS
 from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...config import MODULES, Join, LaneformerConfig
-from ..folder import STORED_TYPES
+from ...tensors import STORED_TYPES
 
 OPS = ("qkv", "output", "gate_up", "down", "head")
 DTYPES = tuple(name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2)  # 16 bits
@@ -288,6 +288,7 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         raise ValueError(
             f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
         )
+    config.refuse_borrowed("the CUDA engine")
     if config.lm_head_type != "vocab_parallel":
         head = config.lm_head_type
         raise ValueError(f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU")

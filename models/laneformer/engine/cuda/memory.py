@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from ...config import HEAD, NORMS, LaneformerConfig
+from ...tensors import STORED_TYPES, Tensor
 from ..decoder import Sampling
-from ..folder import STORED_TYPES, Tensor, rope_tables
+from ..folder import rope_tables
 from .geometry import DTYPES, MOST_STOPS, Geometry
 from .tape import LaneMatrix, pack, tape_starts
 

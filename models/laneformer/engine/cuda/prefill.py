@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ...config import LaneformerConfig
 from ...model import Laneformer, rope_table, run_layers
-from ..folder import Tensor
+from ...tensors import Tensor
 from .memory import TORCH_TYPES, DeviceMemory, sixteen_bits
 
 CHUNK_TOKENS = 1024  # positions at a time: enough to be bound by arithmetic, few enough for their streams to be small
@@ -105,6 +105,8 @@ def prefill(model: Laneformer, ids: Sequence[int], cache: DeviceCache) -> None:
 @torch.inference_mode()
 def logits_of(model: Laneformer, h: torch.Tensor) -> Iterator[torch.Tensor]:
     """float32 logits (positions, V) of streams (1, S, L, D), some positions at a time; the head's sums are in fp32."""
+    weight = model.lm_head.weight
+    assert weight is not None, "check_model refuses tied heads"
     for part in h[0].split(HEAD_TOKENS):
         x = model.norm(part.float())
-        yield torch.cat([F.linear(x[:, lane], rows.float()) for lane, rows in enumerate(model.lm_head.weight)], 1)
+        yield torch.cat([F.linear(x[:, lane], rows.float()) for lane, rows in enumerate(weight)], 1)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ...config import MODULES, Join, LaneformerConfig
+from ...tensors import Tensor
 from ..decoder import Sampling
-from ..folder import Tensor
 from .compile import Kernels, describe
 from .geometry import Geometry, plan
 from .memory import EXCHANGES, DeviceMemory

@@ -1,0 +1,35 @@
+"""Weights as the engine takes them: arrays of one of three types, whatever kind of file they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+MatrixDtype = Literal["bf16", "fp16", "fp32", "int8"]  # what the engine can hold matrices in
+MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
+
+
+@dataclass(frozen=True)
+class StoredType:
+    """A weight type as others name it: safetensors, numpy (16-bit types are raw uint16) and torch."""
+
+    safetensors: str
+    element: type[np.generic]
+    torch: str
+
+
+STORED_TYPES = {
+    "bf16": StoredType("BF16", np.uint16, "bfloat16"),
+    "fp16": StoredType("F16", np.uint16, "float16"),
+    "fp32": StoredType("F32", np.float32, "float32"),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Values of `dtype` "bf16", "fp16" or "fp32"; 16-bit types as raw uint16."""
+
+    dtype: str
+    values: np.ndarray
