@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from .chat import SYSTEM, USER, ChatTemplate
 from .engine import Engine, GenerationOptions
 from .tensors import MatrixDtype
 
@@ -20,22 +21,32 @@ Dtype = Literal["auto"] | MatrixDtype
 
 @dataclass
 class Generate:
-    """Stream text from a model folder: the prompt's continuation, as it is decoded."""
+    """Stream text from a model: the prompt's continuation, as it is decoded.
+
+    Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json, as in
+    Transformers, and without one to greedy decoding; --greedy turns that file's sampling off.
+    """
 
     hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json."""
+    """Folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file."""
     prompt: str
-    """Text to continue."""
+    """Text to continue, or with --chat the message to reply to."""
+    chat: bool = False
+    """Send the prompt as a user's message in the model's own chat template."""
+    system: str | None = None
+    """With --chat: a system message before it."""
+    greedy: bool = False
+    """Always the likeliest token, whatever the model's generation_config.json says."""
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    temperature: float | None = None
     """0 is greedy."""
-    top_k: int = 0
+    top_k: int | None = None
     """0 is off."""
-    top_p: float = 1.0
+    top_p: float | None = None
     """Draw from the fewest likely tokens that reach this probability; 1 is off."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Draw from tokens at least this many times as likely as the likeliest; 0 is off."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     """Divides the logits of tokens in the prompt or the output; 1 is off."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it is in the output."""
@@ -108,16 +119,35 @@ def main(arguments: list[str] | None = None) -> None:
 
 def generate(command: Generate) -> None:
     names = [field.name for field in dataclasses.fields(GenerationOptions) if hasattr(command, field.name)]
-    options = {name: getattr(command, name) for name in names}
+    options = {name: value for name in names if (value := getattr(command, name)) is not None}
     GenerationOptions(**options)  # errors show before the weights are loaded
+    if command.system is not None and not command.chat:
+        raise ValueError("--system is a message of a conversation; add --chat")
+    if command.greedy and options.get("temperature"):
+        raise ValueError(f"--greedy and --temperature {command.temperature} contradict each other; give one of them")
     wanted: dict[str, Any] = {name: getattr(command, name) for name in ("device", "dtype", "threads", "pin", "cache")}
     with Engine.from_pretrained(command.hf_dir, **wanted) as engine:
-        for piece in engine.stream_text(command.prompt, stop=command.stop, **options):
+        prompt = conversation(engine, command.prompt, command.system) if command.chat else command.prompt
+        defaults = {} if command.greedy else {n: v for n, v in engine.sampling_defaults.items() if n not in options}
+        if defaults:
+            listing = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            print(f"from the model's generation_config.json: {listing} (--greedy turns it off)", file=sys.stderr)
+        for piece in engine.stream_text(prompt, stop=command.stop, **defaults, **options):
             print(piece, end="", flush=True)
         print(flush=True)
         if command.speculate:
             figures = engine.statistics
             print(f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right", file=sys.stderr)
+
+
+def conversation(engine: Engine, prompt: str, system: str | None) -> list[int]:
+    """The ids of one user's message, after a system message, up to where the model replies."""
+    messages = [{"role": SYSTEM, "content": system}] if system is not None else []
+    messages.append({"role": USER, "content": prompt})
+    text = ChatTemplate(engine.tokenizer_config).render(messages, add_generation_prompt=True)
+    if engine.tokenizer is None:
+        raise ValueError("a conversation needs a tokenizer, but the model has none")
+    return engine.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def bench(command: Bench) -> None:

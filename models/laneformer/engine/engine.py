@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -22,8 +23,8 @@ from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
 from .device import cuda_devices
-from .folder import read_checkpoint, read_tokenizer
-from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
+from .folder import read_checkpoint, read_optional, read_tokenizer, read_tokenizer_config
+from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range, sampling_defaults
 from .text import StopStrings, TextStream, text_of
 
 if TYPE_CHECKING:
@@ -62,11 +63,18 @@ class Engine:
         dtype: str = "auto",
         eos_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
+        tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
+        sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ):
-        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for bad options and values."""
+        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for bad options and values.
+
+        tokenizer_config (with the chat template) and sampling_defaults (how the model's makers sample it, as options)
+        are only kept: `generate` is greedy unless it is told otherwise.
+        """
         self.config = config
-        self.tokenizer = tokenizer
+        self.tokenizer, self.tokenizer_config = tokenizer, dict(tokenizer_config)
+        self.sampling_defaults = dict(sampling_defaults)
         self.eos_ids = tuple(eos_ids)
         self._request_lock = threading.Lock()  # held from a request's start until its results are read
         if dtype not in ("auto", *MATRIX_DTYPES):
@@ -108,6 +116,8 @@ class Engine:
         if cache and on_cpu:
             options["packed"] = PackedWeights(folder, checkpoint.files)
         options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder), "threads": threads}
+        options["tokenizer_config"] = read_tokenizer_config(folder)
+        options["sampling_defaults"] = sampling_defaults(read_optional(folder / "generation_config.json"))
         return cls(config, checkpoint.tensors, device=device, dtype=dtype, **options)
 
     @classmethod
@@ -161,17 +171,17 @@ class Engine:
         request = self._request([prompt], GenerationOptions.from_kwargs(options))
         return self._tokens(request, lambda d, ids, first: described(d, ids, first, request.logprobs))
 
-    def generate_text(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> str:
-        """Text after the prompt, without the stop string that ended it; needs a tokenizer."""
+    def generate_text(self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any) -> str:
+        """Text after the prompt (text or ids), without the stop string that ended it; needs a tokenizer."""
         return "".join(self.stream_text(prompt, stop=stop, **options))
 
-    def stream_text(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Generator[str, None, None]:
+    def stream_text(
+        self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
+    ) -> Generator[str, None, None]:
         """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer, but the model folder of this engine holds no tokenizer.json")
-        if not isinstance(prompt, str):
-            raise ValueError(f"prompt must be text, not {type(prompt).__name__}")
-        ids = self.tokenizer.encode(prompt).ids
+        ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else self._prompt(prompt, "prompt")
         tokens, stops = self.stream(ids, **options), StopStrings(stop)
         return text_of(tokens, TextStream(self.tokenizer, ids), stops)
 

@@ -70,6 +70,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_optional(path: Path) -> dict[str, Any]:
+    """`read_json`; empty where there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json with the folder's chat template, which newer folders keep in a file of its own."""
+    values, template = read_optional(folder / "tokenizer_config.json"), folder / "chat_template.jinja"
+    return values | ({"chat_template": template.read_text()} if template.is_file() else {})
+
+
 def config_of(values: dict[str, Any]) -> LaneformerConfig:
     """The architecture in a `config.json`; other keys are Transformers' bookkeeping, unless they look misspelt."""
     known = [field.name for field in dataclasses.fields(LaneformerConfig)]
@@ -88,8 +99,7 @@ def config_of(values: dict[str, Any]) -> LaneformerConfig:
 
 def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfig) -> tuple[int, ...]:
     """Where generation stops by itself: `generation_config.json`, else `config.json`; one id or a list."""
-    path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.exists() else None
+    found = read_optional(folder / "generation_config.json").get("eos_token_id")
     found = config_values.get("eos_token_id") if found is None else found
     ids = [] if found is None else found if isinstance(found, list) else [found]
     for token in ids:

@@ -123,6 +123,23 @@ class GenerationOptions:
         return cls(**options)
 
 
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """How a model's makers want it sampled (`generation_config.json`), as options; empty: greedy.
+
+    As Transformers' generate() applies that file: without do_sample the repetition penalty alone counts, with it top_k
+    is 50 unless it says otherwise.
+    """
+    said = {name: value for name, value in generation_config.items() if value is not None}
+    names, found = ["repetition_penalty"], {}
+    if said.get("do_sample"):
+        names += ["temperature", "top_k", "top_p", "min_p"]
+        found = {"temperature": 1.0, "top_k": 50}
+    found |= {name: said[name] for name in names if name in said}
+    off = GenerationOptions()
+    options = GenerationOptions(**found)  # ValueError for what the file gets wrong
+    return {name: getattr(options, name) for name in found if getattr(options, name) != getattr(off, name)}
+
+
 def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:
     """The value as `kind` (int or float) when it is one, finite, and in low .. high, else ValueError."""
     allowed = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)

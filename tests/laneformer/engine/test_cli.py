@@ -131,6 +131,8 @@ def test_bench_of_a_folder_at_depths_with_the_ablation(folder, capsys):
     [
         (["generate", "/nowhere", "--prompt", "x"], "not a folder"),
         (["generate", "/nowhere", "--prompt", "x", "--top-p", "7"], "top_p = 7.0 is outside 0.0 to 1.0"),
+        (["generate", "/nowhere", "--prompt", "x", "--system", "y"], "--system is a message of a conversation; add"),
+        (["generate", "/nowhere", "--prompt", "x", "--greedy", "--temperature", "1"], "contradict each other"),
         (["bench"], "either a model folder or --random-weights"),
         (["bench", "--random-weights", "tiny", "--device", "gpu"], "device = 'gpu' is unknown"),
         (["bench", "--random-weights", "tiny", "--depth", "500"], "depth = 500 is outside"),
@@ -141,3 +143,49 @@ def test_mistakes_end_with_a_message(arguments, message, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"
+
+
+@pytest.fixture
+def sampled(tmp_path, folder):
+    """The folder with a chat template, and with sampling as its default."""
+    path = shutil.copytree(folder, tmp_path / "sampled", ignore=shutil.ignore_patterns(FOLDER))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "tokenizer_config.json").write_text('{"chat_template": "an older one", "bos_token": "<s>"}')
+    said = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": None, "eos_token_id": [2, 7]}
+    (path / "generation_config.json").write_text(json.dumps(said))
+    return path
+
+
+def test_sampling_of_generation_config_is_the_default_and_said(sampled, capsys):
+    command = ["generate", str(sampled), "--prompt", "a b", "--max-new-tokens", "20", "--seed", "5"]
+    said = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    with Engine.from_pretrained(sampled) as engine:
+        assert engine.sampling_defaults == said
+        assert engine.eos_ids == (2, 7)
+        expected = {
+            "": engine.generate_text("a b", max_new_tokens=20, seed=5, **said),
+            "--greedy": engine.generate_text("a b", max_new_tokens=20),
+            "--top-k=3": engine.generate_text("a b", max_new_tokens=20, seed=5, **said | {"top_k": 3}),
+            "--temperature=0": engine.generate_text("a b", max_new_tokens=20),
+        }
+    assert len(set(expected.values())) == 3
+    for option, text in expected.items():
+        main([*command, *([option] if option else [])])
+        printed = capsys.readouterr()
+        assert printed.out == text + "\n"
+        line = "from the model's generation_config.json: temperature 0.8, top_k 50, top_p 0.9 (--greedy turns it off)"
+        assert (line in printed.err) == (option == "")
+        assert ("generation_config" in printed.err) == (option != "--greedy")
+
+
+def test_chat_sends_the_prompt_through_the_model_s_template(sampled, capsys):
+    flags = ["--prompt", "hi", "--max-new-tokens", "20", "--greedy", "--chat"]
+    with Engine.from_pretrained(sampled) as engine:
+        for system, text in (([], "<s>uhiTrue"), (["--system", "b"], "<s>sb<s>uhiTrue")):
+            ids = engine.tokenizer.encode(text, add_special_tokens=False).ids
+            expected = engine.generate_text(ids, max_new_tokens=20)
+            main(["generate", str(sampled), *flags, *system])
+            assert capsys.readouterr().out == expected + "\n"

@@ -89,9 +89,11 @@ def test_bad_stop_strings(engine, stop):
         engine.stream_text("a", stop=stop)
 
 
-def test_text_needs_text_and_a_tokenizer(engine):
-    with pytest.raises(ValueError, match="prompt must be text, not list"):
-        engine.generate_text([1, 2])
+def test_text_needs_text_or_ids_and_a_tokenizer(engine):
+    ids = engine.tokenizer.encode("a b").ids
+    assert engine.generate_text(ids, max_new_tokens=9) == engine.generate_text("a b", max_new_tokens=9)
+    with pytest.raises(ValueError, match="prompt must be a flat sequence of integers, not NoneType"):
+        engine.generate_text(None)
     with engine_of(random_model(small_config())) as bare, pytest.raises(ValueError, match=r"tokenizer\.json"):
         bare.generate_text("a")
 
