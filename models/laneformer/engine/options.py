@@ -130,7 +130,8 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     is 50 unless it says otherwise.
     """
     said = {name: value for name, value in generation_config.items() if value is not None}
-    names, found = ["repetition_penalty"], {}
+    names = ["repetition_penalty"]
+    found: dict[str, Any] = {}
     if said.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
         found = {"temperature": 1.0, "top_k": 50}
