@@ -25,7 +25,7 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
   const int heads = spec_.kv_heads / spec_.lanes, slot = at.position % slots;
   for (int head = 0; head < heads; ++head) {
     const size_t base = w.cache_offset[layer] + size_t(own * heads + head) * slots * dim;
-    rotate(key + head * d, cache.keys.floats() + base + size_t(slot / 16) * 16 * dim + slot % 16, at.position, 16);
+    rotate(key + head * d, cache.keys.floats() + base + size_t(slot / 16) * 16 * dim + slot % 16, rope_position(layer, at), 16);
     std::memcpy(cache.values.floats() + base + size_t(slot) * dim, value + head * d, d * sizeof(float));
   }
 }
@@ -48,7 +48,7 @@ void Decoder::attend(int t, int layer, int own, const Pass& pass, const float* q
       const KvCache& cache = shared.caches[number];
       const int first = window ? std::max(0, position - window + 1) : 0;
       for (int q = 0; q < count; ++q)
-        rotate(query + size_t(c) * query_stride + (head + q) * d, w.query.floats() + q * dim, position, 1);
+        rotate(query + size_t(c) * query_stride + (head + q) * d, w.query.floats() + q * dim, rope_position(layer, pass.column[c]), 1);
       kernels_->attend({w.query.floats(), cache.keys.floats() + base, cache.values.floats() + base, w.scores.floats(),
                         w.mixed.floats(), count, dim, slots, first, position, scale});
       for (int q = 0; q < count; ++q)
@@ -67,7 +67,9 @@ void Decoder::attention(int t, int layer, int own, const Pass& pass, float* part
     kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer, lane), spec_.norm_eps, spec_.hidden, hidden,
                        w.x.floats() + size_t(c) * hidden);
   multiply(t, matrices.qkv, w.x.floats(), hidden, shared.y.floats(), qkv_stride, pass.columns);
+  if (spec_.qkv_bias) add_bias(matrices.qkv, layer, lane, shared.y.floats(), qkv_stride, pass.columns);
   meet_group(t);
+  if (spec_.head_norms) norm_heads(t, layer, shared.y.floats(), qkv_stride, pass.columns);
   for (int c = 0; t == plans_[t].leader && c < pass.columns; ++c) {
     const float* key = shared.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
     cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.column[c]);

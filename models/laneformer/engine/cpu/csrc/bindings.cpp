@@ -44,7 +44,7 @@ void expect_values(const Bytes& array, DType dtype, size_t count, const std::str
 
 size_t matrix_values(const ModelSpec& s, const std::string& part) {
   const size_t hidden = s.hidden, lanes = s.lanes;
-  if (part == "wq" || part == "wo") return hidden * hidden;
+  if (part == "wq" || part == "wo") return hidden * s.q_rows() * lanes;
   if (part == "wk" || part == "wv") return hidden * s.kv_rows() * lanes;
   if (part == "w1" || part == "w2" || part == "w3") return hidden * s.intermediate;
   if (part == "lm_head") return hidden * s.vocab;
@@ -64,11 +64,14 @@ ModelSpec spec_from(nb::dict d) {
   s.hidden = number("hidden_size"), s.intermediate = number("intermediate_size");
   s.layers = number("num_hidden_layers"), s.query_heads = number("num_attention_heads");
   s.kv_heads = number("num_key_value_heads"), s.lanes = number("num_lanes"), s.vocab = number("vocab_size");
-  s.context = number("max_position_embeddings"), s.delay = number("broadcast_delay");
+  s.head_size = number("head_dim"), s.context = number("max_position_embeddings"), s.delay = number("broadcast_delay");
   s.norm_eps = nb::cast<float>(d["norm_eps"]);
   s.head = static_cast<Head>(number("head"));
   s.sum_before_norm = nb::cast<bool>(d["pre_norm_lane_agg"]);
   s.shared_scale = nb::cast<bool>(d["replicated_rmsn_scale"]);
+  s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
+  s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
+  for (const int rotates : nb::cast<std::vector<int>>(d["rotates"])) s.rotates.push_back(rotates != 0);
   s.window = nb::cast<std::vector<int>>(d["window"]);
   const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
   const auto delayed = nb::cast<std::vector<std::vector<int>>>(d["adds_delayed"]);
@@ -123,10 +126,14 @@ void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std
                      choose_kernels(isa.c_str()), math_named(math), std::move(cpus));
 }
 
+void expect_layer(const Decoder& decoder, int layer) {
+  if (layer < 0 || layer >= decoder.spec().layers) throw std::invalid_argument("no layer " + std::to_string(layer));
+}
+
 bool set_matrix(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
   expect_values(data, from, matrix_values(decoder.spec(), part), part);
-  if (layer < 0 || layer >= decoder.spec().layers) throw std::invalid_argument("no layer " + std::to_string(layer));
+  expect_layer(decoder, layer);
   nb::gil_scoped_release release;
   return decoder.set_matrix(part, layer, data.data(), from);
 }
@@ -144,6 +151,22 @@ bool set_norm(Decoder& decoder, int index, Bytes data, const std::string& dtype)
   expect_values(data, from, size_t(spec.hidden) * (spec.shared_scale ? 1 : spec.lanes), "norm");
   if (index < 0 || index > 2 * spec.layers) throw std::invalid_argument("no norm " + std::to_string(index));
   return decoder.set_norm(index, data.data(), from);
+}
+
+bool set_bias(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
+  const DType from = dtype_named(dtype);
+  if (!decoder.spec().qkv_bias) throw std::invalid_argument("this model has no biases");
+  expect_values(data, from, matrix_values(decoder.spec(), part) / decoder.spec().hidden, part);
+  expect_layer(decoder, layer);
+  return decoder.set_bias(part, layer, data.data(), from);
+}
+
+bool set_head_norm(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
+  const DType from = dtype_named(dtype);
+  if (!decoder.spec().head_norms) throw std::invalid_argument("this model has no norms of heads");
+  expect_values(data, from, decoder.spec().head_dim(), part);
+  expect_layer(decoder, layer);
+  return decoder.set_head_norm(part, layer, data.data(), from);
 }
 
 void set_rope(Decoder& decoder, Floats cosine, Floats sine) {
@@ -229,6 +252,8 @@ NB_MODULE(_core, m) {
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)
+      .def("set_bias", &set_bias, "part"_a, "layer"_a, "data"_a, "dtype"_a)
+      .def("set_head_norm", &set_head_norm, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_rope", &set_rope, "cosine"_a, "sine"_a)
       .def("part", &part, "index"_a)
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())

@@ -44,6 +44,8 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
 
   embedding_ = Pages(embedding_bytes());
   norms_ = floats((2 * spec.layers + 1) * (spec.shared_scale ? 1 : spec.lanes) * hidden);
+  if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
+  if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
   mailbox_ = floats(ring_layers_ * 2 * size_t(spec.lanes) * kMaxColumns * hidden);
   logits_ = floats(kMaxColumns * vocab);
   if (spec.head == Head::lane) lane_logits_ = floats(spec.lanes * kMaxColumns * vocab);

@@ -117,10 +117,12 @@ class Decoder {
   bool set_embedding(const void* data, DType from);
   bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
   void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
+  bool set_bias(const std::string& part, int layer, const void* data, DType from);       // wq, wk or wv
+  bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
 
-  // What a cache of packed weights holds: every thread's tape, then the embedding. `map_part` replaces one by memory
+  // What a cache of packed weights holds: every thread's tape, then the embedding if it is not the head. `map_part` replaces one by memory
   // that stays valid, and is not written, as long as the decoder lives.
-  int parts() const { return threads() + 1; }
+  int parts() const { return threads() + (spec_.tied ? 0 : 1); }
   size_t part_bytes(int index) const { return index < threads() ? plans_[index].tape_bytes : embedding_bytes(); }
   char* part(int index) { return part_pages(index).bytes(); }
   void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
@@ -230,7 +232,17 @@ class Decoder {
   void wait_for(int t, int first, int last, uint64_t modules) const;
   void wait_for_peers(int t, uint64_t modules) const { wait_for(t, 0, threads(), modules); }
 
-  size_t embedding_bytes() const { return size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_); }
+  // families.cpp: what other models' layers have beyond a Laneformer's, and tied embeddings
+  void embed(int token, float* out) const;
+  void add_bias(const Matrix& qkv, int layer, int lane, float* y, int y_stride, int columns) const;
+  void norm_heads(int t, int layer, float* y, int y_stride, int columns);
+  float* bias(int layer, int lane) const;
+  float* head_norm(int layer, bool of_keys) const;
+  int rope_position(int layer, Column at) const { return spec_.rotates[layer] ? at.position : 0; }  // 0 turns nothing
+
+  size_t embedding_bytes() const {
+    return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
+  }
   Pages& part_pages(int index) { return index < threads() ? workers_[index].tape : embedding_; }
 
   const ModelSpec spec_;
@@ -242,6 +254,7 @@ class Decoder {
   const std::vector<int> cpus_;
   std::vector<ThreadPlan> plans_;
   std::vector<Worker> workers_;
+  Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
   bool mapped_ = false;  // tapes or embedding are read-only

@@ -68,7 +68,7 @@ bool Decoder::multiply_head_share(int owner, uint64_t share, const Pass& pass) {
 // Each lane's head reads that lane's normed stream; a `lane` head only its slice of it.
 void Decoder::lane_inputs(int t, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
-  const int hidden = spec_.padded_hidden(), slice = spec_.q_rows();
+  const int hidden = spec_.padded_hidden(), slice = spec_.head_inputs();
   for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
     const int own = lane - plan.first_lane;
     for (int c = 0; c < pass.head_columns; ++c) {
