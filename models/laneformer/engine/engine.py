@@ -189,7 +189,9 @@ class Engine:
         """Text after the prompt (text or ids), without the stop string that ended it; needs a tokenizer."""
         return "".join(self.stream_text(prompt, stop=stop, **options))
 
-    def stream_text(self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any) -> Stream[str]:
+    def stream_text(
+        self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
+    ) -> Stream[str]:
         """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer, but the model folder of this engine holds no tokenizer.json")
