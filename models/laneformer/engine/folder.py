@@ -20,7 +20,7 @@ from ..config import LaneformerConfig, plain_name
 from ..llama.config import lanes_for
 from ..llama.tensors import laneformer_of
 from ..tensors import STORED_TYPES, Tensor
-from .device import default_threads
+from .machine import this_machine
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +47,7 @@ def read_checkpoint(folder: Path, lanes: int | None = None, threads: int | None 
     files = weight_files(folder)
     stored = {name: tensor for path in files for name, tensor in read_safetensors(path)}
     if values.get("model_type") != "laneformer":
-        lanes = lanes_for(values, threads or default_threads(1)) if lanes is None else lanes
+        lanes = lanes_for(values, threads or this_machine().default_threads(1)) if lanes is None else lanes
         config, tensors = laneformer_of(values, stored, lanes)
         return Checkpoint(config, tensors, eos_ids(folder, values, config), files)
     config = config_of(values)

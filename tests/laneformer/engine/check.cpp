@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <string>
 #include <thread>
 #include <vector>
@@ -101,7 +102,7 @@ Results run(Decoder& decoder, const ModelSpec& s) {
   scoring.score_from = 1, scoring.top_logprobs = 3, scoring.keep_logits = true, scoring.keep_partials = {0, 7, 44};
   decoder.start(scoring);
   finished(decoder);
-  results.logits = decoder.kept_logits(), results.partials = decoder.kept_partials();
+  results.logits = decoder.take_logits(), results.partials = decoder.take_partials();
 
   Request request = request_of(s);
   request.top_logprobs = 2;
@@ -162,6 +163,14 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math ma
   return expected;
 }
 
+// A wait that is long gives its core to others.
+bool naps() {
+  const std::clock_t before = std::clock();
+  const double until = now_s() + 0.3;
+  spin_until(1000, [&] { return now_s() > until; });
+  return std::clock() - before < 0.15 * CLOCKS_PER_SEC;
+}
+
 int plant(const std::string& fault) {
   const ModelSpec spec = small_spec(Head::vocab_parallel);
   Decoder decoder(spec, DType::bf16, DType::bf16, 2, choose_kernels("portable"), Math::exact);
@@ -209,6 +218,7 @@ int main(int count, char** arguments) {
     if (logits.empty()) return EXIT_FAILURE;
     hashes += std::string(" ") + c.name + "=" + content_hash(logits.data(), logits.size() * sizeof(float), 1);
   }
+  if (!naps()) return std::puts("a long wait burns its core"), EXIT_FAILURE;
   const std::vector<char> data((4 << 20) + 5, 'x');
   if (content_hash(data.data(), data.size(), 1) != content_hash(data.data(), data.size(), 3)) return EXIT_FAILURE;
   std::printf("ok%s\n", hashes.c_str());

@@ -23,8 +23,8 @@ from ...config import (
 )
 from ...tensors import Tensor
 from ..decoder import Request
-from ..device import default_threads, one_cpu_a_core_first
 from ..folder import rope_tables
+from ..machine import this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
@@ -46,7 +46,7 @@ class CpuDecoder(_core.Decoder):
         threads: int | None = None,
         isa: str | None = None,
         math: str = "exact",
-        pin: bool = False,
+        pin: bool | None = None,
         packed: PackedWeights | None = None,
     ):
         if math not in ("exact", "bf16"):
@@ -58,9 +58,12 @@ class CpuDecoder(_core.Decoder):
             raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
         self.math = math
         embedding = tensors[EMBEDDING].dtype if self.dtype == "int8" else self.dtype
+        machine = this_machine()
+        self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
-            core_spec(config), self.dtype, embedding, threads or default_threads(config.num_lanes),
-            isa or os.environ.get("LANEFORMER_ISA") or "auto", math, one_cpu_a_core_first() if pin else [],
+            core_spec(config), self.dtype, embedding, threads or machine.default_threads(config.num_lanes),
+            isa or os.environ.get("LANEFORMER_ISA") or "auto", math,
+            machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
         self._load(config, tensors, packed)
 

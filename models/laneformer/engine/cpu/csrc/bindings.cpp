@@ -52,10 +52,10 @@ size_t matrix_values(const ModelSpec& s, const std::string& part) {
 }
 
 template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(const std::vector<T>& values) {
-  auto* copy = new std::vector<T>(values);
-  nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy->data(), {copy->size()}, owner);
+nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T> values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner);
 }
 
 ModelSpec spec_from(nb::dict d) {
@@ -111,6 +111,7 @@ struct nanobind::detail::type_caster<Request> {
     field("keep_partials", value.keep_partials), field("probe_every", value.probe_every);
     field("compare_barriers", value.compare_barriers);
     value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
+    field("seeds", value.seeds);
     value.sampling = sampling_from(r);
     return true;
   } catch (...) {
@@ -121,9 +122,10 @@ struct nanobind::detail::type_caster<Request> {
 namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
-               const std::string& isa, const std::string& math, std::vector<int> cpus) {
+               const std::string& isa, const std::string& math, std::vector<int> cpus,
+               double processors) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, 4), dtype_named(embedding_dtype), threads,
-                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus));
+                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors);
 }
 
 void expect_layer(const Decoder& decoder, int layer) {
@@ -248,7 +250,7 @@ NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
-           "cpus"_a)
+           "cpus"_a, "processors"_a)
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)
@@ -257,6 +259,7 @@ NB_MODULE(_core, m) {
       .def("set_rope", &set_rope, "cosine"_a, "sine"_a)
       .def("part", &part, "index"_a)
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
+      .def("copy_parts", &Decoder::copy_parts, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("parts", &Decoder::parts)
       .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
       .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
@@ -264,8 +267,8 @@ NB_MODULE(_core, m) {
       .def("outputs", &Decoder::outputs)
       .def("scores", &scores, "from_index"_a, "count"_a)
       .def("statistics", &statistics)
-      .def("logits", [](const Decoder& d) { return to_numpy(d.kept_logits()); })
-      .def("partials", [](const Decoder& d) { return to_numpy(d.kept_partials()); })
+      .def("logits", [](Decoder& d) { return to_numpy(d.take_logits()); })
+      .def("partials", [](Decoder& d) { return to_numpy(d.take_partials()); })
       .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
       .def("probe_bytes_per_s", [](const Decoder& d) { return to_numpy(d.timings().probe_bytes_per_s); })
       .def_prop_ro("first_token_s", [](const Decoder& d) { return d.timings().first_token_s; })

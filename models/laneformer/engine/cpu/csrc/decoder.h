@@ -9,17 +9,17 @@
 // first thread samples, and before the next pass. No column's result depends on which other columns it shares the pass
 // with, not in a single bit.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "model.h"
 #include "sampler.h"
 #include "system.h"
+#include "team.h"
 
 namespace laneformer {
 
@@ -34,6 +34,7 @@ double now_s();
 struct Request {
   std::vector<std::vector<int>> prompts;  // 1 to kMaxSequences; one when scoring
   SamplingOptions sampling;
+  std::vector<uint64_t> seeds;  // of each prompt; none: that of `sampling`
   int max_new_tokens = 0;
   bool reuse_prefix = true;  // start from what a KV cache still holds
   int speculate = 0;         // most draft tokens, from earlier text, to verify in one pass
@@ -107,9 +108,9 @@ struct Timings {
 
 class Decoder {
  public:
-  // Thread t stays on cpus[t % size]; with no cpus the system decides.
+  // Thread t stays on cpus[t % size]; with no cpus the system decides. Waits spin where every thread has a processor.
   Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
-          Math math, std::vector<int> cpus = {});
+          Math math, std::vector<int> cpus = {}, double processors = usable_cpus());
   ~Decoder();
 
   // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
@@ -126,6 +127,7 @@ class Decoder {
   size_t part_bytes(int index) const { return index < threads() ? plans_[index].tape_bytes : embedding_bytes(); }
   char* part(int index) { return part_pages(index).bytes(); }
   void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
+  void copy_parts();  // out of what was mapped, each tape by its thread: into huge pages of its memory node
 
   // Throws std::runtime_error while another request runs, and std::invalid_argument where a size or an id would lead
   // beyond a buffer; what the values mean is Python's to check (options.py).
@@ -138,8 +140,8 @@ class Decoder {
 
   // Of the last request; while one runs, scores are valid for the tokens that poll has returned.
   const Scores& scores() const { return sequences_.at(0).scores; }
-  const std::vector<float>& kept_logits() const { return kept_logits_; }
-  const std::vector<float>& kept_partials() const { return kept_partials_; }  // [position][layer][module][lane][hidden]
+  std::vector<float> take_logits() { return std::move(kept_logits_); }
+  std::vector<float> take_partials() { return std::move(kept_partials_); }  // [position][layer][module][lane][hidden]
   const Statistics& statistics() const { return statistics_; }
   const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
@@ -160,7 +162,7 @@ class Decoder {
     Column column[kMaxColumns] = {};
     int head[kMaxColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
   };
-  struct alignas(64) Counter {
+  struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 fetches together
     std::atomic<uint64_t> value{0};
   };
   struct KvCache {
@@ -183,8 +185,6 @@ class Decoder {
   };
 
   // decoder.cpp: threads, loading, the loop over passes
-  void work(int t);
-  void post(std::function<void(int)> job);
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
   void meet(int t);
@@ -218,6 +218,7 @@ class Decoder {
   void lane_inputs(int t, const Pass& pass);
   void prepare_head(int t, const Pass& pass);
   void share_head(int t, const Pass& pass);
+  void expect_finite(const float* values, int count);
   bool multiply_head_share(int owner, uint64_t share, const Pass& pass);
   void sum_lane_logits(int t, const Pass& pass);
   const Product& product(DType dtype) const { return kernels_->products[int(math_)][int(dtype)]; }
@@ -259,17 +260,9 @@ class Decoder {
   std::vector<float> cosine_, sine_;
   bool mapped_ = false;  // tapes or embedding are read-only
 
-  // jobs are handed over under the mutex; within a request only counters are used
-  std::vector<std::thread> threads_;
-  std::mutex mutex_;
-  std::condition_variable posted_, changed_;
-  std::function<void(int)> job_;
-  uint64_t job_number_ = 0;
-  int jobs_left_ = 0;
   bool wants_tokens_ = false;
-  bool closing_ = false;
   std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
-  const int spin_turns_;  // before the core is given up: none where threads outnumber the cores
+  const int spin_turns_;  // before the core is given up: none where threads outnumber the processors
   Counter pass_issued_;
 
   // the request: while it runs, only the first thread writes these, between two meetings
@@ -277,13 +270,17 @@ class Decoder {
   Pass pass_;
   std::vector<Sequence> sequences_;
   std::vector<KvContents> contents_;  // of each KV cache
-  std::atomic<bool> cancel_{false};
+  std::atomic<bool> cancel_{false}, overflowed_{false};
   bool probed_ = false;
   uint64_t layers_run_ = 0, requests_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;
   Statistics statistics_;
   Timings timings_;
+
+  // jobs are handed over under its mutex; within a request only counters are used. Ends before all that its jobs use
+  std::unique_ptr<Team> team_;
+  const pid_t process_ = getpid();
 };
 
 }  // namespace laneformer
