@@ -61,7 +61,7 @@ class LlamaCpp(Baseline):
     def load(self, path: Path) -> str:
         """Open the file in the faster load mode: a mapped file has small pages, memory of its own may get huge ones."""
         modes = {"mmap": self.api.LLAMA_LOAD_MODE_MMAP, "none": self.api.LLAMA_LOAD_MODE_NONE}
-        opened, speeds = {}, {}
+        opened, speeds = dict[str, Any](), dict[str, float]()
         for name, mode in modes.items():
             options = self.api.llama_model_default_params()
             options.load_mode = mode
