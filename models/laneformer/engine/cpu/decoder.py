@@ -18,6 +18,7 @@ from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
 MAX_THREADS = 1024
+KV_DTYPES = ("fp32", "bf16", "fp16")
 
 
 class CpuDecoder(_core.Decoder):
@@ -36,6 +37,7 @@ class CpuDecoder(_core.Decoder):
         isa: str | None = None,
         math: str = "exact",
         pin: bool = False,
+        kv_dtype: str = "auto",
         packed: PackedWeights | None = None,
     ):
         config.refuse_borrowed("the CPU engine, as yet,")
@@ -46,10 +48,13 @@ class CpuDecoder(_core.Decoder):
         self.dtype = tensors[HEAD].dtype if dtype == "auto" else dtype
         if math == "bf16" and self.dtype != "bf16":
             raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
+        if kv_dtype not in ("auto", *KV_DTYPES):
+            raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
         self.math = math
+        self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
         super().__init__(
-            core_spec(config), self.dtype, embedding, threads or default_threads(config.num_lanes),
+            {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding, threads or default_threads(config.num_lanes),
             isa or os.environ.get("LANEFORMER_ISA") or "auto", math, one_cpu_a_core_first() if pin else [],
         )  # fmt: skip
         self._load(config, tensors, packed)

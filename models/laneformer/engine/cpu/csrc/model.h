@@ -20,6 +20,7 @@ struct ModelSpec {
   float norm_eps;
   Head head;
   bool sum_before_norm, shared_scale;
+  DType kv_dtype = DType::fp32;         // of cached keys and values
   std::vector<int> window;              // per layer; 0 means all positions
   std::vector<Join> join[2];            // per module and layer
   std::vector<uint8_t> adds_delayed[2];  // whether a PAST join adds the other lanes' partials of `delay` layers ago

@@ -97,7 +97,7 @@ void Decoder::start(Request request) {
   timings_.token_s.reserve(most_tokens);
   if (request_.probe_every) timings_.probe_bytes_per_s.reserve(most_tokens / request_.probe_every + 2);
   if (request_.probe_every) probe_buffer_ = Pages(kProbeBytes, true);
-  cancel_ = false, probed_ = false, pass_ = {};
+  cancel_ = false, kv_overflow_ = false, probed_ = false, pass_ = {};
   post([this](int t) { serve(t); });
 }
 
@@ -133,8 +133,10 @@ int Decoder::take_cache(const std::vector<int>& prompt, int most) {
     if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
   }
   if (best < 0) {
-    for (auto& w : workers_)
-      w.caches.push_back({Pages(w.cache_floats * sizeof(float), true), Pages(w.cache_floats * sizeof(float), true)});
+    for (auto& w : workers_) {
+      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
+      w.caches.push_back({Pages(bytes, true), Pages(bytes, true)});
+    }
     best = static_cast<int>(contents_.size());
     contents_.emplace_back();
   }
@@ -149,6 +151,11 @@ std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, b
     return jobs_left_ == 0 || (!until_done && static_cast<size_t>(sequences_[0].new_tokens()) > from);
   };
   changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), ready);
+  if (kv_overflow_.load(std::memory_order_relaxed)) {
+    changed_.wait(lock, [&] { return jobs_left_ == 0; });
+    kv_overflow_ = false;
+    throw std::invalid_argument("a key or value of this model is beyond fp16's 65504; use kv_dtype = 'bf16' or 'fp32'");
+  }
   finished = jobs_left_ == 0;
   if (sequences_.empty()) return {};
   const Sequence& s = sequences_[0];
@@ -172,6 +179,10 @@ bool Decoder::over() const {
 // By the first thread, while the others wait: what the last pass yielded, and what comes next.
 Decoder::Pass Decoder::next_pass() {
   if (pass_.step == Step::layers) finish_pass();
+  if (kv_overflow_.load(std::memory_order_relaxed)) {
+    cancel();
+    for (const Sequence& s : sequences_) contents_[s.cache] = {.last_used = requests_};
+  }
   const bool done = over();
   const int new_tokens = sequences_[0].new_tokens();
   const bool due = request_.probe_every && new_tokens && !probed_ &&
