@@ -56,7 +56,8 @@ def benchmark(
     segments = len(token_s) // segment
     tokens_per_s = segment / token_s[: segments * segment].reshape(segments, segment).sum(1)
     probe = (probes[:segments] + probes[1 : segments + 1]) / 2
-    bytes_per_token = engine.weight_bytes + engine.config.cached_bytes(len(prompt) + segments * segment / 2, 4)
+    kv_bytes = 4 if engine.kv_dtype == "fp32" else 2
+    bytes_per_token = engine.weight_bytes + engine.config.cached_bytes(len(prompt) + segments * segment / 2, kv_bytes)
     return {
         **spread("tokens_per_s", tokens_per_s),
         "bytes_per_token": int(bytes_per_token),
@@ -71,6 +72,7 @@ def benchmark(
         "depth": depth,
         "dtype": engine.dtype,
         "math": engine.math,
+        "kv_dtype": engine.kv_dtype,
         "threads": engine.threads,
         "isa": engine.isa,
         "cpu": cpu_name(),

@@ -54,8 +54,8 @@ class CpuDecoder(_core.Decoder):
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
         super().__init__(
-            {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding, threads or default_threads(config.num_lanes),
-            isa or os.environ.get("LANEFORMER_ISA") or "auto", math, one_cpu_a_core_first() if pin else [],
+            {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
+            threads or default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto", math, one_cpu_a_core_first() if pin else [],
         )  # fmt: skip
         self._load(config, tensors, packed)
 
