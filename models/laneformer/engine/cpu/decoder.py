@@ -55,7 +55,8 @@ class CpuDecoder(_core.Decoder):
         embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
         super().__init__(
             {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
-            threads or default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto", math, one_cpu_a_core_first() if pin else [],
+            threads or default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto", math,
+            one_cpu_a_core_first() if pin else [],
         )  # fmt: skip
         self._load(config, tensors, packed)
 
