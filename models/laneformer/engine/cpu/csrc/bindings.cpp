@@ -72,6 +72,7 @@ ModelSpec spec_from(nb::dict d) {
   s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
   s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
   for (const int rotates : nb::cast<std::vector<int>>(d["rotates"])) s.rotates.push_back(rotates != 0);
+  s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]));
   s.window = nb::cast<std::vector<int>>(d["window"]);
   const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
   const auto delayed = nb::cast<std::vector<std::vector<int>>>(d["adds_delayed"]);

@@ -64,12 +64,16 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
     w.head_x.resize(plans_[t].head.size());
     for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype, hidden));
-    w.query = floats(spec.query_heads * spec.padded_head_dim());
-    w.mixed = floats(spec.query_heads * spec.padded_head_dim());
-    w.scores = floats(kScoreRows * (round_up(spec.context, 16) + 32));
+    const size_t dim = spec.padded_head_dim(), group = spec.query_heads / spec.kv_heads;
+    const size_t queries = std::max(size_t{kBlockQueries}, group), chunks = spec.context / kChunkPositions + 2;
+    w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
+    w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
+    w.widened = floats(2 * kChunkPositions * dim);
+    if (leads && plans_[t].members > 1)
+      w.partials = floats(chunks * kMaxSequences * (spec.query_heads / spec.lanes) * (dim + kStateExtra));
     for (int layer = 0; layer < spec.layers; ++layer) {
-      w.cache_offset.push_back(w.cache_floats);
-      w.cache_floats += heads * spec.cache_slots(layer) * spec.padded_head_dim();
+      w.cache_offset.push_back(w.cache_elements);
+      w.cache_elements += heads * spec.cache_slots(layer) * spec.padded_head_dim();
     }
   }
   team_ = std::make_unique<Team>(threads, [cpus = cpus_](int t) {
