@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ...config import HEAD, LaneformerConfig
-from ...tensors import Tensor
+from ...config import LaneformerConfig
+from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import CUDA, Request, Sampling
 from .geometry import DTYPES, MOST_STOPS
 from .prefill import CHUNK_TOKENS, logits_of
@@ -48,7 +48,7 @@ class CudaDecoder:
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin.
         """
         if dtype == "auto":
-            dtype = tensors[HEAD].dtype.replace("fp32", "bf16")
+            dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "math": None if math == "exact" else math}
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         for name, value in unsupported.items():
