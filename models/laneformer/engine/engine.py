@@ -23,9 +23,9 @@ from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
 from .device import cuda_devices
-from .folder import read_checkpoint, read_optional, read_tokenizer, read_tokenizer_config
+from .folder import read_checkpoint
 from .machine import memory_bytes
-from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range, sampling_defaults
+from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
 from .running import ENGINES, Running, Stream
 from .text import StopStrings, TextStream, text_of
 
@@ -110,7 +110,9 @@ class Engine:
         lanes: int | None = None,
         **options: Any,
     ) -> Engine:
-        """Load a Hugging Face folder, of this project or of the Llama family; ValueError says what is wrong with it.
+        """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what is wrong with it.
+
+        dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5 bits.
 
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start: the
         four combinations of threads and dtype that were used last.
@@ -118,26 +120,22 @@ class Engine:
         many as share the threads evenly and divide its heads and MLP rows. Other `options` as in Engine.
         """
         on_cpu = not cuda_devices(device)
-        folder = Path(path)
-        checkpoint = read_checkpoint(folder, lanes, threads)
+        checkpoint = read_checkpoint(Path(path), lanes, threads, dtype)
         config = checkpoint.config
         if context_tokens is not None:
             config = dataclasses.replace(config, max_position_embeddings=context_tokens)
-            needed, there = (
-                config.cached_bytes(context_tokens, 2) + 4 * config.head_dim * context_tokens,
-                memory_bytes(),
-            )
-            if needed > there:
+            needed = config.cached_bytes(context_tokens, 2) + 4 * config.head_dim * context_tokens
+            if needed > (there := memory_bytes()):
                 raise ValueError(
                     f"context_tokens = {context_tokens} needs {needed / 1e9:,.1f} GB of keys, values, rotary tables; "
                     f"this machine has {there / 1e9:,.1f} GB"
                 )
         if cache and on_cpu:
-            options["packed"] = PackedWeights(folder, checkpoint.files)
-        options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder), "threads": threads}
-        options["tokenizer_config"] = read_tokenizer_config(folder)
-        options["sampling_defaults"] = sampling_defaults(read_optional(folder / "generation_config.json"))
-        return cls(config, checkpoint.tensors, device=device, dtype=dtype, **options)
+            options["packed"] = PackedWeights(Path(path), checkpoint.files)
+        for name in ("eos_ids", "tokenizer", "tokenizer_config", "sampling_defaults"):
+            options[name] = getattr(checkpoint, name)
+        dtype = checkpoint.dtype if dtype == "auto" else dtype
+        return cls(config, checkpoint.tensors, device=device, dtype=dtype, threads=threads, **options)
 
     @classmethod
     def random(
