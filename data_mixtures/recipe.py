@@ -211,7 +211,7 @@ class Recipe:
     folder: Path = Path()  # no key: where the recipe lies
 
     def source(self, name: str) -> Source:
-        """A source by name; one that is not named has the defaults."""
+        """A source by name; with the defaults for a name that the recipe lacks."""
         return next((each for each in self.sources if each.name == name), Source(name))
 
     def held_out_of(self, source: str) -> int:

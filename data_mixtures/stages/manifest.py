@@ -135,8 +135,7 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     if not replace:
         _refuse_other_data(out, source, description)
     partial = out / f".{source}.partial"
-    for left in (partial, out / f".{source}.old"):  # of a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir()
     try:
         for name, path in files.items():
