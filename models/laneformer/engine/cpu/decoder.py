@@ -73,6 +73,7 @@ class CpuDecoder(_core.Decoder):
             math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
         self._load(config, tensors, packed)
+        self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
 
     def check(self, request: Request) -> None:
         """Every option is supported."""

@@ -262,6 +262,7 @@ NB_MODULE(_core, m) {
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
       .def("copy_parts", &Decoder::copy_parts, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("parts", &Decoder::parts)
+      .def("tune", &Decoder::tune, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
       .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
       .def("cancel", &Decoder::cancel)

@@ -2,6 +2,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -189,6 +190,45 @@ void Decoder::set_rope(const float* cosine, const float* sine) {
   sine_.assign(sine, sine + count);
 }
 
+// --- prefetch distance ------------------------------------------------------------------------------------------
+
+size_t Decoder::tune(int64_t bytes) {
+  constexpr size_t kLeast = size_t{64} << 20, kMost = size_t{96} << 20;  // more than caches; enough to tell apart
+  constexpr int kRounds = 5, kCount = std::size(kAhead);
+  if (bytes >= 0) return ahead_ = static_cast<size_t>(bytes);
+  if (weight_bytes() < kLeast) return ahead_;
+  std::array<std::array<double, kRounds>, kCount> seconds;
+  on_all_threads([&](int t) {
+    for (int turn = -1; turn < kRounds * kCount; ++turn) {  // the first one touches the pages
+      const int i = (turn + kCount) % kCount;
+      meet(t);
+      const double began = now_s();
+      if (t == 0) ahead_ = kAhead[i];
+      meet(t);
+      read_tape(t, kMost / plans_.size());
+      meet(t);
+      if (t == 0 && turn >= 0) seconds[i][turn / kCount] = now_s() - began;
+    }
+  });
+  const auto median = [](std::array<double, kRounds> of) {
+    std::nth_element(of.begin(), of.begin() + kRounds / 2, of.end());
+    return of[kRounds / 2];
+  };
+  const auto faster = [&](const auto& a, const auto& b) { return median(a) < median(b); };
+  return ahead_ = kAhead[std::min_element(seconds.begin(), seconds.end(), faster) - seconds.begin()];
+}
+
+// Multiplies as decoding does, layer by layer, until `most` bytes of this thread's tape are read.
+void Decoder::read_tape(int t, size_t most) {
+  Worker& w = workers_[t];
+  for (const auto& layer : plans_[t].layers)
+    for (const LaneLayer& lane : layer)
+      for (const Matrix* matrix : {&lane.qkv, &lane.wo, &lane.gate_up, &lane.w2}) {
+        if (matrix->offset > most) return;
+        multiply(t, *matrix, w.x.floats(), 0, w.y.floats() - matrix->first_row, 0, 1);
+      }
+}
+
 // --- passes -----------------------------------------------------------------------------------------------------
 
 void Decoder::serve(int t) {
@@ -238,10 +278,10 @@ void Decoder::meet_among(Counter* met, int t, int first, int last) {
 void Decoder::probe(int t) {
   const size_t share = kProbeBytes / plans_.size() / 1024 * 1024;
   double best = 0.0;
-  for (int variant = 0; variant < kReadVariants; ++variant) {
+  for (const size_t ahead : kAhead) {
     meet(t);
     const double began = now_s();
-    volatile uint64_t sink = kernels_->read(probe_buffer_.bytes() + share / 64 * 64 * t, share, variant);
+    volatile uint64_t sink = kernels_->read(probe_buffer_.bytes() + share / 64 * 64 * t, share, ahead);
     (void)sink;
     meet(t);
     best = std::max(best, static_cast<double>(share * plans_.size()) / (now_s() - began));

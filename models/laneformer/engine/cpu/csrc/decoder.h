@@ -130,6 +130,10 @@ class Decoder {
   void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
   void copy_parts();  // out of what was mapped, each tape by its thread: into huge pages of its memory node
 
+  // How far ahead the tapes are prefetched: the fastest of a few distances on the loaded tapes, or `bytes` where that is
+  // not negative. It changes no result. Returns the distance.
+  size_t tune(int64_t bytes);
+
   // Throws std::runtime_error while another request runs, and std::invalid_argument where a size or an id would lead
   // beyond a buffer; what the values mean is Python's to check (options.py).
   void start(Request request);
@@ -198,6 +202,7 @@ class Decoder {
   void meet_group(int t);
   void meet_among(Counter* met, int t, int first, int last);
   void probe(int t);
+  void read_tape(int t, size_t most);
 
   // requests.cpp: what a pass holds, and what its logits lead to
   void expect(const Request& request) const;
@@ -270,6 +275,7 @@ class Decoder {
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
   bool mapped_ = false;  // tapes or embedding are read-only
+  size_t ahead_ = 3072;  // bytes of the tape to prefetch ahead, the same for all threads
 
   bool wants_tokens_ = false;
   std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
