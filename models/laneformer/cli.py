@@ -65,7 +65,8 @@ class Generate:
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
     dtype: Dtype = "auto"
-    """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits; the output may change."""
+    """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits, int4 not much more than a
+    quarter; the output may change."""
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
     pin: bool = False
@@ -86,8 +87,8 @@ class Bench:
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Dtype = "auto"
     """Type of the matrices; auto: the checkpoint's, or bf16 for random weights."""
-    math: Literal["exact", "bf16"] = "exact"
-    """bf16 rounds activations to bf16 before every matrix product."""
+    math: Literal["auto", "exact", "bf16", "int8"] = "auto"
+    """bf16 and int8 round activations before every matrix product; auto: exact, and int8 for int4 weights."""
     depth: tuple[int, ...] = (0,)
     """Cached positions before the measured tokens; given several, the JSON has all but the first under "depths"."""
     barriers: bool = False

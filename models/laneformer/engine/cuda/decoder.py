@@ -40,7 +40,7 @@ class CudaDecoder:
         version: str = "persistent",
         threads: int | None = None,
         isa: str | None = None,
-        math: str = "exact",
+        math: str = "auto",
         pin: bool = False,
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
@@ -49,12 +49,13 @@ class CudaDecoder:
         """
         if dtype == "auto":
             dtype = tensors[HEAD].dtype.replace("fp32", "bf16")
-        unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "math": None if math == "exact" else math}
+        unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
+        unsupported["math"] = None if math in ("auto", "exact") else math
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         for name, value in unsupported.items():
             if value is not None:
                 raise ValueError(f"{name} = {value!r}: {USE_CPU}")
-        self.dtype, self.math, self.isa = dtype, math, CUDA
+        self.dtype, self.math, self.isa = dtype, "exact", CUDA
         self.gpu = SequenceDecoder(config, tensors, dtype, devices, version)
         self._request = Request([])
         self._outputs: list[list[int]] = []
