@@ -188,7 +188,7 @@ Decoder::Pass Decoder::next_pass() {
   if (pass_.step == Step::layers && !overflowed_.load(std::memory_order_relaxed)) finish_pass();
   if (kv_overflow_.load(std::memory_order_relaxed)) {
     cancel();
-    for (const Sequence& s : sequences_) contents_[s.cache] = {.last_used = requests_};
+    for (const Sequence& s : sequences_) contents_[s.cache] = {.ids = {}, .last_used = requests_};
   }
   const bool done = over();
   const int new_tokens = sequences_[0].new_tokens();
