@@ -74,7 +74,7 @@ def read_checkpoint(
 def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str) -> Checkpoint:
     """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the tokenizer in the file."""
     file = GgufFile(path, dtype)
-    lanes = lanes_for(file.config, threads or default_threads(1)) if lanes is None else lanes
+    lanes = lanes_for(file.config, threads or this_machine().default_threads(1)) if lanes is None else lanes
     config, tensors = laneformer_of(file.config, file, lanes)
     tokenizer, tokenizer_config, sampling = text_files(path.parent)
     if tokenizer is None:
