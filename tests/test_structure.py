@@ -17,7 +17,7 @@ INSIDE = {
     "tensors": set(),
     "model": {"config"},
     "llama": {"config", "tensors"},
-    "hf": {"config", "model"},
+    "hf": {"config", "model", "llama"},
     "titan": {"config", "model"},
     "chat": {"config"},
     "engine": {"config", "llama", "tensors"},

@@ -24,7 +24,7 @@ def main() -> None:
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     del sys.argv[1]
     if name == "load":
-        importlib.import_module("tools.bench.decode").load()
+        importlib.import_module("tools.bench.load").main()
     else:
         importlib.import_module(f"tools.bench.{name.replace('-', '_')}").main()
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from .decoder import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .options import GenerationOptions
+from .running import Cancelled
 from .text import StopStrings, TextStream
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 __all__ = [
+    "Cancelled",
     "Engine",
     "GeneratedToken",
     "Generation",

@@ -56,13 +56,12 @@ def benchmark(
     segments = len(token_s) // segment
     tokens_per_s = segment / token_s[: segments * segment].reshape(segments, segment).sum(1)
     probe = (probes[:segments] + probes[1 : segments + 1]) / 2
-    kv_bytes = 4 if engine.kv_dtype == "fp32" else 2
-    bytes_per_token = engine.weight_bytes + engine.config.cached_bytes(len(prompt) + segments * segment / 2, kv_bytes)
+    read = bytes_per_token(engine, len(prompt) + segments * segment / 2)
     return {
         **spread("tokens_per_s", tokens_per_s),
-        "bytes_per_token": int(bytes_per_token),
+        "bytes_per_token": int(read),
         "probe_bytes_per_s": float(np.median(probe)),
-        **spread("percent_of_probe", 100 * bytes_per_token * tokens_per_s / probe),
+        **spread("percent_of_probe", 100 * read * tokens_per_s / probe),
         "token_s_p50": float(np.median(token_s)),
         "token_s_p99": float(np.percentile(token_s, 99)),
         "prefill_tokens_per_s": length / ttft_s,
@@ -102,7 +101,17 @@ def measure_barriers(engine: Engine, prompt: list[int], segment: int) -> dict[st
 def after(engine: Engine, prompt: list[int], tokens: int, **fields: Any) -> Any:
     """The CpuDecoder, with its timings, after this many new tokens; `fields`: of Request."""
     request = engine._request([prompt], GenerationOptions(max_new_tokens=tokens, ignore_eos=True))
-    return engine._result(engine._start(dataclasses.replace(request, **fields)), lambda decoder: decoder)
+    return engine._result(dataclasses.replace(request, **fields), lambda decoder: decoder)
+
+
+def bytes_per_token(engine: Engine, positions: float) -> float:
+    """Bytes of weights, keys and values that the CPU engine reads for one token after this many positions."""
+    return engine.weight_bytes + engine.config.cached_bytes(positions, 4 if engine.kv_dtype == "fp32" else 2)
+
+
+def probe(engine: Engine) -> float:
+    """Bytes/s that the CPU engine's threads read from memory, now."""
+    return float(np.median(after(engine, [0], 2, probe_every=1).probe_bytes_per_s()))
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:

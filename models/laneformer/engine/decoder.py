@@ -41,6 +41,7 @@ class Request:
     speculate: int = 0  # most draft tokens verified in one pass
     logprobs: int | None = None  # likeliest ids to record with each token; None: no log-probabilities at all
     sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(top_p=1.0))  # greedy
+    seeds: Sequence[int] = ()  # of each prompt; none: that of `sampling`
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -128,7 +129,9 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request. finish_reason: "stop" (a stop id) or "length" (max_new_tokens, or the context is full)."""
+    """A request that has ended. finish_reason: "stop" (a stop id), "length" (max_new_tokens, or the context is full) or
+    "cancelled" (`Engine.cancel` or `close` came first; tokens are those until then).
+    """
 
     tokens: list[GeneratedToken]
     finish_reason: str

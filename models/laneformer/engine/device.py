@@ -1,12 +1,10 @@
-"""Which processors an engine runs on. Torch is imported only where there is an NVIDIA driver."""
+"""Which devices an engine runs on. Torch is imported only where there is an NVIDIA driver."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import re
-from pathlib import Path
 
 DRIVER = "libcuda.so.1"
 
@@ -62,24 +60,3 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that the module is in
         return False
-
-
-def default_threads(lanes: int) -> int:
-    """All usable cores, in equal groups where they outnumber the lanes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if cores <= lanes else cores // lanes * lanes
-
-
-def one_cpu_a_core_first() -> list[int]:
-    """The CPUs this process may use: the first of each physical core, then their siblings."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []
-    rank: dict[str, int] = {}
-
-    def sibling_number(cpu: int) -> int:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        core = path.read_text() if path.exists() else str(cpu)
-        rank[core] = rank.get(core, -1) + 1
-        return rank[core]
-
-    return [cpu for _, cpu in sorted((sibling_number(cpu), cpu) for cpu in sorted(os.sched_getaffinity(0)))]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -23,8 +23,9 @@ from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
 from .device import cuda_devices
-from .folder import read_checkpoint, read_optional, read_tokenizer, read_tokenizer_config
-from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range, sampling_defaults
+from .folder import read_checkpoint
+from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
+from .running import ENGINES, Running, Stream
 from .text import StopStrings, TextStream, text_of
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ class Engine:
     (weights only: embedding, norms and activations keep their types).
 
     Further options on the CPU:
-    `threads`: default all cores. `pin` keeps each thread on a CPU of its own, one per core while they last: for an
-    engine that has the machine to itself.
+    `threads`: default all physical cores, or what the container's CPU quota allows. `pin` keeps each thread on a CPU of
+    its own, one per core while they last: for an engine that has the machine to itself, and the default where the
+    machine has more than one memory node (sockets).
     `math="exact"` widens weights to fp32 and keeps fp32 activations: with kv_dtype="fp32", greedy output equals the
     float32 model's.
     `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
@@ -79,17 +81,22 @@ class Engine:
         self.tokenizer, self.tokenizer_config = tokenizer, dict(tokenizer_config)
         self.sampling_defaults = dict(sampling_defaults)
         self.eos_ids = tuple(eos_ids)
-        self._request_lock = threading.Lock()  # held from a request's start until its results are read
+        self.request_lock = threading.Lock()  # held while weights load, and from a request's start until it is read
+        self._running = Running()  # the last request
+        self._decoder: Decoder | None = None
+        self._process = os.getpid()
         if dtype not in ("auto", *MATRIX_DTYPES):
             raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *MATRIX_DTYPES)}")
-        decoder: Decoder
-        if devices := cuda_devices(device):
-            from .cuda.decoder import CudaDecoder  # imports torch
+        ENGINES.add(self)
+        with self.request_lock:
+            decoder: Decoder
+            if devices := cuda_devices(device):
+                from .cuda.decoder import CudaDecoder  # imports torch
 
-            decoder = CudaDecoder(config, tensors, dtype, devices, **options)
-        else:
-            decoder = CpuDecoder(config, tensors, dtype, **options)
-        self._decoder: Decoder | None = decoder
+                decoder = CudaDecoder(config, tensors, dtype, devices, **options)
+            else:
+                decoder = CpuDecoder(config, tensors, dtype, **options)
+        self._decoder = decoder
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
 
     @classmethod
@@ -104,24 +111,25 @@ class Engine:
         lanes: int | None = None,
         **options: Any,
     ) -> Engine:
-        """Load a Hugging Face folder, of this project or of the Llama family; ValueError says what is wrong with it.
+        """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what is wrong with it.
+
+        dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5 bits.
 
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start.
         `context_tokens` replaces the config's max_position_embeddings. `lanes` of a Llama-family model: by default as
         many as share the threads evenly and divide its heads and MLP rows. Other `options` as in Engine.
         """
         on_cpu = not cuda_devices(device)
-        folder = Path(path)
-        checkpoint = read_checkpoint(folder, lanes, threads)
+        checkpoint = read_checkpoint(Path(path), lanes, threads, dtype)
         config = checkpoint.config
         if context_tokens is not None:
             config = dataclasses.replace(config, max_position_embeddings=context_tokens)
         if cache and on_cpu:
-            options["packed"] = PackedWeights(folder, checkpoint.files)
-        options |= {"eos_ids": checkpoint.eos_ids, "tokenizer": read_tokenizer(folder), "threads": threads}
-        options["tokenizer_config"] = read_tokenizer_config(folder)
-        options["sampling_defaults"] = sampling_defaults(read_optional(folder / "generation_config.json"))
-        return cls(config, checkpoint.tensors, device=device, dtype=dtype, **options)
+            options["packed"] = PackedWeights(Path(path), checkpoint.files)
+        for name in ("eos_ids", "tokenizer", "tokenizer_config", "sampling_defaults"):
+            options[name] = getattr(checkpoint, name)
+        dtype = checkpoint.dtype if dtype == "auto" else dtype
+        return cls(config, checkpoint.tensors, device=device, dtype=dtype, threads=threads, **options)
 
     @classmethod
     def random(
@@ -140,20 +148,24 @@ class Engine:
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
         request = self._request([self._prompt(prompt_ids, "prompt_ids")], without_logprobs(options))
-        return self._result(self._start(request), lambda d: d.outputs())[0]
+        return self._result(request, lambda d: d.outputs())[0]
 
-    def stream(self, prompt_ids: Sequence[int], **options: Any) -> Generator[int, None, None]:
-        """The tokens of `generate`, each as soon as it is known; closing the iterator cancels the request."""
+    def stream(self, prompt_ids: Sequence[int], **options: Any) -> Stream[int]:
+        """The tokens of `generate`, each as soon as it is known; closing the stream cancels the request."""
         request = self._request([self._prompt(prompt_ids, "prompt_ids")], without_logprobs(options))
-        return self._tokens(request, lambda decoder, ids, first: ids)
+        running = Running()
+        return Stream(self._tokens(request, running, lambda decoder, ids, first: ids), running)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-        """`generate` for 1 to 8 prompts that share each pass over the weights; each as if it were alone."""
+        """`generate` for 1 to 8 prompts that share each pass over the weights.
+
+        Each as if it were alone, with a seed of its own (option `seed` of GenerationOptions).
+        """
         given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # arrays and tensors
         if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MOST_SEQUENCES:
             raise ValueError(f"prompts must be a list of 1 to {MOST_SEQUENCES} prompts, each a list of token ids")
         checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
-        return self._result(self._start(self._request(checked, without_logprobs(options))), lambda d: d.outputs())
+        return self._result(self._request(checked, without_logprobs(options)), lambda d: d.outputs())
 
     def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         """`generate` with log-probabilities (option `logprobs`), the reason of the end, and statistics."""
@@ -162,17 +174,20 @@ class Engine:
 
         def read(decoder: Decoder) -> Generation:
             ids = decoder.outputs()[0]
-            reason = "stop" if ids and ids[-1] in request.stop_ids else "length"
+            ended = "stop" if ids and ids[-1] in request.stop_ids else "length"
+            reason = "cancelled" if self._running.cancelled else ended
             tokens = described(decoder, ids, 0, request.logprobs)
             return Generation(tokens, reason, len(prompt), Statistics(**decoder.statistics()))
 
-        return self._result(self._start(request), read)
+        return self._result(request, read, even_cancelled=True)
 
-    def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generator[GeneratedToken, None, None]:
+    def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Stream[GeneratedToken]:
         """The tokens of `generate_detailed`, each as soon as it is known."""
         prompt = self._prompt(prompt_ids, "prompt_ids")
         request = self._request([prompt], GenerationOptions.from_kwargs(options))
-        return self._tokens(request, lambda d, ids, first: described(d, ids, first, request.logprobs))
+        running = Running()
+        tokens = self._tokens(request, running, lambda d, ids, first: described(d, ids, first, request.logprobs))
+        return Stream(tokens, running)
 
     def generate_text(self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any) -> str:
         """Text after the prompt (text or ids), without the stop string that ended it; needs a tokenizer."""
@@ -180,13 +195,15 @@ class Engine:
 
     def stream_text(
         self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
-    ) -> Generator[str, None, None]:
+    ) -> Stream[str]:
         """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer, but the model folder of this engine holds no tokenizer.json")
-        ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else self._prompt(prompt, "prompt")
-        tokens, stops = self.stream(ids, **options), StopStrings(stop)
-        return text_of(tokens, TextStream(self.tokenizer, ids), stops)
+        ids = self._prompt(self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt, "prompt")
+        request = self._request([ids], without_logprobs(options))
+        running = Running()
+        tokens = self._tokens(request, running, lambda decoder, ids, first: ids)
+        return Stream(text_of(tokens, TextStream(self.tokenizer, ids), StopStrings(stop)), running)
 
     @overload
     def logprobs(self, ids: Sequence[int], *, start: int = 1, reuse_prefix: bool = True) -> np.ndarray: ...
@@ -217,12 +234,12 @@ class Engine:
             greedy = (top_ids[:, :1] == np.array(checked[first:], np.int32)[:, None]).any(1)
             return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)
 
-        return self._result(self._start(request), read)
+        return self._result(request, read)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after every position, float32 (len(ids), V)."""
         request = Request([self._prompt(ids, "ids")], score_from=1, logprobs=0, reuse_prefix=False, keep_logits=True)
-        return self._result(self._start(request), lambda d: d.logits()).reshape(-1, self.config.vocab_size)
+        return self._result(request, lambda d: d.logits()).reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Outputs of each module at some positions (ascending), for checks: float32 (positions, layers, 2, L, D)."""
@@ -233,7 +250,7 @@ class Engine:
         )  # fmt: skip
         c = self.config
         shape = len(positions), c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size
-        return self._result(self._start(request), lambda d: d.partials()).reshape(shape)
+        return self._result(request, lambda d: d.partials()).reshape(shape)
 
     @property
     def statistics(self) -> Statistics:
@@ -254,10 +271,18 @@ class Engine:
         """Bytes of packed weights read for every decoded token."""
         return self._open().weight_bytes
 
+    def cancel(self) -> None:
+        """End the running request, from any thread; nothing where none runs.
+
+        Whoever waits for it gets Cancelled, but for `generate_detailed`, whose finish_reason is then "cancelled".
+        """
+        self._running.cancel()
+
     def close(self) -> None:
-        """Stop the threads and free the weights; safe to call twice."""
+        """Cancel the running request, stop the threads and free the weights; from any thread, safe to call twice."""
         decoder, self._decoder = self._decoder, None
         if decoder is not None:
+            self.cancel()
             decoder.close()
 
     def __enter__(self) -> Engine:
@@ -269,6 +294,11 @@ class Engine:
     def _open(self) -> Decoder:
         if self._decoder is None:
             raise ValueError("this engine is closed")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this engine belongs to process {self._process}: a forked child has none of its threads; make an "
+                "engine in the child, or start processes with the method 'spawn'"
+            )
         return self._decoder
 
     def _prompt(self, ids: Sequence[int], what: str, longest: int | None = None) -> list[int]:
@@ -286,39 +316,49 @@ class Engine:
         return request
 
     @contextlib.contextmanager
-    def _start(self, request: Request) -> Iterator[Decoder]:
+    def _start(self, request: Request, running: Running) -> Iterator[Decoder]:
         """The decoder at work on the request; what still runs at the end of the block is cancelled and waited for.
 
         RuntimeError while another request has not ended.
         """
         decoder = self._open()
-        if not self._request_lock.acquire(blocking=False):
+        if not self.request_lock.acquire(blocking=False):
             raise RuntimeError("the engine is busy with another request; finish or close its stream first")
         try:
+            self._running = running
             decoder.start(request)
+            running.begin(decoder)
             try:
                 yield decoder
             finally:
+                running.end()
                 decoder.cancel()
-                wait(decoder)
+                if os.getpid() == self._process:  # a forked child has nobody to wait for
+                    wait(decoder)
         finally:
-            self._request_lock.release()
+            self.request_lock.release()
 
-    def _result(self, started: AbstractContextManager[Decoder], read: Callable[[Decoder], T]) -> T:
-        """What `read` finds at the request's end."""
-        with started as decoder:
+    def _result(self, request: Request, read: Callable[[Decoder], T], even_cancelled: bool = False) -> T:
+        """What `read` finds at the request's end; Cancelled, or with `even_cancelled` what there is by then."""
+        running = Running()
+        with self._start(request, running) as decoder:
             wait(decoder)
+            if not even_cancelled:
+                running.expect_finished()
             return read(decoder)
 
-    def _tokens(self, request: Request, read: Callable[[Decoder, list[int], int], list[T]]) -> Generator[T, None, None]:
+    def _tokens(
+        self, request: Request, running: Running, read: Callable[[Decoder, list[int], int], list[T]]
+    ) -> Generator[T, None, None]:
         """What `read` makes of new token ids and the index of their first, one by one."""
         known, finished = 0, False
         # started here and not by `stream`: an iterator that is never advanced must not leave a request running
-        with self._start(request) as decoder:
+        with self._start(request, running) as decoder:
             while not finished:
                 tokens, finished = decoder.poll(known, SIGNAL_POLL_S, False)
                 yield from read(decoder, tokens, known)
                 known += len(tokens)
+            running.expect_finished()
 
 
 def wait(decoder: Decoder) -> None:

@@ -18,9 +18,12 @@ import numpy as np
 
 from ..config import LaneformerConfig, plain_name
 from ..llama.config import lanes_for
+from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
+from ..llama.tokenizer import tokenizer_of
 from ..tensors import STORED_TYPES, Tensor
-from .device import default_threads
+from .machine import this_machine
+from .options import sampling_defaults
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,28 +37,58 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     eos_ids: tuple[int, ...]
     files: list[Path]  # where the tensors are mapped from
+    tokenizer: Tokenizer | None
+    tokenizer_config: dict[str, Any]  # Hugging Face's, with the chat template
+    sampling_defaults: dict[str, Any]  # options of the model's makers
+    dtype: str = "auto"  # what "auto" means for this checkpoint
 
 
-def read_checkpoint(folder: Path, lanes: int | None = None, threads: int | None = None) -> Checkpoint:
-    """Read and check a folder with `config.json` and `model*.safetensors`; ValueError says what is wrong with it.
+def read_checkpoint(
+    folder: Path, lanes: int | None = None, threads: int | None = None, dtype: str = "auto"
+) -> Checkpoint:
+    """Read and check a folder with `config.json` and `model*.safetensors`, or a GGUF file; ValueError for bad ones.
 
     lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all cores.
+    dtype: the engine's option; a GGUF file's tensors are widened for it.
     """
+    if folder.suffix == ".gguf" and folder.is_file():
+        return read_gguf(folder, lanes, threads, dtype)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; expected one with config.json and model*.safetensors")
+        raise ValueError(f"{folder} is not a folder with config.json and model*.safetensors, nor a GGUF file")
     values = read_json(folder / "config.json")
     files = weight_files(folder)
     stored = {name: tensor for path in files for name, tensor in read_safetensors(path)}
     if values.get("model_type") != "laneformer":
-        lanes = lanes_for(values, threads or default_threads(1)) if lanes is None else lanes
+        lanes = lanes_for(values, threads or this_machine().default_threads(1)) if lanes is None else lanes
         config, tensors = laneformer_of(values, stored, lanes)
-        return Checkpoint(config, tensors, eos_ids(folder, values, config), files)
+        return Checkpoint(config, tensors, eos_ids(folder, values, config), files, *text_files(folder))
     config = config_of(values)
     if lanes not in (None, config.num_lanes):
         raise ValueError(f"lanes = {lanes}: this model was trained with {config.num_lanes}; leave the option out")
     own = {plain_name(name): tensor for name, tensor in stored.items()}
     check_tensors(config, own)
-    return Checkpoint(config, own, eos_ids(folder, values, config), files)
+    return Checkpoint(config, own, eos_ids(folder, values, config), files, *text_files(folder))
+
+
+def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str) -> Checkpoint:
+    """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the tokenizer in the file."""
+    file = GgufFile(path, dtype)
+    lanes = lanes_for(file.config, threads or default_threads(1)) if lanes is None else lanes
+    config, tensors = laneformer_of(file.config, file, lanes)
+    tokenizer, tokenizer_config, sampling = text_files(path.parent)
+    if tokenizer is None:
+        tokenizer, tokenizer_config, sampling = tokenizer_of(file.metadata), file.tokenizer_config(), {}
+    return Checkpoint(
+        config, tensors, tuple(file.eos_ids()), [path], tokenizer, tokenizer_config, sampling, file.best_dtype()
+    )
+
+
+def text_files(folder: Path) -> tuple[Tokenizer | None, dict[str, Any], dict[str, Any]]:
+    """The folder's tokenizer, tokenizer_config.json with the chat template, and sampling defaults."""
+    values, template = read_optional(folder / "tokenizer_config.json"), folder / "chat_template.jinja"
+    if template.is_file():  # where newer folders keep it
+        values["chat_template"] = template.read_text()
+    return read_tokenizer(folder), values, sampling_defaults(read_optional(folder / "generation_config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -73,12 +106,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_optional(path: Path) -> dict[str, Any]:
     """`read_json`; empty where there is no such file."""
     return read_json(path) if path.exists() else {}
-
-
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json with the folder's chat template, which newer folders keep in a file of its own."""
-    values, template = read_optional(folder / "tokenizer_config.json"), folder / "chat_template.jinja"
-    return values | ({"chat_template": template.read_text()} if template.is_file() else {})
 
 
 def config_of(values: dict[str, Any]) -> LaneformerConfig:

@@ -16,6 +16,7 @@ from .decoder import Request, Sampling
 MOST_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
 MOST_LOGPROBS = 100
 LEAST_TEMPERATURE = 1e-6  # colder draws are greedy
+SEED_STEP = 0x9E3779B97F4A7C15  # odd, so all seeds of a batch differ; far apart, so neighbouring seeds share none
 BIAS_RANGE = (-100.0, 100.0)  # OpenAI's: enough to forbid an id or to force it
 RANGES: dict[str, tuple[type, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),
@@ -39,7 +40,9 @@ class GenerationOptions:
 
     max_new_tokens: upper limit; generation also ends when the context is full.
     temperature: 0 is greedy (the lowest id wins a tie). seed: the same seed and prompt give the same tokens, for any
-    number of threads and on every device, up to ties within rounding. A token's logits are changed in this order:
+    number of threads and on every device, up to ties within rounding. A batch draws with a seed for each prompt: a list
+    of them, or those that `batch_seeds` derives from the one given, which the first prompt keeps.
+    A token's logits are changed in this order:
     1. repetition_penalty (Hugging Face's definition): logits of ids in the prompt or the output are divided by it, or
        multiplied where negative.
     2. frequency_penalty and presence_penalty (OpenAI's): for ids in the output, less frequency_penalty times their
@@ -61,7 +64,7 @@ class GenerationOptions:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | Sequence[int] = 0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -75,7 +78,10 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for name, (kind, low, high) in RANGES.items():
-            if name != "logprobs" or self.logprobs is not None:
+            if name == "seed" and isinstance(self.seed, (list, tuple, np.ndarray)):
+                seeds = [in_range(f"seed[{i}]", seed, kind, low, high) for i, seed in enumerate(self.seed)]
+                object.__setattr__(self, name, tuple(seeds))
+            elif name != "logprobs" or self.logprobs is not None:
                 object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
         if self.top_p == 0.0:
             raise ValueError("top_p = 0 would leave no token; use a value above 0, or temperature = 0 for greedy")
@@ -95,17 +101,21 @@ class GenerationOptions:
         biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
         stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
         greedy = self.temperature < LEAST_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
+        seeds = batch_seeds(self.seed, len(prompts)) if isinstance(self.seed, int) else list(self.seed)
+        if len(seeds) != len(prompts) and not isinstance(self.seed, int):
+            raise ValueError(f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each")
         same = {field.name for field in dataclasses.fields(Request)} & {f.name for f in dataclasses.fields(self)}
         return Request(
             prompts,
             **{name: getattr(self, name) for name in same - {"logit_bias", "stop_ids", "logprobs"}},
             sampling=Sampling(
-                seed=self.seed,
+                seed=seeds[0] if seeds else self.seed,
                 inverse_temperature=0.0 if greedy else 1 / self.temperature,
                 top_p=max(self.top_p, float(np.finfo(np.float32).tiny)),  # not rounded to 0
                 min_p=self.min_p,
                 top_k=self.top_k,
             ),
+            seeds=seeds,
             logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
             stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
             logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),
@@ -130,7 +140,8 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     is 50 unless it says otherwise.
     """
     said = {name: value for name, value in generation_config.items() if value is not None}
-    names, found = ["repetition_penalty"], {}
+    names = ["repetition_penalty"]
+    found: dict[str, Any] = {}
     if said.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
         found = {"temperature": 1.0, "top_k": 50}
@@ -138,6 +149,11 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     off = GenerationOptions()
     options = GenerationOptions(**found)  # ValueError for what the file gets wrong
     return {name: getattr(options, name) for name in found if getattr(options, name) != getattr(off, name)}
+
+
+def batch_seeds(seed: int, prompts: int) -> list[int]:
+    """The seeds that one seed gives the prompts of a batch; `generate` with seed i draws the tokens of prompt i."""
+    return [(seed + i * SEED_STEP) % 2**64 for i in range(prompts)]
 
 
 def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:

@@ -17,12 +17,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer
+
+from ..llama.tokenizer import SPACE, begin_with, sentencepiece_bpe
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
-SPACE = "\u2581"  # SentencePiece's visible space
 PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>")  # well-known names
 PROBES = [
     "", " ", "  ", "   x", "a", " a", "a ", "a  b", "\t", "\n", "\n\n\n", "\r\n", " " * 17 + "x", SPACE, f"a{SPACE}b",
@@ -30,20 +31,6 @@ PROBES = [
     "0123456789 3.14 1e-5", "aaaaaaaaaaaaa bbbbbbb ababababa", "\x00\x7f\u200b\ufeff",
     "naïve café Ærø ﬁ Å Ａ ½", "日本語 한국어 русский العربية", "😀👩\u200d👩\u200d👧 🇫🇷",
 ]  # fmt: skip
-
-
-def merges_by_score(pieces: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """Every split of every piece into two pieces, best score first; among equal scores the longest piece first.
-
-    Equal scores are what Llama-2 gives to runs of spaces. SentencePiece then merges leftmost first, so a run grows at
-    its left end until no longer piece exists; "longest first" is the same order told by rank instead of by place.
-    """
-    known = set(pieces)
-    merges = []
-    for _, piece in sorted(zip(scores, pieces, strict=True), key=lambda entry: (-entry[0], -len(entry[1]))):
-        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        merges += [(left, right) for left, right in splits if left in known and right in known]
-    return merges
 
 
 def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -56,11 +43,6 @@ def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         return _tokenizer_from_json(path)
     tokenizer = tokenizer_from_sentencepiece(path)
     return tokenizer, _special_of(_sentencepiece(path))
-
-
-def _begin_with(bos: str, tokenizer: Tokenizer) -> None:
-    begin = [(bos, tokenizer.token_to_id(bos))]
-    tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], [bos, "$A", bos, "$B"], begin)
 
 
 def _sentencepiece(model: Path | str) -> SentencePieceProcessor:
@@ -92,7 +74,7 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     bos = said.get("bos_token") or eos
     if eos is None or bos is None or None in map(tokenizer.token_to_id, (bos, eos)):
         raise ValueError(f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does")
-    _begin_with(bos, tokenizer)
+    begin_with(bos, tokenizer)
     pads = (said.get("pad_token"), *PADDING, unk)
     pad = next((p for p in pads if p and p not in (bos, eos) and tokenizer.token_to_id(p) is not None), None)
     special = {"unk_token": unk, "bos_token": bos, "eos_token": eos, "pad_token": pad}
@@ -106,20 +88,13 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     if not any(sp.is_byte(i) for i in range(len(sp))):
         raise ValueError(f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids")
     ordinary = [i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
-    merges = merges_by_score([pieces[i] for i in ordinary], [sp.get_score(i) for i in ordinary])
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True))
-    spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
-    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if sp.normalize("x") == f"{SPACE}x":  # add_dummy_prefix
-        spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
-        steps.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer, tokenizer.decoder = spaces, decoders.Sequence(steps)
+    scores = {pieces[i]: sp.get_score(i) for i in ordinary}
+    tokenizer = sentencepiece_bpe(pieces, scores, special["unk_token"], sp.normalize("x") == f"{SPACE}x")
     for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
         check_same_ids(tokenizer, sp, text)
     control = dict.fromkeys([*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    _begin_with(special["bos_token"], tokenizer)
+    begin_with(special["bos_token"], tokenizer)
     return tokenizer
 
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from laneformer.cli import main
-from laneformer.engine import Engine, TextStream, device
+from laneformer.engine import Cancelled, Engine, TextStream, device
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.options import batch_seeds
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import LoopDecoder, gpu_of
@@ -146,6 +147,11 @@ def test_an_interrupted_wait_cancels(engine, expected, monkeypatch):
     assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
 
 
+def test_a_batch_draws_with_a_seed_for_each_prompt(engine):
+    engine.generate_batch([PROMPT] * 3, max_new_tokens=2, temperature=1.0, seed=5)
+    assert [sampling.seed for *_, sampling, _ in gpu_of(engine).asked[-3:]] == batch_seeds(5, 3)
+
+
 def test_a_closed_engine_says_so(engine):
     stream = engine.stream(PROMPT, max_new_tokens=40)
     next(stream)
@@ -153,7 +159,8 @@ def test_a_closed_engine_says_so(engine):
     engine.close()
     engine.close()
     assert gpu.cancelled
-    assert len(list(stream)) < 39
+    with pytest.raises(Cancelled):
+        list(stream)
     with pytest.raises(ValueError, match="closed"):
         engine.generate(PROMPT)
 

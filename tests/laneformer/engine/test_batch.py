@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from laneformer.engine.options import batch_seeds
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 SWITCHES = [{}, {"lm_head_type": "replicate"}, {"lm_head_type": "lane"}, {"broadcast_delay": 0}]
@@ -18,7 +19,11 @@ def test_every_sequence_is_what_it_is_alone(switches, options):
     with engine_of(model, threads=2) as engine, engine_of(model) as alone:
         for count in (1, 2, 3, 5, 8):
             prompts = [random_ids(model.config, int(rng.integers(1, 70)), seed=i) for i in range(count)]
-            expected = [alone.generate(p, max_new_tokens=25, reuse_prefix=False, **options) for p in prompts]
+            seeds = batch_seeds(options.get("seed", 0), count)
+            expected = [
+                alone.generate(p, max_new_tokens=25, reuse_prefix=False, **{**options, "seed": seed})
+                for p, seed in zip(prompts, seeds, strict=True)
+            ]
             assert engine.generate_batch(prompts, max_new_tokens=25, **options) == expected
 
 
@@ -52,6 +57,21 @@ def test_equal_prompts_give_equal_tokens_and_different_ones_do_not_mix():
         a, b = random_ids(engine.config, 30), random_ids(engine.config, 30, seed=1)
         first, second, third = engine.generate_batch([a, b, a], max_new_tokens=20)
     assert first == third != second
+
+
+def test_equal_prompts_draw_different_tokens_each_with_its_seed():
+    with engine_of(random_model(small_config(), seed=6)) as engine:
+        options = {"max_new_tokens": 12, "temperature": 1.0}
+        derived = engine.generate_batch([[3, 4]] * 8, seed=2**64 - 1, **options)
+        assert len({tuple(tokens) for tokens in derived}) == 8
+        assert derived[0] == engine.generate([3, 4], seed=2**64 - 1, **options)
+        given = engine.generate_batch([[3, 4]] * 3, seed=[7, 8, 7], **options)
+        assert given == [engine.generate([3, 4], seed=seed, **options) for seed in (7, 8, 7)]
+        assert engine.generate([3, 4], seed=[7], **options) == given[0]
+        with pytest.raises(ValueError, match="seed has 2 values for 3 prompts"):
+            engine.generate_batch([[1]] * 3, seed=[1, 2], **options)
+        with pytest.raises(ValueError, match=r"seed\[1\] = -1 is outside"):
+            engine.generate_batch([[1]] * 2, seed=[1, -1], **options)
 
 
 def test_each_sequences_prefix_is_found_again():

@@ -8,6 +8,8 @@ size, so four times PyTorch's largest error is allowed. A planted error is thous
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,3 +234,21 @@ def test_bf16_math_rounds_activations_and_no_more():
             error = np.abs(engine.logits(ids) - reference).max()
         assert 10 * own < error, "activations were not rounded"
         assert error < native, "worse than PyTorch's bf16 forward, which rounds every result as well"
+
+
+def test_logits_are_handed_over_and_not_kept():
+    """One buffer: not a copy beside it while it is read, nor one that stays after the caller has dropped his."""
+    config = small_config(vocab_size=40_000, max_position_embeddings=1000)
+    size = 800 * config.vocab_size * 4
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with engine_of(random_model(config)) as engine:
+        ids = random_ids(config, 800)
+        engine.logits(ids[:40])
+        before = resident()
+        logits = engine.logits(ids)
+        assert resident() - before < 1.5 * size
+        del logits
+        assert resident() - before < 0.5 * size

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from laneformer.engine import Engine
+from laneformer.engine import Cancelled, Engine
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
@@ -145,7 +145,8 @@ def test_closing_during_a_stream_ends_it():
     stream = engine.stream([1], max_new_tokens=90)
     next(stream)
     engine.close()
-    assert len(list(stream)) < 90
+    with pytest.raises(Cancelled):
+        list(stream)
 
 
 def test_missing_files(tmp_path, folder):
@@ -282,3 +283,24 @@ def test_any_input_ends_in_tokens_or_an_error(engine, ids, options):
     except ValueError:
         return
     assert all(0 <= token < 100 for token in tokens)
+
+
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+@pytest.mark.parametrize("scale", [1e20, 1e30, 1e38])
+def test_activations_beyond_float32_are_an_error(head, scale):
+    """Else their norms are zeros, and all tokens equally likely."""
+    model = random_model(small_config(lm_head_type=head))
+    with torch.no_grad():
+        (model.lm_head if scale > 1e35 else model.layers[2].feed_forward.w2).weight.mul_(scale)
+    with engine_of(model, threads=3) as engine:
+        calls = (
+            engine.generate,
+            engine.logits,
+            lambda ids: engine.logprobs([*ids, 4]),
+            lambda ids: list(engine.stream(ids)),
+            lambda ids: engine.generate(ids, temperature=1.0),
+            lambda ids: engine.generate_batch([ids, ids]),
+        )
+        for call in calls:
+            with pytest.raises(OverflowError, match="infinite, NaN, or beyond what float32 can square"):
+                call([1, 2, 3])

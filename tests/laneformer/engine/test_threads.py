@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from laneformer.engine.cpu.decoder import MAX_THREADS
-from laneformer.engine.device import default_threads, one_cpu_a_core_first
+from laneformer.engine.machine import this_machine
 from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
@@ -87,12 +87,6 @@ def test_a_hundred_repeats_are_equal():
             np.testing.assert_array_equal(five.logits(ids), first)
 
 
-def test_default_threads_come_in_equal_groups(monkeypatch):
-    for cores, lanes, expected in ((2, 8, 2), (6, 8, 6), (8, 8, 8), (12, 8, 8), (64, 8, 64), (70, 8, 64)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=cores: set(range(n)))
-        assert default_threads(lanes) == expected
-
-
 def test_too_many_threads_are_refused():
     with pytest.raises(ValueError, match=f"threads = {MAX_THREADS + 1} must be an integer from 1 to {MAX_THREADS}"):
         engine_of(random_model(small_config()), threads=MAX_THREADS + 1)
@@ -117,7 +111,7 @@ def test_pinned_threads_stay_on_one_allowed_cpu_each():
     model = random_model(small_config(), seed=6)
     before = {task.name for task in Path("/proc/self/task").iterdir()}
     cpus = sorted(os.sched_getaffinity(0))
-    assert sorted(one_cpu_a_core_first()) == cpus
+    assert sorted(this_machine().one_cpu_a_core_first()) == cpus
     with engine_of(model, threads=2, pin=True) as pinned, engine_of(model, threads=2) as free:
         ids = random_ids(model.config, 9)
         np.testing.assert_array_equal(pinned.logits(ids), free.logits(ids))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from laneformer import Laneformer, LaneformerConfig
-from tools.bench import decode, decode_baselines
+from tools.bench import decode, decode_candidates, llamacpp, load
 from tools.bench.decode import OURS, Options, candidate
 
 SILENT = Console(quiet=True)
@@ -28,21 +29,22 @@ class FakeCandidate:
 
     log: list[tuple[str, str]] = []  # noqa: RUF012  (one for all, emptied by the fixture)
 
-    def __init__(self, name, flavor, dtype, threads):
+    def __init__(self, name, options):
         self.name, self.trials = name, -1  # the first trial warms up
 
     def ask(self, do, **command):
         if do == "facts":
             if self.name == "transformers":
                 return {"missing": "No module named 'torch'; pip install torch"}
-            return {"version": f"{self.name} 1", "settings": "none", "weight_bytes_per_token": 10**7}
+            return {"version": f"{self.name} 1", "context_tokens": 4096, "vocab_size": 100}
         self.log.append((self.name, do))
-        if do == "bench":
-            return BENCH
+        if do in ("bench", "settings", "probe"):
+            return {"bench": BENCH, "settings": "none", "probe": 2e9}[do]
         if do == "prefill":
             return 10.0 * len(command["prompt"])
         self.trials += 1
-        return 20.0 if self.name == "llamacpp" else 39.0 + self.trials
+        speed = 20.0 if self.name.startswith("llamacpp") else 39.0 + self.trials
+        return {"tokens_per_s": speed, "bytes_per_token": 10**7}
 
     def cpu_clocks(self):
         return time.perf_counter(), 0.0, 0.0
@@ -64,11 +66,14 @@ def run(**values) -> dict:
 
 def test_figures_of_known_speeds(fake):
     result = run(pairs=3)
-    assert result["ratios"] == {"llamacpp": {"median": 2.05, "min": 2.0, "max": 2.1, "ahead": 3, "pairs": 3}}
-    ours = result["candidates"][OURS]
+    decoding, short, _ = result["workloads"]
+    assert decoding["ratios"] == [
+        {"ours": OURS, "over": "llamacpp", "median": 2.05, "min": 2.0, "max": 2.1, "ahead": 3, "pairs": 3}
+    ]
+    ours = decoding["candidates"][OURS]
     assert ours["tokens_per_s"] == pytest.approx({"median": 41, "p10": 40.2, "p90": 41.8})
     assert ours["percent_of_probe"]["median"] == pytest.approx(100 * 41 * 1e7 / 2e9)
-    assert ours["prefill_tokens_per_s"] == {"128": 1280.0, "512": 5120.0}
+    assert short["candidates"][OURS]["tokens_per_s"]["median"] == 1280.0
     assert result["missing"] == {"transformers": "No module named 'torch'; pip install torch"}
     assert set(result["candidates"]) == {OURS, "llamacpp"}
     json.dumps(result)
@@ -76,23 +81,37 @@ def test_figures_of_known_speeds(fake):
 
 def test_a_round_behind_is_not_counted_as_ahead(fake):
     rounds = [{"tokens_per_s": {OURS: ours, "llamacpp": 30.0}} for ours in (29.0, 30.0, 31.0, 60.0)]
-    assert decode.ratio(rounds, "llamacpp")["ahead"] == 2
+    assert decode.ratio(rounds, OURS, "llamacpp")["ahead"] == 2
 
 
 def test_trials_alternate_between_probes_and_everyone_is_closed(fake):
-    result = run(pairs=4, against="llamacpp")
-    assert [r["order"][0] for r in result["rounds"]] == [OURS, "llamacpp", OURS, "llamacpp"]
-    measured = [entry for entry in fake.log if entry[1] in ("decode", "bench")][2:]  # after the two warm-ups
-    assert [do for _, do in measured[:10]] == ["bench", "decode", "bench", "decode", "bench"] * 2
+    result = run(pairs=4, against="llamacpp", prefill=())
+    assert [r["order"][0] for r in result["workloads"][0]["rounds"]] == [OURS, "llamacpp", OURS, "llamacpp"]
+    measured = [entry for entry in fake.log if entry[1] in ("decode", "probe")][2:]  # after the two warm-ups
+    assert [do for _, do in measured[:10]] == ["probe", "decode", "probe", "decode", "probe"] * 2
     assert [name for name, do in measured if do == "decode"][:4] == [OURS, "llamacpp", "llamacpp", OURS]
     assert [entry for entry in fake.log if entry[1] == "close"] == [(OURS, "close"), ("llamacpp", "close")]
 
 
+def test_four_bits_meet_every_format_of_about_that_size_and_each_math_is_a_candidate(fake):
+    result = run(pairs=1, dtype="int4", math=("int8", "exact"), depth=(), prefill=(), batch=(2,))
+    (batch,) = result["workloads"]
+    ours, formats = [OURS, "laneformer math=exact"], ["llamacpp q4_0", "llamacpp q4_k_m"]
+    assert list(batch["candidates"]) == [*ours, *formats], "Transformers has no such weights"
+    assert [(r["ours"], r["over"]) for r in batch["ratios"]] == [(o, f) for o in ours for f in formats]
+
+
+def test_long_prompts_get_half_the_rounds_and_are_new_every_time(fake):
+    long, short = run(pairs=4, depth=(), prefill=(2000, 500), against="llamacpp")["workloads"]
+    assert [len(load["rounds"]) for load in (long, short)] == [2, 4]
+
+
 def test_the_section_holds_the_figures(fake):
     title, body = decode.section(Options(pairs=2), run(pairs=2))
-    assert title == "`300m` in bf16, 2 threads, depth 0"
-    assert "| laneformer | 40.5 | 40.1 | 40.9 | 10.0 | 20 | 20 | 20 |" in body
-    assert "| llamacpp | 2.02 | 2.00 | 2.05 | 2 of 2 |" in body
+    assert title == "`300m` in bf16, 2 threads"
+    assert "| decode at depth 0 | laneformer | 40.5 | 40.1 | 40.9 | 20 | 20 | 20 |  |" in body
+    assert "| prompt of 128 | llamacpp | 1280.0 | 1280.0 | 1280.0 |  |  |  | 0.1 |" in body
+    assert "| decode at depth 0 | laneformer | llamacpp | 2.02 | 2.00 | 2.05 | 2 of 2 |" in body
     assert "- transformers: left out, No module named 'torch'" in body
 
 
@@ -102,7 +121,10 @@ def test_the_section_holds_the_figures(fake):
         ({"against": "llama.cpp"}, "unknown baseline 'llama.cpp'; choose from"),
         ({"against": OURS}, "unknown baseline"),
         ({"pairs": 0}, "pairs = 0 must be at least 1"),
-        ({"flavor": "tiny", "depth": 448}, "depth = 448 is outside 0 to 447"),
+        ({"flavor": "tiny", "depth": (448,)}, "decode: 448 is outside 0 to 447"),
+        ({"batch": (9,)}, "batch: 9 is outside 2 to 8"),
+        ({"depth": (), "prefill": ()}, "nothing to measure"),
+        ({"model": Path("nowhere.gguf")}, "nowhere.gguf is not a file"),
     ],
 )
 def test_bad_options(values, message):
@@ -113,7 +135,7 @@ def test_bad_options(values, message):
 def test_the_baselines_shape_holds_the_same_matrices():
     for flavor in ("2b", "300m", "tiny"):
         config = LaneformerConfig.from_flavor(flavor)
-        shapes = decode_baselines.gguf_shapes(config).values()
+        shapes = llamacpp.gguf_shapes(config).values()
         count = config.parameter_count()
         assert sum(math.prod(s) for s in shapes) == count["total"]
         assert sum(math.prod(s) for s in shapes if len(s) == 1) == count["norms"]
@@ -122,36 +144,37 @@ def test_the_baselines_shape_holds_the_same_matrices():
 def test_the_random_gguf_is_read_back_and_written_once(tmp_path):
     gguf = pytest.importorskip("gguf")
     config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=1, swa_layers=())
-    path = decode_baselines.random_gguf(config, "bf16", tmp_path)
+    path = llamacpp.random_gguf(config, "bf16", tmp_path)
     assert list(tmp_path.iterdir()) == [path]
     reader = gguf.GGUFReader(path)
     shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
-    assert shapes == decode_baselines.gguf_shapes(config)
+    assert shapes == llamacpp.gguf_shapes(config)
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == config.vocab_size
     matrix = next(t for t in reader.tensors if t.name == "blk.0.ffn_up.weight")
     values = (np.asarray(matrix.data).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     # 65536 draws: the deviation's own error is 0.3% of it, five of those are allowed; cutting to bf16 takes up to 0.4%
     assert values.std() == pytest.approx(config.initializer_range, rel=0.02)
     written = path.stat().st_mtime_ns
-    assert decode_baselines.random_gguf(config, "bf16", tmp_path).stat().st_mtime_ns == written
+    assert llamacpp.random_gguf(config, "bf16", tmp_path).stat().st_mtime_ns == written
 
 
 def test_ours_alone_from_the_command_line(capsys, tmp_path):
     out = tmp_path / "decode.md"
     arguments = ["--flavor", "tiny", "--against", "", "--pairs", "1", "--new-tokens", "8", "--threads", "1"]
+    arguments += ["--prefill", "16", "--batch", "2"]
     decode.main([*arguments, "--out", str(out)])
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
-    assert result["candidates"][OURS]["tokens_per_s"]["median"] > 0
-    assert result["probe_bytes_per_s"]["median"] > 1e6
+    assert [load["kind"] for load in result["workloads"]] == ["decode", "prefill", "batch"]
+    for workload in result["workloads"]:
+        assert workload["candidates"][OURS]["tokens_per_s"]["median"] > 0
+        assert min(workload["rounds"][0]["probes"]) > 1e6
     assert (
         result["command"]
         == f"python -m tools.bench decode --flavor tiny --against '' {' '.join(arguments[4:])} --out {out}"
     )
     page = out.read_text()
-    assert page.startswith(
-        f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads, depth 0\n\n    python"
-    )
+    assert page.startswith(f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads\n\n    python")
     assert f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs (" in page
     assert f"Commit {result['commit']}." in page
     assert "round 1 of 1: laneformer" in captured.err
@@ -165,7 +188,7 @@ def test_wrong_options_are_one_line(capsys):
 
 
 def test_a_candidate_sleeps_between_its_trials_and_refuses_unknown_commands():
-    process = candidate(OURS, "tiny", "bf16", 1)
+    process = candidate(OURS, Options(flavor="tiny", threads=1))
     process.ask("decode", prompt=[5], new_tokens=4)
     before = process.cpu_clocks()
     time.sleep(0.5)
@@ -180,7 +203,7 @@ def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkey
     (tmp_path / "transformers.py").write_text("raise ImportError('planted')\n")
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    process = candidate("transformers", "tiny", "bf16", 1)
+    process = candidate("transformers", Options(flavor="tiny", threads=1))
     missing = process.ask("facts")["missing"]
     assert missing.startswith("planted; ")
     assert "pip install" in missing
@@ -189,13 +212,18 @@ def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkey
 
 @pytest.mark.slow
 def test_transformers_runs():
-    process = candidate("transformers", "tiny", "bf16", 1)
-    facts = process.ask("facts")
-    assert process.ask("decode", prompt=[5, 6, 7], new_tokens=4) > 0
+    process = candidate("transformers", Options(flavor="tiny", threads=1))
+    assert "transformers" in process.ask("facts")["version"]
+    again = [process.ask("decode", prompt=[5, 6, 7], new_tokens=4) for _ in range(2)]  # the second keeps its prompt
     assert process.ask("prefill", prompt=[5] * 20) > 0
+    assert process.ask("batch", sequences=3, new_tokens=4)["tokens_per_s"] > 0
     config = LaneformerConfig.from_flavor("tiny")
     count = config.parameter_count()
-    assert facts["weight_bytes_per_token"] == 2 * (count["total"] - count["embedding"])
+    cached = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 5
+    for answer in again:
+        assert answer["tokens_per_s"] > 0
+        assert answer["bytes_per_token"] == 2 * (count["total"] - count["embedding"]) + cached
+    assert "depth 3: " in process.ask("settings")
     process.close()
 
 
@@ -214,7 +242,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_start_is_compared_with_a_read_of_the_same_file(folder, tmp_path, capsys):
     out = tmp_path / "load.md"
-    decode.load([str(folder), "--rounds", "3", "--out", str(out)])
+    load.main([str(folder), "--rounds", "3", "--out", str(out)])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["file_bytes"] == next((folder / ".packed").glob("*.bin")).stat().st_size
     ratios = [(r["load_s"] + r["first_token_s"]) / r["read_s"] for r in report["rounds"]]
@@ -226,6 +254,28 @@ def test_a_start_is_compared_with_a_read_of_the_same_file(folder, tmp_path, caps
 def test_without_a_packed_file_it_says_so(folder, monkeypatch, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 0}))
     with pytest.raises(SystemExit) as stopped:
-        decode.load([str(folder)])
+        load.main([str(folder)])
     assert stopped.value.code == 2
     assert f"load: {folder} keeps no packed weights" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_llama_cpp_runs_every_type_of_weights_made_from_the_same_file(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    try:
+        llamacpp.library()
+    except ImportError as error:
+        pytest.skip(f"{error}: {decode_candidates.INSTALL['llamacpp']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=2, swa_layers=(), hidden_size=256)
+    path = llamacpp.random_gguf(config, "bf16", tmp_path)
+    sizes = {}
+    for kind in ("bf16", "fp16", "q8_0", "q4_0", "q4_k_m"):
+        process = candidate(f"llamacpp {kind}", Options(model=path, threads=1))
+        assert "llama-cpp-python" in process.ask("facts")["version"]
+        again = [process.ask("decode", prompt=[5, 6, 7], new_tokens=4) for _ in range(2)]
+        assert process.ask("prefill", prompt=[5] * 20) > 0
+        assert process.ask("batch", sequences=3, new_tokens=4)["tokens_per_s"] > 0
+        sizes[kind] = again[0]["bytes_per_token"]
+        process.close()
+    assert sizes["bf16"] == sizes["fp16"] > sizes["q8_0"] > sizes["q4_k_m"] > sizes["q4_0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -9,11 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from ...config import HEAD, LM_HEAD_TYPES, MATRICES, MODULES, NORMS, LaneformerConfig
+from ...config import (
+    BIASED,
+    EMBEDDING,
+    HEAD,
+    HEAD_NORMS,
+    LM_HEAD_TYPES,
+    MATRICES,
+    MODULES,
+    NORMS,
+    LaneformerConfig,
+)
 from ...tensors import Tensor
 from ..decoder import Request
-from ..device import default_threads, one_cpu_a_core_first
 from ..folder import rope_tables
+from ..machine import this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
@@ -36,27 +47,29 @@ class CpuDecoder(_core.Decoder):
         threads: int | None = None,
         isa: str | None = None,
         math: str = "exact",
-        pin: bool = False,
+        pin: bool | None = None,
         kv_dtype: str = "auto",
         packed: PackedWeights | None = None,
     ):
-        config.refuse_borrowed("the CPU engine, as yet,")
         if math not in ("exact", "bf16"):
             raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
             raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
-        self.dtype = tensors[HEAD].dtype if dtype == "auto" else dtype
+        self.dtype = tensors[head_of(config)].dtype if dtype == "auto" else dtype
         if math == "bf16" and self.dtype != "bf16":
             raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
         if kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
         self.math = math
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
-        embedding = tensors["tok_embeddings.weight"].dtype if self.dtype == "int8" else self.dtype
+        embedding = tensors[EMBEDDING].dtype if self.dtype == "int8" else self.dtype
+        machine = this_machine()
+        self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
             {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
-            threads or default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto", math,
-            one_cpu_a_core_first() if pin else [],
+            threads or machine.default_threads(config.num_lanes),
+            isa or os.environ.get("LANEFORMER_ISA") or "auto", math,
+            machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
         self._load(config, tensors, packed)
 
@@ -83,23 +96,35 @@ class CpuDecoder(_core.Decoder):
         norms = [f"layers.{i}.{norm}.weight" for i in layers for norm in NORMS]
         for index, name in enumerate([*norms, "norm.weight"]):
             send(name, self.set_norm, index)
+        for i in layers:
+            for matrix in BIASED if config.attention_bias else ():
+                send(f"layers.{i}.{matrix}.bias", self.set_bias, matrix.split(".")[1], i)
+            for norm in HEAD_NORMS if config.qk_norm else ():
+                send(f"layers.{i}.{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
         plan = {"layout": LAYOUT_VERSION, "dtype": self.dtype, "threads": self.threads, "config": config.to_dict()}
         if packed is not None and packed.load(self, plan):
             return
-        send("tok_embeddings.weight", self.set_embedding)
+        if not config.tie_word_embeddings:
+            send(EMBEDDING, self.set_embedding)
         for i in layers:
             for matrix in MATRICES:
                 send(f"layers.{i}.{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
-        send(HEAD, self.set_matrix, "lm_head", 0)
+        send(head_of(config), self.set_matrix, "lm_head", 0)
         if packed is not None:
             packed.save(self, plan)
+
+
+def head_of(config: LaneformerConfig) -> str:
+    """The tensor with the head's rows."""
+    return EMBEDDING if config.tie_word_embeddings else HEAD
 
 
 def core_spec(config: LaneformerConfig) -> dict[str, Any]:
     """The config as plain numbers (csrc/model.h); every rule about layers is decided by config.py, once per layer."""
     layers = range(config.num_hidden_layers)
     return {
-        **config.to_dict(),
+        **dataclasses.asdict(config),
+        "rotates": [int(i not in config.nope_layers) for i in layers],
         "head": LM_HEAD_TYPES.index(config.lm_head_type),
         "broadcast_delay": min(config.broadcast_delay, config.num_hidden_layers),
         "window": [config.window(i) or 0 for i in layers],

@@ -12,7 +12,7 @@ import torch
 
 from ...config import HEAD, LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import CUDA, Request
+from ..decoder import CUDA, Request, Sampling
 from .geometry import DTYPES, MOST_STOPS
 from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder
@@ -101,7 +101,9 @@ class CudaDecoder:
         r = self._request
         ids = r.prompts[len(self._outputs)]
         room = self.gpu.config.max_position_embeddings - len(ids) + 1
-        self.gpu.start(ids, min(r.max_new_tokens, room), r.stop_ids, r.sampling, r.reuse_prefix)
+        sampling = Sampling.from_buffer_copy(r.sampling)
+        sampling.seed = r.seeds[len(self._outputs)] if r.seeds else sampling.seed
+        self.gpu.start(ids, min(r.max_new_tokens, room), r.stop_ids, sampling, r.reuse_prefix)
         self._outputs.append([])
         self._running = True
 

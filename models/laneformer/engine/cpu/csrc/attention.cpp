@@ -27,13 +27,16 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
   char* narrow = w.scores.bytes();
   for (int head = 0; head < heads; ++head) {
     const size_t base = cache_at(w, layer, own * heads + head);
-    rotate(key + head * d, rotated, at.position);
+    rotate(key + head * d, rotated, rope_position(layer, at));
     bool fits = convert(rotated, DType::fp32, d, narrow, spec_.kv_dtype);
     char* to = cache.keys.bytes() + base + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
     for (int j = 0; j < d; ++j) std::memcpy(to + size_t(j) * 16 * bytes, narrow + j * bytes, bytes);
     fits &= convert(value + head * d, DType::fp32, d, cache.values.bytes() + base + size_t(slot) * dim * bytes,
                     spec_.kv_dtype);
-    if (!fits && spec_.kv_dtype == DType::fp16) kv_overflow_.store(true, std::memory_order_relaxed);
+    if (!fits && spec_.kv_dtype == DType::fp16) {
+      kv_overflow_.store(true, std::memory_order_relaxed);
+      overflowed_.store(true, std::memory_order_relaxed);
+    }
   }
 }
 
@@ -53,7 +56,7 @@ AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block,
   for (int c = 0; c < block.count; ++c)
     for (int q = 0; q < group; ++q)
       rotate(shared.y.floats() + size_t(block.column + c) * stride + (block.head * group + q) * d,
-             w.query.floats() + size_t(c * group + q) * dim, first.position + c);
+             w.query.floats() + size_t(c * group + q) * dim, rope_position(layer, pass.column[block.column + c]));
   const KvCache& cache = shared.caches[first.cache];
   const size_t base = cache_at(shared, layer, own * kv_heads + block.head);
   AttendArgs a{};
@@ -163,7 +166,9 @@ void Decoder::attention(int t, int layer, int own, const Pass& pass, float* part
     kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer, lane), spec_.norm_eps, spec_.hidden, hidden,
                        w.x.floats() + size_t(c) * hidden);
   multiply(t, matrices.qkv, w.x.floats(), hidden, shared.y.floats(), qkv_stride, pass.columns);
+  if (spec_.qkv_bias) add_bias(matrices.qkv, layer, lane, shared.y.floats(), qkv_stride, pass.columns);
   meet_group(t);
+  if (spec_.head_norms) norm_heads(t, layer, shared.y.floats(), qkv_stride, pass.columns);
   for (int c = 0; t == plans_[t].leader && c < pass.columns; ++c) {
     const float* key = shared.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
     cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.column[c]);

@@ -44,7 +44,7 @@ void expect_values(const Bytes& array, DType dtype, size_t count, const std::str
 
 size_t matrix_values(const ModelSpec& s, const std::string& part) {
   const size_t hidden = s.hidden, lanes = s.lanes;
-  if (part == "wq" || part == "wo") return hidden * hidden;
+  if (part == "wq" || part == "wo") return hidden * s.q_rows() * lanes;
   if (part == "wk" || part == "wv") return hidden * s.kv_rows() * lanes;
   if (part == "w1" || part == "w2" || part == "w3") return hidden * s.intermediate;
   if (part == "lm_head") return hidden * s.vocab;
@@ -52,10 +52,10 @@ size_t matrix_values(const ModelSpec& s, const std::string& part) {
 }
 
 template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(const std::vector<T>& values) {
-  auto* copy = new std::vector<T>(values);
-  nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy->data(), {copy->size()}, owner);
+nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T> values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner);
 }
 
 ModelSpec spec_from(nb::dict d) {
@@ -64,12 +64,15 @@ ModelSpec spec_from(nb::dict d) {
   s.hidden = number("hidden_size"), s.intermediate = number("intermediate_size");
   s.layers = number("num_hidden_layers"), s.query_heads = number("num_attention_heads");
   s.kv_heads = number("num_key_value_heads"), s.lanes = number("num_lanes"), s.vocab = number("vocab_size");
-  s.context = number("max_position_embeddings"), s.delay = number("broadcast_delay");
+  s.head_size = number("head_dim"), s.context = number("max_position_embeddings"), s.delay = number("broadcast_delay");
   s.norm_eps = nb::cast<float>(d["norm_eps"]);
   s.head = static_cast<Head>(number("head"));
   s.sum_before_norm = nb::cast<bool>(d["pre_norm_lane_agg"]);
   s.shared_scale = nb::cast<bool>(d["replicated_rmsn_scale"]);
   s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]));
+  s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
+  s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
+  for (const int rotates : nb::cast<std::vector<int>>(d["rotates"])) s.rotates.push_back(rotates != 0);
   s.window = nb::cast<std::vector<int>>(d["window"]);
   const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
   const auto delayed = nb::cast<std::vector<std::vector<int>>>(d["adds_delayed"]);
@@ -109,6 +112,7 @@ struct nanobind::detail::type_caster<Request> {
     field("keep_partials", value.keep_partials), field("probe_every", value.probe_every);
     field("compare_barriers", value.compare_barriers);
     value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
+    field("seeds", value.seeds);
     value.sampling = sampling_from(r);
     return true;
   } catch (...) {
@@ -119,15 +123,20 @@ struct nanobind::detail::type_caster<Request> {
 namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
-               const std::string& isa, const std::string& math, std::vector<int> cpus) {
+               const std::string& isa, const std::string& math, std::vector<int> cpus,
+               double processors) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, 4), dtype_named(embedding_dtype), threads,
-                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus));
+                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors);
+}
+
+void expect_layer(const Decoder& decoder, int layer) {
+  if (layer < 0 || layer >= decoder.spec().layers) throw std::invalid_argument("no layer " + std::to_string(layer));
 }
 
 bool set_matrix(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
   expect_values(data, from, matrix_values(decoder.spec(), part), part);
-  if (layer < 0 || layer >= decoder.spec().layers) throw std::invalid_argument("no layer " + std::to_string(layer));
+  expect_layer(decoder, layer);
   nb::gil_scoped_release release;
   return decoder.set_matrix(part, layer, data.data(), from);
 }
@@ -145,6 +154,22 @@ bool set_norm(Decoder& decoder, int index, Bytes data, const std::string& dtype)
   expect_values(data, from, size_t(spec.hidden) * (spec.shared_scale ? 1 : spec.lanes), "norm");
   if (index < 0 || index > 2 * spec.layers) throw std::invalid_argument("no norm " + std::to_string(index));
   return decoder.set_norm(index, data.data(), from);
+}
+
+bool set_bias(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
+  const DType from = dtype_named(dtype);
+  if (!decoder.spec().qkv_bias) throw std::invalid_argument("this model has no biases");
+  expect_values(data, from, matrix_values(decoder.spec(), part) / decoder.spec().hidden, part);
+  expect_layer(decoder, layer);
+  return decoder.set_bias(part, layer, data.data(), from);
+}
+
+bool set_head_norm(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
+  const DType from = dtype_named(dtype);
+  if (!decoder.spec().head_norms) throw std::invalid_argument("this model has no norms of heads");
+  expect_values(data, from, decoder.spec().head_dim(), part);
+  expect_layer(decoder, layer);
+  return decoder.set_head_norm(part, layer, data.data(), from);
 }
 
 void set_rope(Decoder& decoder, Floats cosine, Floats sine) {
@@ -226,13 +251,16 @@ NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
-           "cpus"_a)
+           "cpus"_a, "processors"_a)
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)
+      .def("set_bias", &set_bias, "part"_a, "layer"_a, "data"_a, "dtype"_a)
+      .def("set_head_norm", &set_head_norm, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_rope", &set_rope, "cosine"_a, "sine"_a)
       .def("part", &part, "index"_a)
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
+      .def("copy_parts", &Decoder::copy_parts, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("parts", &Decoder::parts)
       .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
       .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
@@ -240,8 +268,8 @@ NB_MODULE(_core, m) {
       .def("outputs", &Decoder::outputs)
       .def("scores", &scores, "from_index"_a, "count"_a)
       .def("statistics", &statistics)
-      .def("logits", [](const Decoder& d) { return to_numpy(d.kept_logits()); })
-      .def("partials", [](const Decoder& d) { return to_numpy(d.kept_partials()); })
+      .def("logits", [](Decoder& d) { return to_numpy(d.take_logits()); })
+      .def("partials", [](Decoder& d) { return to_numpy(d.take_partials()); })
       .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
       .def("probe_bytes_per_s", [](const Decoder& d) { return to_numpy(d.timings().probe_bytes_per_s); })
       .def_prop_ro("first_token_s", [](const Decoder& d) { return d.timings().first_token_s; })

@@ -22,7 +22,7 @@ double now_s() {
 }
 
 Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
-                 Math math, std::vector<int> cpus)
+                 Math math, std::vector<int> cpus, double processors)
     : spec_(spec),
       dtype_(dtype),
       embedding_dtype_(embedding_dtype),
@@ -36,7 +36,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
       modules_done_(new Counter[plans_.size()]),
       met_(new Counter[plans_.size()]),
       group_met_(new Counter[plans_.size()]),
-      spin_turns_(threads <= usable_cpus() ? 1000 : 0) {
+      spin_turns_(threads <= processors ? 1000 : 0) {
   const size_t hidden = spec.padded_hidden(), vocab = round_up(spec.vocab, 16);
   const size_t widest_in = std::max(hidden, round_up(spec.ff_rows(), 32));
   const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
@@ -44,6 +44,8 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
 
   embedding_ = Pages(embedding_bytes());
   norms_ = floats((2 * spec.layers + 1) * (spec.shared_scale ? 1 : spec.lanes) * hidden);
+  if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
+  if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
   mailbox_ = floats(ring_layers_ * 2 * size_t(spec.lanes) * kMaxColumns * hidden);
   logits_ = floats(kMaxColumns * vocab);
   if (spec.head == Head::lane) lane_logits_ = floats(spec.lanes * kMaxColumns * vocab);
@@ -74,7 +76,9 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
       w.cache_elements += heads * spec.cache_slots(layer) * spec.padded_head_dim();
     }
   }
-  for (size_t t = 0; t < plans_.size(); ++t) threads_.emplace_back([this, t] { work(static_cast<int>(t)); });
+  team_ = std::make_unique<Team>(threads, [cpus = cpus_](int t) {
+    if (!cpus.empty()) pin_to(cpus[t % cpus.size()]);
+  });
 }
 
 // Of all columns of a pass; 0 where products read fp32 inputs as they are.
@@ -87,13 +91,7 @@ size_t Decoder::prepared_bytes(DType dtype, size_t inputs) const {
 
 Decoder::~Decoder() {
   cancel();
-  {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return jobs_left_ == 0; });
-    closing_ = true;
-  }
-  posted_.notify_all();
-  for (auto& thread : threads_) thread.join();
+  if (getpid() != process_) (void)team_.release();  // a forked child has none of the threads to wait for
 }
 
 size_t Decoder::weight_bytes() const {
@@ -104,33 +102,13 @@ size_t Decoder::weight_bytes() const {
 
 // --- threads ----------------------------------------------------------------------------------------------------
 
-void Decoder::work(int t) {
-  if (!cpus_.empty()) pin_to(cpus_[t % cpus_.size()]);
-  uint64_t done = 0;
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    posted_.wait(lock, [&] { return closing_ || job_number_ > done; });
-    if (closing_) return;
-    done = job_number_;
-    lock.unlock();
-    job_(t);
-    lock.lock();
-    if (--jobs_left_ == 0) changed_.notify_all();
-  }
-}
-
-void Decoder::post(std::function<void(int)> job) {
-  job_ = std::move(job);
-  jobs_left_ = static_cast<int>(plans_.size());
-  ++job_number_;
-  posted_.notify_all();
-}
-
 void Decoder::on_all_threads(const std::function<void(int)>& job) {
-  std::unique_lock lock(mutex_);
-  if (jobs_left_) throw std::runtime_error("the engine is busy with another request");
-  post(job);
-  changed_.wait(lock, [&] { return jobs_left_ == 0; });
+  {
+    std::lock_guard lock(team_->mutex);
+    if (team_->busy()) throw std::runtime_error("the engine is busy with another request");
+    team_->post(job);
+  }
+  team_->wait();
 }
 
 // --- loading ----------------------------------------------------------------------------------------------------
@@ -172,7 +150,26 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
 
 bool Decoder::set_embedding(const void* data, DType from) {
   if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
-  return convert(data, from, size_t(spec_.vocab) * spec_.hidden, embedding_.bytes(), embedding_dtype_);
+  std::atomic<bool> finite{true};
+  on_all_threads([&](int t) {  // each touches a part first, so every memory node holds some of it
+    const size_t first = size_t(spec_.vocab) * t / threads(), end = size_t(spec_.vocab) * (t + 1) / threads();
+    const char* rows = static_cast<const char*>(data) + first * spec_.hidden * bytes_of(from);
+    char* to = embedding_.bytes() + first * spec_.hidden * bytes_of(embedding_dtype_);
+    if (!convert(rows, from, (end - first) * spec_.hidden, to, embedding_dtype_)) finite = false;
+  });
+  return finite;
+}
+
+void Decoder::copy_parts() {
+  Pages embedding(embedding_bytes(), true);
+  on_all_threads([&](int t) {
+    Pages tape(plans_[t].tape_bytes, true);
+    std::memcpy(tape.bytes(), workers_[t].tape.bytes(), plans_[t].tape_bytes);
+    workers_[t].tape = std::move(tape);
+    const size_t first = embedding_bytes() * t / threads(), end = embedding_bytes() * (t + 1) / threads();
+    std::memcpy(embedding.bytes() + first, embedding_.bytes() + first, end - first);
+  });
+  embedding_ = std::move(embedding);
 }
 
 bool Decoder::set_norm(int index, const void* data, DType from) {

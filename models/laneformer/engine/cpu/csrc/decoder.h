@@ -9,17 +9,17 @@
 // first thread samples, and before the next pass. No column's result depends on which other columns it shares the pass
 // with, not in a single bit.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "model.h"
 #include "sampler.h"
 #include "system.h"
+#include "team.h"
 
 namespace laneformer {
 
@@ -35,6 +35,7 @@ double now_s();
 struct Request {
   std::vector<std::vector<int>> prompts;  // 1 to kMaxSequences; one when scoring
   SamplingOptions sampling;
+  std::vector<uint64_t> seeds;  // of each prompt; none: that of `sampling`
   int max_new_tokens = 0;
   bool reuse_prefix = true;  // start from what a KV cache still holds
   int speculate = 0;         // most draft tokens, from earlier text, to verify in one pass
@@ -108,9 +109,9 @@ struct Timings {
 
 class Decoder {
  public:
-  // Thread t stays on cpus[t % size]; with no cpus the system decides.
+  // Thread t stays on cpus[t % size]; with no cpus the system decides. Waits spin where every thread has a processor.
   Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
-          Math math, std::vector<int> cpus = {});
+          Math math, std::vector<int> cpus = {}, double processors = usable_cpus());
   ~Decoder();
 
   // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
@@ -118,13 +119,16 @@ class Decoder {
   bool set_embedding(const void* data, DType from);
   bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
   void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
+  bool set_bias(const std::string& part, int layer, const void* data, DType from);       // wq, wk or wv
+  bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
 
-  // What a cache of packed weights holds: every thread's tape, then the embedding. `map_part` replaces one by memory
+  // What a cache of packed weights holds: every thread's tape, then the embedding if it is not the head. `map_part` replaces one by memory
   // that stays valid, and is not written, as long as the decoder lives.
-  int parts() const { return threads() + 1; }
+  int parts() const { return threads() + (spec_.tied ? 0 : 1); }
   size_t part_bytes(int index) const { return index < threads() ? plans_[index].tape_bytes : embedding_bytes(); }
   char* part(int index) { return part_pages(index).bytes(); }
   void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
+  void copy_parts();  // out of what was mapped, each tape by its thread: into huge pages of its memory node
 
   // Throws std::runtime_error while another request runs, and std::invalid_argument where a size or an id would lead
   // beyond a buffer; what the values mean is Python's to check (options.py).
@@ -137,8 +141,8 @@ class Decoder {
 
   // Of the last request; while one runs, scores are valid for the tokens that poll has returned.
   const Scores& scores() const { return sequences_.at(0).scores; }
-  const std::vector<float>& kept_logits() const { return kept_logits_; }
-  const std::vector<float>& kept_partials() const { return kept_partials_; }  // [position][layer][module][lane][hidden]
+  std::vector<float> take_logits() { return std::move(kept_logits_); }
+  std::vector<float> take_partials() { return std::move(kept_partials_); }  // [position][layer][module][lane][hidden]
   const Statistics& statistics() const { return statistics_; }
   const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
@@ -159,7 +163,7 @@ class Decoder {
     Column column[kMaxColumns] = {};
     int head[kMaxColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
   };
-  struct alignas(64) Counter {
+  struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 fetches together
     std::atomic<uint64_t> value{0};
   };
   struct KvCache {
@@ -188,8 +192,6 @@ class Decoder {
   };
 
   // decoder.cpp: threads, loading, the loop over passes
-  void work(int t);
-  void post(std::function<void(int)> job);
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
   void meet(int t);
@@ -201,6 +203,7 @@ class Decoder {
   void expect(const Request& request) const;
   void begin_sequence(Sequence& sequence);
   int take_cache(const std::vector<int>& prompt, int most);
+  void add_cache();
   Pass next_pass();
   Pass plan_pass();
   void finish_pass();
@@ -227,6 +230,7 @@ class Decoder {
   void lane_inputs(int t, const Pass& pass);
   void prepare_head(int t, const Pass& pass);
   void share_head(int t, const Pass& pass);
+  void expect_finite(const float* values, int count);
   bool multiply_head_share(int owner, uint64_t share, const Pass& pass);
   void sum_lane_logits(int t, const Pass& pass);
   const Product& product(DType dtype) const { return kernels_->products[int(math_)][int(dtype)]; }
@@ -241,7 +245,17 @@ class Decoder {
   void wait_for(int t, int first, int last, uint64_t modules) const;
   void wait_for_peers(int t, uint64_t modules) const { wait_for(t, 0, threads(), modules); }
 
-  size_t embedding_bytes() const { return size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_); }
+  // families.cpp: what other models' layers have beyond a Laneformer's, and tied embeddings
+  void embed(int token, float* out) const;
+  void add_bias(const Matrix& qkv, int layer, int lane, float* y, int y_stride, int columns) const;
+  void norm_heads(int t, int layer, float* y, int y_stride, int columns);
+  float* bias(int layer, int lane) const;
+  float* head_norm(int layer, bool of_keys) const;
+  int rope_position(int layer, Column at) const { return spec_.rotates[layer] ? at.position : 0; }  // 0 turns nothing
+
+  size_t embedding_bytes() const {
+    return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
+  }
   Pages& part_pages(int index) { return index < threads() ? workers_[index].tape : embedding_; }
 
   const ModelSpec spec_;
@@ -253,21 +267,14 @@ class Decoder {
   const std::vector<int> cpus_;
   std::vector<ThreadPlan> plans_;
   std::vector<Worker> workers_;
+  Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
   bool mapped_ = false;  // tapes or embedding are read-only
 
-  // jobs are handed over under the mutex; within a request only counters are used
-  std::vector<std::thread> threads_;
-  std::mutex mutex_;
-  std::condition_variable posted_, changed_;
-  std::function<void(int)> job_;
-  uint64_t job_number_ = 0;
-  int jobs_left_ = 0;
   bool wants_tokens_ = false;
-  bool closing_ = false;
   std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
-  const int spin_turns_;  // before the core is given up: none where threads outnumber the cores
+  const int spin_turns_;  // before the core is given up: none where threads outnumber the processors
   Counter pass_issued_;
 
   // the request: while it runs, only the first thread writes these, between two meetings
@@ -275,14 +282,18 @@ class Decoder {
   Pass pass_;
   std::vector<Sequence> sequences_;
   std::vector<KvContents> contents_;  // of each KV cache
-  std::atomic<bool> cancel_{false};
-  std::atomic<bool> kv_overflow_{false};  // a key or value was too large for fp16
+  std::atomic<bool> cancel_{false}, overflowed_{false};
+  std::atomic<bool> kv_overflow_{false};  // ... because a key or value was too large for fp16
   bool probed_ = false;
   uint64_t layers_run_ = 0, requests_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;
   Statistics statistics_;
   Timings timings_;
+
+  // jobs are handed over under its mutex; within a request only counters are used. Ends before all that its jobs use
+  std::unique_ptr<Team> team_;
+  const pid_t process_ = getpid();
 };
 
 }  // namespace laneformer

@@ -52,9 +52,9 @@ void Decoder::run_layers(int t, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
   const int own_lanes = plan.last_lane - plan.first_lane;
   for (int c = 0; c < pass.columns; ++c) {
-    const size_t row = size_t(pass.column[c].token) * spec_.hidden * bytes_of(embedding_dtype_);
-    for (int own = 0; own < own_lanes; ++own)
-      convert(embedding_.bytes() + row, embedding_dtype_, spec_.hidden, stream(t, own, c), DType::fp32);
+    embed(pass.column[c].token, stream(t, 0, c));
+    for (int own = 1; own < own_lanes; ++own)
+      std::memcpy(stream(t, own, c), stream(t, 0, c), spec_.hidden * sizeof(float));
   }
   for (int layer = 0; layer < spec_.layers; ++layer) {
     const uint64_t global = pass.first_layer + layer;

@@ -1,12 +1,28 @@
 // The language model's head: from the lanes' streams to logits, its rows shared out over the threads.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "decoder.h"
 
 namespace laneformer {
 
+// A norm of values whose squares overflow gives zeros, and the head then makes all tokens equally likely: the request
+// must end with an error (`poll`).
+void Decoder::expect_finite(const float* values, int count) {
+  constexpr int kChains = 16;  // independent sums, which the compiler keeps in vectors
+  float squares[kChains] = {}, total = 0.0f;
+  int i = 0;
+  for (; i + kChains <= count; i += kChains)
+    for (int k = 0; k < kChains; ++k) squares[k] += values[i + k] * values[i + k];
+  for (; i < count; ++i) total += values[i] * values[i];
+  for (const float sum : squares) total += sum;
+  if (!std::isfinite(total)) overflowed_.store(true, std::memory_order_relaxed);
+}
+
 void Decoder::run_head(int t, const Pass& pass) {
+  for (int own = 0; own < plans_[t].last_lane - plans_[t].first_lane; ++own)
+    for (int c = 0; c < pass.head_columns; ++c) expect_finite(stream(t, own, pass.head[c]), spec_.hidden);
   if (spec_.head == Head::replicate)
     replicated_inputs(t, pass);
   else
@@ -58,8 +74,9 @@ bool Decoder::multiply_head_share(int owner, uint64_t share, const Pass& pass) {
     float* out = logits_.floats();
     if (spec_.head == Head::vocab_parallel) out += size_t(lane) * spec_.head_rows();
     if (spec_.head == Head::lane) out = lane_logits_.floats() + lane * kMaxColumns * vocab;
-    multiply(owner, head.tiles_from(share * kHeadShareTiles, kHeadShareTiles), workers_[owner].head_x[i], out,
-             static_cast<int>(vocab), pass.head_columns);
+    const Matrix tiles = head.tiles_from(share * kHeadShareTiles, kHeadShareTiles);
+    multiply(owner, tiles, workers_[owner].head_x[i], out, static_cast<int>(vocab), pass.head_columns);
+    for (int c = 0; c < pass.head_columns; ++c) expect_finite(out + c * vocab + tiles.first_row, tiles.rows);
     return true;
   }
   return false;
@@ -68,7 +85,7 @@ bool Decoder::multiply_head_share(int owner, uint64_t share, const Pass& pass) {
 // Each lane's head reads that lane's normed stream; a `lane` head only its slice of it.
 void Decoder::lane_inputs(int t, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
-  const int hidden = spec_.padded_hidden(), slice = spec_.q_rows();
+  const int hidden = spec_.padded_hidden(), slice = spec_.head_inputs();
   for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
     const int own = lane - plan.first_lane;
     for (int c = 0; c < pass.head_columns; ++c) {

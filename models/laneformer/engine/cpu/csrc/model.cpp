@@ -66,9 +66,11 @@ int first_in_tile(int row, DType dtype) {
   return 32 * group + (dtype == DType::bf16 ? 2 * in_group : in_group);
 }
 
+int odd_after_even(DType dtype) { return dtype == DType::bf16 || dtype == DType::int8 ? 1 : 16; }
+
 // One row into its tile; false when a value is not finite there.
 bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* tile) {
-  const int even = first_in_tile(row, to), odd = even + (to == DType::bf16 || to == DType::int8 ? 1 : 16);
+  const int even = first_in_tile(row, to), odd = even + odd_after_even(to);
   const int inputs = static_cast<int>(in.size());
   const auto place = [&](int k) { return k / 2 * 64 + (k & 1 ? odd : even); };
   bool finite = true;
@@ -122,6 +124,20 @@ bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape) {
     finite &= pack_row(in, row % kTileRows, matrix.k_pairs(), matrix.dtype, tile);
   }
   return finite;
+}
+
+void unpack_row(const Matrix& matrix, int row, const char* tape, float* out) {
+  const int pairs = matrix.k_pairs(), in_tile = row % kTileRows;
+  const char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(pairs, matrix.dtype);
+  const int even = first_in_tile(in_tile, matrix.dtype), odd = even + odd_after_even(matrix.dtype);
+  for (int k = 0; k < matrix.inputs; ++k) {
+    const int at = k / 2 * 64 + (k & 1 ? odd : even);
+    out[k] = matrix.dtype == DType::int8 ? static_cast<float>(static_cast<int8_t>(tile[at]))
+                                         : widened(tile, matrix.dtype, at);
+  }
+  if (matrix.dtype != DType::int8) return;
+  const float scale = reinterpret_cast<const float*>(tile + pairs * 2 * kTileRows)[in_tile];
+  for (int k = 0; k < matrix.inputs; ++k) out[k] *= scale;
 }
 
 bool convert(const void* source, DType from, size_t count, void* out, DType to) {
@@ -182,7 +198,7 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
       if (spec.head == Head::replicate)
         place(head, spec.vocab, spec.hidden, t, threads);
       else
-        place_own(head, spec.head_rows(), spec.head == Head::lane ? spec.q_rows() : spec.hidden);
+        place_own(head, spec.head_rows(), spec.head_inputs());
     }
   }
   return plans;

@@ -1,7 +1,7 @@
 // The model as the engine sees it: sizes, the join of every module, and where each matrix lies on a thread's tape.
 //
 //   L lanes   D hidden   V vocabulary   N layers   d head dimension
-//   per lane: q = D / L query rows, kv key (and value) rows, f intermediate rows
+//   per lane: q query rows, kv key (and value) rows, f intermediate rows
 #pragma once
 #include <cstdint>
 #include <string>
@@ -16,21 +16,24 @@ enum class Head : int { vocab_parallel = 0, replicate = 1, lane = 2 };
 enum Module : int { kAttention = 0, kMlp = 1 };
 
 struct ModelSpec {
-  int hidden, intermediate, layers, query_heads, kv_heads, lanes, vocab, context, delay;
+  int hidden, intermediate, layers, query_heads, kv_heads, head_size, lanes, vocab, context, delay;
   float norm_eps;
   Head head;
   bool sum_before_norm, shared_scale;
+  bool qkv_bias, head_norms, tied;      // families.cpp
+  std::vector<uint8_t> rotates;         // per layer, whether it has RoPE
   DType kv_dtype = DType::fp32;         // of cached keys and values
   std::vector<int> window;              // per layer; 0 means all positions
   std::vector<Join> join[2];            // per module and layer
   std::vector<uint8_t> adds_delayed[2];  // whether a PAST join adds the other lanes' partials of `delay` layers ago
 
-  int head_dim() const { return hidden / query_heads; }
+  int head_dim() const { return head_size; }
   int padded_head_dim() const { return static_cast<int>(round_up(head_dim(), 16)); }
-  int q_rows() const { return hidden / lanes; }
+  int q_rows() const { return query_heads / lanes * head_dim(); }
   int kv_rows() const { return kv_heads / lanes * head_dim(); }
   int qkv_rows() const { return q_rows() + 2 * kv_rows(); }
   int head_rows() const { return head == Head::vocab_parallel ? vocab / lanes : vocab; }  // of a lane's, or the one
+  int head_inputs() const { return head == Head::lane ? hidden / lanes : hidden; }
   int ff_rows() const { return intermediate / lanes; }
   int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
   int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }
@@ -86,6 +89,7 @@ struct PackJob {
   int first_row = 0, interleave_half = -1;
 };
 bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape);
+void unpack_row(const Matrix& matrix, int row, const char* tape, float* out);  // of the matrix's own rows
 bool convert(const void* source, DType from, size_t count, void* out, DType to);  // the same, for plain rows
 void fill_random(void* out, DType dtype, size_t count, uint64_t key, float deviation);
 

@@ -66,6 +66,7 @@ void Decoder::expect(const Request& r) const {
     expect_ids(prompt, spec_.vocab);
   }
   r.sampling.expect(spec_.vocab);
+  if (!r.seeds.empty() && r.seeds.size() != r.prompts.size()) throw std::invalid_argument("seeds: one for each prompt");
   if (r.top_logprobs > spec_.vocab || r.speculate < 0 || r.probe_every < 0)
     throw std::invalid_argument("logprobs, speculate or probe_every is out of range");
   const int length = static_cast<int>(r.prompts[0].size());
@@ -81,14 +82,17 @@ void Decoder::expect(const Request& r) const {
 
 void Decoder::start(Request request) {
   expect(request);
-  std::unique_lock lock(mutex_);
-  if (jobs_left_) throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
+  std::unique_lock lock(team_->mutex);
+  if (team_->busy())
+    throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
   request_ = std::move(request);
   ++requests_;
   statistics_ = {}, timings_ = {};
   sequences_.clear(), sequences_.reserve(request_.prompts.size());
-  for (auto& prompt : request_.prompts) {
-    sequences_.emplace_back(prompt, request_.sampling, spec_.vocab);
+  SamplingOptions sampling = request_.sampling;
+  for (size_t i = 0; i < request_.prompts.size(); ++i) {
+    if (!request_.seeds.empty()) sampling.draw.seed = request_.seeds[i];
+    sequences_.emplace_back(request_.prompts[i], sampling, spec_.vocab);
     begin_sequence(sequences_.back());
   }
   kept_logits_.assign(request_.keep_logits ? request_.prompts[0].size() * spec_.vocab : 0, 0.0f);
@@ -97,8 +101,8 @@ void Decoder::start(Request request) {
   timings_.token_s.reserve(most_tokens);
   if (request_.probe_every) timings_.probe_bytes_per_s.reserve(most_tokens / request_.probe_every + 2);
   if (request_.probe_every) probe_buffer_ = Pages(kProbeBytes, true);
-  cancel_ = false, kv_overflow_ = false, probed_ = false, pass_ = {};
-  post([this](int t) { serve(t); });
+  cancel_ = false, overflowed_ = false, kv_overflow_ = false, probed_ = false, pass_ = {};
+  team_->post([this](int t) { serve(t); });
 }
 
 void Decoder::begin_sequence(Sequence& s) {
@@ -133,10 +137,7 @@ int Decoder::take_cache(const std::vector<int>& prompt, int most) {
     if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
   }
   if (best < 0) {
-    for (auto& w : workers_) {
-      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
-      w.caches.push_back({Pages(bytes, true), Pages(bytes, true)});
-    }
+    add_cache();
     best = static_cast<int>(contents_.size());
     contents_.emplace_back();
   }
@@ -144,26 +145,44 @@ int Decoder::take_cache(const std::vector<int>& prompt, int most) {
   return best;
 }
 
+// For one more sequence; all threads get theirs, or none.
+void Decoder::add_cache() {
+  std::vector<KvCache> caches;
+  size_t total = 0;
+  try {
+    for (const Worker& w : workers_) {
+      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
+      total += 2 * bytes;
+      caches.push_back({Pages(bytes, true), Pages(bytes, true)});
+    }
+  } catch (const std::bad_alloc&) {
+    throw std::invalid_argument("keys and values of " + std::to_string(spec_.context) + " positions need more than " +
+                                std::to_string(total >> 20) + " MiB, which the system does not give; use a smaller " +
+                                "context_tokens, or kv_dtype = 'fp16'");
+  }
+  for (size_t t = 0; t < workers_.size(); ++t) workers_[t].caches.push_back(std::move(caches[t]));
+}
+
 std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(team_->mutex);
   wants_tokens_ = !until_done;  // else no token wakes the caller, which would take a core from the lanes
   const auto ready = [&] {
-    return jobs_left_ == 0 || (!until_done && static_cast<size_t>(sequences_[0].new_tokens()) > from);
+    return !team_->busy() || (!until_done && static_cast<size_t>(sequences_[0].new_tokens()) > from);
   };
-  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), ready);
-  if (kv_overflow_.load(std::memory_order_relaxed)) {
-    changed_.wait(lock, [&] { return jobs_left_ == 0; });
-    kv_overflow_ = false;
-    throw std::invalid_argument("a key or value of this model is beyond fp16's 65504; use kv_dtype = 'bf16' or 'fp32'");
-  }
-  finished = jobs_left_ == 0;
+  team_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), ready);
+  finished = !team_->busy();
+  if (finished && kv_overflow_.exchange(false) && overflowed_.exchange(false))
+    throw std::overflow_error("a key or value of this model is beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'");
+  if (finished && overflowed_.exchange(false))
+    throw std::overflow_error("the model's activations or logits are infinite, NaN, or beyond what float32 can square: "
+                              "its weights are damaged or far too large");
   if (sequences_.empty()) return {};
   const Sequence& s = sequences_[0];
   return {s.ids.begin() + s.prompt_length + std::min(static_cast<int>(from), s.new_tokens()), s.ids.end()};
 }
 
 std::vector<std::vector<int>> Decoder::outputs() {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(team_->mutex);
   std::vector<std::vector<int>> tokens;
   for (const Sequence& s : sequences_) tokens.emplace_back(s.ids.begin() + s.prompt_length, s.ids.end());
   return tokens;
@@ -172,16 +191,18 @@ std::vector<std::vector<int>> Decoder::outputs() {
 // --- passes -----------------------------------------------------------------------------------------------------
 
 bool Decoder::over() const {
-  return cancel_.load(std::memory_order_relaxed) ||
+  return cancel_.load(std::memory_order_relaxed) || overflowed_.load(std::memory_order_relaxed) ||
          std::all_of(sequences_.begin(), sequences_.end(), [](const Sequence& s) { return s.finished; });
 }
 
 // By the first thread, while the others wait: what the last pass yielded, and what comes next.
 Decoder::Pass Decoder::next_pass() {
-  if (pass_.step == Step::layers) finish_pass();
-  if (kv_overflow_.load(std::memory_order_relaxed)) {
-    cancel();
-    for (const Sequence& s : sequences_) contents_[s.cache] = {.last_used = requests_};
+  if (pass_.step == Step::layers) {
+    layers_run_ += spec_.layers;
+    if (overflowed_.load(std::memory_order_relaxed))
+      for (const Sequence& s : sequences_) contents_[s.cache] = {};  // nobody may start from its keys and values
+    else
+      finish_pass();
   }
   const bool done = over();
   const int new_tokens = sequences_[0].new_tokens();
@@ -224,7 +245,6 @@ Decoder::Pass Decoder::plan_pass() {
 }
 
 void Decoder::finish_pass() {
-  layers_run_ += spec_.layers;
   int row = 0;
   for (Sequence& s : sequences_) {
     if (s.finished || !s.columns) continue;
@@ -265,9 +285,9 @@ void Decoder::take_token(Sequence& s, const float* logits) {
     s.scores.record(s.new_tokens(), logits, spec_.vocab, token, kernels_->log_sum_exp(logits, spec_.vocab));
   s.sampler.accept(token);
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(team_->mutex);
     s.ids.push_back(token);
-    if (wants_tokens_) changed_.notify_all();
+    if (wants_tokens_) team_->changed.notify_all();
   }
   s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
 }

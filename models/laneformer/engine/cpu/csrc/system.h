@@ -5,6 +5,8 @@
 #endif
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -68,7 +70,7 @@ inline void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("yield");
+  asm volatile("isb");  // waits some tens of cycles; `yield` does nothing on most cores
 #endif
 }
 
@@ -93,14 +95,22 @@ inline bool pin_to(int cpu) {
 }
 
 // First spin, as the answer is usually less than a microsecond away; then give the core up, as on a shared machine the
-// other thread may need it. With more threads than cores it always does.
+// other thread may need it. With more threads than cores it always does. After about a millisecond of that, sleep, each
+// time for about an eighth of the wait so far: a longer wait should not burn a core, and whoever ends it need not look
+// for sleepers, as a futex would have him do at every module.
+constexpr int kYieldTurns = 2000;
 template <class Ready>
 void spin_until(int most_turns, const Ready& ready) {
+  int64_t nap_us = 50;
   for (int turns = 0; !ready(); ++turns) {
-    if (turns < most_turns)
+    if (turns < most_turns) {
       pause_briefly();
-    else
+    } else if (turns < most_turns + kYieldTurns) {
       std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(nap_us));
+      nap_us = std::min<int64_t>(nap_us + nap_us / 8, 1000);
+    }
   }
 }
 

@@ -1,0 +1,106 @@
+"""A request while it runs: cancelled from any thread, read as a stream, and ended before the interpreter is.
+
+A thread that returns from C++ while the interpreter shuts down would abort the process, so all requests end at exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from .decoder import Decoder
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+T_co = TypeVar("T_co", covariant=True)
+LONGEST_END_S = 10.0  # that the exit waits for a request to end
+
+
+class Cancelled(RuntimeError):
+    """The request was cancelled (`Engine.cancel`, `Engine.close`, or `close` of its stream) before it was finished."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled before it was finished: its results are incomplete")
+
+
+class Running:
+    """One request: waiting for its start, at work in a decoder, or over. `cancel` may come from any thread."""
+
+    def __init__(self) -> None:
+        self.cancelled = self.over = False
+        self._decoder: Decoder | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, decoder: Decoder) -> None:
+        with self._lock:
+            self._decoder = decoder
+            if self.cancelled:  # before it began
+                decoder.cancel()
+
+    def end(self) -> None:
+        with self._lock:
+            self.over, self._decoder = True, None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled |= not self.over
+            if self._decoder is not None:
+                self._decoder.cancel()
+
+    def expect_finished(self) -> None:
+        if self.cancelled:
+            raise Cancelled
+
+
+class Stream(Iterator[T_co]):
+    """Results of one request, each as soon as it is known.
+
+    `close` ends the request and may be called from any thread; after that `next` raises Cancelled, unless the request
+    had finished by then. A stream that is dropped ends its request, too.
+    """
+
+    def __init__(self, results: Generator[T_co, None, None], running: Running):
+        self._results, self._running = results, running
+        self._lock = threading.Lock()  # held while a thread is in the generator
+        STREAMS.add(self)
+
+    def __next__(self) -> T_co:
+        with self._lock:
+            try:
+                return next(self._results)
+            except StopIteration:
+                self._running.expect_finished()
+                raise
+
+    def close(self) -> None:
+        self._running.cancel()  # a thread that waits in `next` comes back
+        with self._lock:
+            self._results.close()
+
+
+STREAMS: weakref.WeakSet[Stream[object]] = weakref.WeakSet()
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def end_all() -> None:
+    for stream in tuple(STREAMS):
+        stream.close()
+    for engine in tuple(ENGINES):
+        engine.close()
+        engine.request_lock.acquire(timeout=LONGEST_END_S)  # and nobody gets it any more
+
+
+def forget_all() -> None:
+    """In a forked child: the threads that would end the parent's requests do not exist there."""
+    STREAMS.clear()
+    ENGINES.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_all)

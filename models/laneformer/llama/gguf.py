@@ -1,0 +1,206 @@
+"""A GGUF file as what a Hugging Face folder holds: config values, tensors by name, tokenizer, chat template.
+
+The file is mapped, and a quantised tensor is widened when it is asked for, one at a time: a model is never whole in
+memory twice. llama.cpp's converter permutes the rows of Llama's query and key matrices for its own RoPE; that is undone
+here, so that names, shapes and order are those of Transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..tensors import MATRIX_DTYPES, Tensor
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral and SmolLM come as llama
+STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+QUANTIZED = {  # and what dtype="auto" means for a file of such blocks: the engine's own type of that width
+    "Q8_0": "int8", "Q6_K": "int8", "Q5_0": "int8", "Q5_1": "int8", "Q5_K": "int8",
+    "Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4",
+}  # fmt: skip
+GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+ROPE_FACTORS = "rope_freqs.weight"
+ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of turns and texts
+
+
+class GgufFile(Mapping[str, Tensor]):
+    """Tensors by their Hugging Face names, made when they are asked for; `metadata` is the file's.
+
+    dtype: what the engine will hold matrices in; decides how the embedding of a quantised file is widened.
+    """
+
+    def __init__(self, path: Path, dtype: str = "auto"):
+        """ValueError for what is no GGUF file, or holds types or tensors that the engine does not read."""
+        reader = open_file(path)
+        self.metadata: dict[str, Any] = {name: f.contents() for name, f in reader.fields.items() if f.types}
+        self.architecture = self.metadata.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"{path}: architecture {self.architecture!r} is not read; {ARCHITECTURES} are")
+        if (parts := self.metadata.get("split.count", 1)) > 1:
+            raise ValueError(f"{path} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`")
+        self._stored: dict[str, ReaderTensor] = {hf_name(t.name): t for t in reader.tensors}
+        for tensor in reader.tensors:
+            if (kind := tensor.tensor_type.name) not in STORED | QUANTIZED:
+                raise ValueError(f"{path}: {tensor.name} is {kind}; the engine reads {[*STORED, *QUANTIZED]}")
+        self._dtype = dtype
+        self.config = self._config_values()
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        kind, data = stored.tensor_type.name, stored.data
+        if self.architecture == "llama" and (heads := self._heads(name)):
+            rows = data.reshape(heads, -1, 2, *data.shape[1:])  # the converter made pairs of a head's two halves
+            data = rows.swapaxes(1, 2).reshape(data.shape)
+        if kind in STORED:
+            return Tensor(STORED[kind], data if kind == "F32" else data.view(np.uint16))
+        from gguf.quants import dequantize
+
+        wide = dequantize(data, stored.tensor_type)
+        if name.startswith("model.embed") and self._dtype in ("int8", "int4", "fp16"):  # held as it comes
+            return Tensor("fp16", wide.astype(np.float16).view(np.uint16))
+        return Tensor("fp32", wide)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._stored if name != ROPE_FACTORS)
+
+    def __len__(self) -> int:
+        return len(self._stored) - (ROPE_FACTORS in self._stored)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Known without widening anything."""
+        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._stored.items()}
+
+    def _heads(self, name: str) -> int:
+        """Heads of a query or key projection, whose rows the converter permutes; 0 for other tensors."""
+        key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2], "")
+        return int(self.config.get(key, 0))
+
+    def best_dtype(self) -> str:
+        """What dtype="auto" means: the type of most weights, or the engine's own type of about that width."""
+        sizes: Counter[str] = Counter()
+        for name, tensor in self._stored.items():
+            sizes[tensor.tensor_type.name] += int(tensor.n_elements) if ".layers." in name else 0
+        best = (STORED | QUANTIZED)[sizes.most_common(1)[0][0]]
+        return best if best in MATRIX_DTYPES else "int8"
+
+    def eos_ids(self) -> list[int]:
+        """Where generation stops: the ids that the file names, and control tokens known to end turns and texts."""
+        said = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        pieces, types = (self.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+        known = [i for i, (piece, t) in enumerate(zip(pieces, types, strict=True)) if t == 3 and piece in ENDS]
+        return sorted({*known, *(token for token in said if token is not None)})
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """Chat templates and special tokens, as in a tokenizer_config.json."""
+        prefix, pieces = "tokenizer.chat_template", self.metadata.get("tokenizer.ggml.tokens", [])
+        named = {name[len(prefix) + 1 :]: v for name, v in self.metadata.items() if name.startswith(f"{prefix}.")}
+        default = self.metadata.get(prefix)
+        names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+        ids = {short: self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name, short in names.items()}
+        tokens = {f"{short}_token": pieces[i] for short, i in ids.items() if i is not None and i < len(pieces)}
+        return {**tokens, "chat_template": {"default": default, **named} if default else named}
+
+    def _config_values(self) -> dict[str, Any]:
+        """The model's config.json, as Transformers would write it."""
+
+        def said(key: str, default: Any = None) -> Any:
+            value = self.metadata.get(f"{self.architecture}.{key}", default)
+            if isinstance(value, list):  # per layer
+                if len(set(value)) > 1:
+                    raise ValueError(f"{self.architecture}.{key} differs between layers, which is not supported")
+                value = value[0]
+            return value
+
+        if said("expert_count"):
+            raise ValueError(f"{self.architecture}.expert_count = {said('expert_count')}: experts are not supported")
+        heads, hidden = said("attention.head_count"), said("embedding_length")
+        head_dim = said("attention.key_length", said("rope.dimension_count") or hidden // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if said(key, head_dim) != head_dim:
+                raise ValueError(f"{self.architecture}.{key} = {said(key)}, but heads have {head_dim}: not supported")
+        window = said("attention.sliding_window")
+        if window and self.architecture != "llama":
+            raise ValueError(f"{self.architecture}.attention.sliding_window = {window}: which layers, it does not say")
+        return {
+            "model_type": "mistral" if window else self.architecture,
+            "hidden_size": hidden,
+            "intermediate_size": said("feed_forward_length"),
+            "num_hidden_layers": said("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": said("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
+            "rope_theta": said("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(said, head_dim),
+            "max_position_embeddings": said("context_length"),
+            "vocab_size": int(self._stored["model.embed_tokens.weight"].shape[1]),
+            "tie_word_embeddings": "lm_head.weight" not in self._stored,
+            "sliding_window": window,
+            "eos_token_id": self.eos_ids(),
+        }
+
+    def _rope_scaling(self, said: Any, head_dim: int) -> dict[str, Any] | None:
+        """Llama 3's scaling, of which the file holds only the divisor of each frequency; other kinds by name."""
+        if (kind := said("rope.scaling.type", "none")) != "none":
+            return {"rope_type": kind, "factor": said("rope.scaling.factor", 1.0)}
+        if ROPE_FACTORS not in self._stored:
+            return None
+        divisors = np.asarray(self._stored[ROPE_FACTORS].data, np.float64)
+        factor, low, high = float(divisors.max()), 1.0, 4.0
+        frequency = said("rope.freq_base", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim)
+        for length in (8192, said("rope.scaling.original_context_length", 8192)):
+            blend = ((length * frequency / (2 * np.pi) - low) / (high - low)).clip(0, 1)
+            if divisors.shape == blend.shape and np.allclose(divisors, 1 / (blend + (1 - blend) / factor), rtol=1e-4):
+                return {
+                    "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                    "original_max_position_embeddings": length,
+                }  # fmt: skip
+        raise ValueError(
+            f"{ROPE_FACTORS} is no scaling of Llama 3 (from 8,192 positions, factors 1 and 4): not supported"
+        )
+
+
+def open_file(path: Path) -> GGUFReader:
+    """The mapped file with its fields and tensors; ValueError where that fails."""
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError:
+        raise ValueError(f"{path.name} needs the package gguf: pip install 'laneformer[gguf]'") from None
+
+    class Reader(GGUFReader):
+        """Through a plain array: each access to a np.memmap takes microseconds, and a vocabulary a million of them."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+    try:
+        return Reader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as a GGUF file: {error}") from None
+
+
+def hf_name(name: str) -> str:
+    """The name in Transformers of a GGUF tensor; ValueError for one that no supported model has."""
+    if name == ROPE_FACTORS:
+        return name
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    layer, part, kind = match.groups() if match else (None, "", "")
+    known = GLOBAL_NAMES if layer is None else LAYER_NAMES
+    if part not in known:
+        raise ValueError(f"the file holds the tensor {name}, which no supported architecture has")
+    return f"{known[part]}.{kind}" if layer is None else f"model.layers.{layer}.{known[part]}.{kind}"

@@ -1,0 +1,107 @@
+"""Tokenizers that a GGUF file describes by pieces, as a `tokenizers.Tokenizer`: byte-level BPE, and SentencePiece BPE.
+
+How a text is cut before merges are applied (the pre-tokenizer) stands in the file by name only; the names known here
+are those of models that the engine reads, with the rules of their own tokenizer.json. Another name is refused: ids that
+are almost right would make a model look bad, and nobody would know why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+SPACE = "\u2581"  # SentencePiece's visible space
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # token types of GGUF; 1 is an ordinary piece
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {  # by the name in the file: digits in one piece, as a pattern's suffix; None: GPT-2's own pattern
+    "llama-bpe": "{1,3}", "llama3": "{1,3}", "llama-v3": "{1,3}", "qwen2": "", "smollm": None, "gpt-2": None,
+}  # fmt: skip
+BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3")  # unless the file says otherwise; so do SentencePiece models
+
+
+def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer in a GGUF file's metadata, BOS in front where the model wants it; ValueError for unknown kinds."""
+    values = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
+    kind, pre = values.get("model"), values.get("pre")
+    missing = [
+        name for name in ("tokens", "token_type", "merges" if kind == "gpt2" else "scores") if name not in values
+    ]
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"tokenizer.ggml.model = {kind!r} is not supported; 'gpt2' and 'llama' are. {BESIDE}")
+    if kind == "gpt2" and pre not in PRE_TOKENIZERS:
+        raise ValueError(f"tokenizer.ggml.pre = {pre!r} is unknown; known are {list(PRE_TOKENIZERS)}. {BESIDE}")
+    if missing:
+        raise ValueError(f"the file lacks tokenizer.ggml.{missing[0]}. {BESIDE}")
+    pieces, types = values["tokens"], values["token_type"]
+    if kind == "gpt2" and pre:
+        tokenizer = byte_level_bpe(pieces, values["merges"], pre)
+    else:
+        scores = {piece: score for piece, score, t in zip(pieces, values["scores"], types, strict=True) if t == 1}
+        unk = next((piece for piece, t in zip(pieces, types, strict=True) if t == UNKNOWN), None)
+        tokenizer = sentencepiece_bpe(pieces, scores, unk, values.get("add_space_prefix", True))
+    for piece, t in zip(pieces, types, strict=True):
+        if t in (UNKNOWN, CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(piece, special=t != USER_DEFINED, normalized=False)])
+    if values.get("add_bos_token", kind == "llama" or pre in BEGINS_WITH_BOS) and "bos_token_id" in values:
+        begin_with(pieces[values["bos_token_id"]], tokenizer)
+    return tokenizer
+
+
+BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
+
+
+def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
+    """BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    whole_words = PRE_TOKENIZERS[pre] == "{1,3}"  # Llama 3's tiktoken takes a word that is a piece without merging
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=whole_words))
+    own = PRE_TOKENIZERS[pre] is not None
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own)]
+    if own:
+        pattern = Regex(_WORDS.format(digits=PRE_TOKENIZERS[pre]))
+        steps.insert(0, pre_tokenizers.Split(pattern, "isolated"))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    if pre == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece_bpe(pieces: list[str], scores: dict[str, float], unk: str | None, dummy_prefix: bool) -> Tokenizer:
+    """SentencePiece BPE with byte pieces; `scores` are those of ordinary pieces, which alone are merged."""
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = merges_by_score(scores)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if dummy_prefix:
+        spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = spaces, decoders.Sequence(steps)
+    return tokenizer
+
+
+def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Every split of every piece into two pieces, best score first; among equal scores the longest piece first.
+
+    Equal scores are what Llama-2 gives to runs of spaces. SentencePiece then merges leftmost first, so a run grows at
+    its left end until no longer piece exists; "longest first" is the same order told by rank instead of by place.
+    """
+    merges = []
+    for piece in sorted(scores, key=lambda piece: (-scores[piece], -len(piece))):
+        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        merges += [(left, right) for left, right in splits if left in scores and right in scores]
+    return merges
+
+
+def begin_with(bos: str, tokenizer: Tokenizer) -> None:
+    """Let every text begin with this token."""
+    begin = [(bos, tokenizer.token_to_id(bos))]
+    tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], [bos, "$A", bos, "$B"], begin)

@@ -1,0 +1,177 @@
+"""Requests that end before they are finished: cancelled, their engine closed, forked, or the interpreter at its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from laneformer.engine import Cancelled
+from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
+
+LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
+ENDLESS = {"max_new_tokens": 19_000, "ignore_eos": True}
+
+
+def long_engine(**options):
+    return engine_of(random_model(small_config(**LONG)), tokenizer=byte_tokenizer(), **options)
+
+
+@pytest.fixture
+def engine():
+    with long_engine() as engine:
+        yield engine
+
+
+def soon(act) -> threading.Thread:
+    """`act` from another thread, while the request of this one runs."""
+    thread = threading.Timer(0.1, act)
+    thread.start()
+    return thread
+
+
+CALLS = {
+    "generate": lambda e: e.generate([3], **ENDLESS),
+    "batch": lambda e: e.generate_batch([[3], [4]], **ENDLESS),
+    "logprobs": lambda e: e.logprobs([i % 90 for i in range(19_000)]),
+    "logits": lambda e: e.logits([i % 90 for i in range(19_000)]),
+    "text": lambda e: e.generate_text("a", **ENDLESS),
+    "stream": lambda e: list(e.stream([3], **ENDLESS)),
+    "stream_detailed": lambda e: list(e.stream_detailed([3], logprobs=1, **ENDLESS)),
+}
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_unfinished_work_never_looks_finished(engine, call, end):
+    soon(getattr(engine, end))
+    with pytest.raises(Cancelled, match="cancelled before it was finished"):
+        call(engine)
+    if end == "cancel":
+        assert len(engine.generate([1], max_new_tokens=5)) == 5, "the next request is another one"
+
+
+def test_a_cancelled_generation_says_so_and_keeps_its_tokens(engine):
+    expected = engine.generate([3], max_new_tokens=10)
+    soon(engine.cancel)
+    result = engine.generate_detailed([3], **ENDLESS)
+    assert result.finish_reason == "cancelled"
+    assert 0 < len(result.ids) < 19_000
+    assert result.ids[:10] == expected[: len(result.ids)]
+    assert engine.generate_detailed([3], max_new_tokens=2).finish_reason == "length"
+
+
+def test_a_cancel_without_a_request_does_nothing(engine):
+    engine.cancel()
+    stream = engine.stream([3], max_new_tokens=5)
+    tokens = list(stream)
+    engine.cancel()
+    stream.close()
+    assert list(stream) == []
+    assert engine.generate([3], max_new_tokens=5) == tokens
+
+
+@pytest.mark.parametrize("open_stream", [lambda e: e.stream([3], **ENDLESS), lambda e: e.stream_text("a", **ENDLESS)])
+def test_a_stream_may_be_closed_from_another_thread(engine, open_stream):
+    stream = open_stream(engine)
+    closer = soon(stream.close)
+    with pytest.raises(Cancelled):
+        for _ in stream:
+            pass
+    closer.join()
+    late = open_stream(engine)
+    next(late)
+    threading.Thread(target=late.close).run()
+    with pytest.raises(Cancelled):
+        next(late)
+    early = open_stream(engine)
+    early.close()
+    with pytest.raises(Cancelled):
+        next(early)
+    other = engine.stream([3], max_new_tokens=4)
+    next(other)
+    late.close()  # long over: it must not end somebody else's request
+    assert len(list(other)) == 3
+
+
+PRELUDE = f"""  # without torch: it takes seconds to import
+import os, sys, threading, time
+from laneformer import Engine, LaneformerConfig
+from laneformer.engine import Cancelled
+ENDLESS = {ENDLESS}
+config = LaneformerConfig.from_flavor("tiny", max_position_embeddings=20_000)
+engine = Engine.random(config)
+"""
+
+
+def run_python(code: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """Such a program after PRELUDE; a hang is a TimeoutExpired."""
+    program = PRELUDE + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_the_interpreter_ends_while_a_daemon_thread_generates():
+    done = run_python("""
+        def use():
+            while True:
+                try: engine.generate([3], **ENDLESS)
+                except Cancelled: pass
+        threading.Thread(target=use, daemon=True).start()
+        time.sleep(0.3)
+    """)  # fmt: skip
+    assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
+
+
+def test_the_interpreter_ends_with_an_open_stream():
+    done = run_python("""
+        streams = [engine.stream([3], **ENDLESS), engine.stream([4])]
+        next(streams[0])
+    """)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_is_told_and_does_not_hang():
+    done = run_python("""
+        stream = engine.stream([3], **ENDLESS)
+        next(stream)
+        child = os.fork()
+        if child == 0:
+            for use in (lambda: engine.generate([1]), lambda: engine.logprobs([1, 2]), lambda: engine.threads):
+                try: use()
+                except RuntimeError as error: assert "belongs to process" in str(error), error
+                else: sys.exit(3)
+            engine.cancel()
+            del stream
+            engine.close()
+            del engine
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0, "the child failed"
+        stream.close()
+        assert len(engine.generate([3], max_new_tokens=3)) == 3
+    """)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
+def test_a_thread_that_cannot_be_created_is_an_error_and_no_hang():
+    done = run_python("""
+        import resource
+        before = len(os.listdir("/proc/self/task"))
+        used = 4096 * int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), resource.RLIM_INFINITY))  # 8 MiB for each stack
+        try:
+            Engine.random(config, threads=400)
+        except RuntimeError as error:
+            print(error)
+        time.sleep(0.1)
+        assert len(os.listdir("/proc/self/task")) == before, "threads are left behind"
+        assert len(Engine.random(config, threads=3).generate([3], max_new_tokens=3)) == 3
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "of 400 cannot be created" in done.stdout
+    assert "ask for fewer threads" in done.stdout

@@ -1,0 +1,142 @@
+"""GGUF files as llama.cpp's converter writes them, from Transformers models of random weights and small tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from laneformer.llama.gguf import GLOBAL_NAMES, LAYER_NAMES
+
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "vocab_size": 320, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,
+}  # fmt: skip
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+TEXTS = [
+    "", " ", "Hi there", "  two  spaces\n\n\n\tand a tab", "1234567 89 3.14", "naïve é e\u0301 Å 日本語 한국어 😀",
+    "I'LL don't we've", "x<|end|>y <|end|>", "def f(x):\n        return x  # eight\n", " trailing ",
+]  # fmt: skip
+
+
+def random_llama(architecture: str, **overrides: Any) -> Any:
+    """A Transformers model in float32 whose biases and norms are not what they are at first."""
+    config_class, model_class = CLASSES[architecture]
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**SHAPE, **overrides})).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.copy_(("norm" in name) + 0.2 * torch.randn(p.shape))
+            else:
+                p.copy_(torch.randn(p.shape) * (1.0 if "embed" in name else p.shape[-1] ** -0.5))
+    return model
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries and keys as the converter leaves them for Llama: a head's two halves interleaved."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    model: Any,
+    kind: str = "F32",
+    metadata: Callable[[GGUFWriter], None] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """`model` with matrices of the type `kind`, norms and biases in F32; `metadata` and `extra` add what they like."""
+    c, writer, quantization = model.config, GGUFWriter(path, architecture), GGMLQuantizationType[kind]
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    if architecture == "llama":
+        writer.add_rope_dimension_count(c.head_dim)
+    else:
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
+    if metadata:
+        metadata(writer)
+    heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+    for name, value in {**model.state_dict(), **(extra or {})}.items():
+        array = np.asarray(value, np.float32)
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        part = name.split(".")[-2]
+        if architecture == "llama" and part in heads:
+            array = permuted(array, heads[part])
+        data = quantize(array, quantization) if array.ndim == 2 else array
+        writer.add_tensor(gguf_name(name), data, raw_dtype=quantization if array.ndim == 2 else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    whole = {ours: theirs for theirs, ours in GLOBAL_NAMES.items()}
+    if stem in whole:
+        return f"{whole[stem]}.{kind}"
+    if not stem.startswith("model.layers."):
+        return name
+    layer, part = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{next(theirs for theirs, ours in LAYER_NAMES.items() if ours == part)}.{kind}"
+
+
+def byte_level(pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool = False) -> Tokenizer:
+    """A byte-level BPE of at most 320 pieces with two control tokens and an added word.
+
+    Pieces are learned from whole lines, so that any other way to cut a text gives other ids.
+    """
+    tokenizer = Tokenizer(BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    special = ["<|begin|>", "<|text|>", "<|end|>"]
+    trainer = BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["1234567", "I'LL don't", "we've\n\n x", " 3.14\n"] * 9, trainer)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([AddedToken("<|text|>", special=False, normalized=False)])
+    return tokenizer
+
+
+def tokenizer_metadata(tokenizer: Tokenizer, pre: str) -> Callable[[GGUFWriter], None]:
+    """Fields of a byte-level tokenizer, as the converter writes them."""
+    pieces = [tokenizer.id_to_token(i) or f"[PAD{i}]" for i in range(SHAPE["vocab_size"])]
+    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(pieces)
+        writer.add_token_types([3, 4, 3, *(5 if piece.startswith("[PAD") else 1 for piece in pieces[3:])])
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(2)
+        writer.add_chat_template("{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}")
+
+    return write

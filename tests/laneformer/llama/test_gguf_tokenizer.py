@@ -1,0 +1,94 @@
+"""Tokenizers in GGUF files against those that they were written from, id for id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from laneformer.llama.gguf import GgufFile
+from laneformer.llama.tokenizer import tokenizer_of
+from tests.laneformer.hf.hf_assets import sentencepiece_model
+from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, tokenizer_metadata, write_gguf
+
+# as in the tokenizer.json of Llama 3 and of Qwen 2
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+KINDS: dict[str, tuple[Any, Any, bool]] = {
+    "llama-bpe": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), None, True),
+    "qwen2": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), normalizers.NFC(), False),
+    "smollm": (pre_tokenizers.Digits(individual_digits=True), None, False),
+    "gpt-2": (None, None, False),
+}
+
+
+def written(tmp_path: Path, metadata: Any) -> dict[str, Any]:
+    return GgufFile(write_gguf(tmp_path / "m.gguf", "llama", random_llama("llama"), "F16", metadata)).metadata
+
+
+@pytest.mark.parametrize("pre", KINDS)
+def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
+    first, normalizer, whole_words = KINDS[pre]
+    steps = [first] * (first is not None) + [BYTES if pre in ("llama-bpe", "qwen2") else WORDS]
+    original = byte_level(pre_tokenizers.Sequence(steps), normalizer, whole_words)
+    tokenizer = tokenizer_of(written(tmp_path, tokenizer_metadata(original, pre)))
+    bos = [0] if pre == "llama-bpe" else []
+    for text in TEXTS:
+        ids = original.encode(text).ids
+        assert tokenizer.encode(text).ids == bos + ids, text
+        assert tokenizer.decode(ids) == original.decode(ids)
+    assert tokenizer.encode("<|end|>", add_special_tokens=False).ids == [2]
+    assert tokenizer.decode([1, 2]) == "<|text|>", "a control token is no text, an added word is"
+
+
+def test_kinds_differ(tmp_path: Path) -> None:
+    """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
+    metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "gpt-2"))
+    tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS]
+    ids = [[tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS] for tokenizer in tokenizers]
+    assert all(a != b for i, a in enumerate(ids) for b in ids[:i])
+
+
+@pytest.mark.parametrize("dummy_prefix", [True, False])
+def test_sentencepiece_pieces(tmp_path: Path, dummy_prefix: bool) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix))
+    sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    types = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in range(len(sp))]
+
+    def metadata(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([sp.id_to_piece(i) for i in range(len(sp))])
+        writer.add_token_scores([sp.get_score(i) for i in range(len(sp))])
+        writer.add_token_types(types)
+        writer.add_bos_token_id(1)
+        writer.add_add_space_prefix(dummy_prefix)
+
+    tokenizer = tokenizer_of(written(tmp_path, metadata))
+    for text in TEXTS:
+        if "<|" not in text:
+            assert tokenizer.encode(text).ids == [1, *sp.encode(text)], text
+            assert tokenizer.decode(sp.encode(text)) == sp.decode(sp.encode(text))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"pre": "deepseek-coder"}, r"tokenizer.ggml.pre = 'deepseek-coder' is unknown; known are \['llama-bpe'"),
+        ({"pre": None}, "tokenizer.ggml.pre = None is unknown"),
+        ({"model": "bert"}, "tokenizer.ggml.model = 'bert' is not supported; 'gpt2' and 'llama' are"),
+        ({"merges": None}, "the file lacks tokenizer.ggml.merges"),
+    ],
+)
+def test_kinds_that_are_not_known_are_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    values = {"model": "gpt2", "pre": "smollm", "tokens": ["a"], "token_type": [1], "merges": []} | changes
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
+    with pytest.raises(ValueError, match=f"{says}.*Put the model's tokenizer.json beside the file"):
+        tokenizer_of(metadata)

@@ -1,0 +1,259 @@
+"""llama.cpp through its C interface, and the GGUF files that it reads: random weights, and other types of a model's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laneformer import LaneformerConfig
+from tools.bench.decode_baselines import CHOICE_TOKENS, Baseline
+from tools.bench.harness import version
+
+FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
+CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
+FILE_TYPES = {"bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}
+BATCH_POSITIONS = 512  # of each sequence
+MOST_SEQUENCES = 8
+MOST_CONTEXT = 8192  # its keys and values are allocated at once
+
+
+@functools.cache
+def library() -> Any:
+    """The module `llama_cpp`, silent. ImportError where it is not installed."""
+    sys.path.append(str(FOLDER))
+    import llama_cpp
+
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    llama_cpp.kept_alive = silent  # C holds only its address
+    return llama_cpp
+
+
+class LlamaCpp(Baseline):
+    """One llama_decode per token, the largest logit found by NumPy; flash attention on or off."""
+
+    def __init__(self, config: LaneformerConfig | None, model: Path | None, kind: str, threads: int):
+        super().__init__()
+        self.api, self.threads = library(), threads
+        if model is None:
+            assert config is not None, "either a config or a model"
+            model = random_gguf(config, kind if kind == "fp16" else "bf16")
+        path = as_gguf(model, kind)
+        self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(path)
+        self.context_tokens = min(trained, MOST_CONTEXT)
+        self.contexts: dict[bool, dict[str, Any]] = {}
+        mode = self.load(path)
+        self.facts = {
+            "version": f"llama-cpp-python {version('llama-cpp-python')}",
+            "about": f"{path.name}, load mode {mode}; {self.api.llama_print_system_info().decode().strip()}",
+        }
+
+    def load(self, path: Path) -> str:
+        """Open the file in the faster load mode: a mapped file has small pages, memory of its own may get huge ones."""
+        modes = {"mmap": self.api.LLAMA_LOAD_MODE_MMAP, "none": self.api.LLAMA_LOAD_MODE_NONE}
+        opened, speeds = dict[str, Any](), dict[str, float]()
+        for name, mode in modes.items():
+            options = self.api.llama_model_default_params()
+            options.load_mode = mode
+            opened[name] = self.api.llama_model_load_from_file(str(path).encode(), options)
+            if not opened[name]:
+                raise RuntimeError(f"llama.cpp cannot load {path}; delete it, and it will be written again")
+        for name in [*modes] * 3:
+            self.model = opened[name]
+            speeds[name] = max(speeds.get(name, 0.0), self.decode([5], CHOICE_TOKENS)["tokens_per_s"])
+            self.forget()
+        best = max(speeds, key=speeds.__getitem__)
+        self.model = opened.pop(best)
+        for other in opened.values():
+            self.api.llama_model_free(other)
+        return best
+
+    def forget(self) -> None:
+        for context in itertools.chain.from_iterable(ways.values() for ways in self.contexts.values()):
+            self.api.llama_free(context)
+        self.contexts, self.held, self.chosen = {}, {}, {}
+
+    def ways(self, sequences: int) -> dict[str, Any]:
+        several = sequences > 1
+        if several not in self.contexts:
+            kinds = {
+                "flash attention": self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+                "no flash attention": self.api.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+            }
+            self.contexts[several] = {name: self.context(kind, several) for name, kind in kinds.items()}
+        return self.contexts[several]
+
+    def context(self, flash_attention: int, several: bool) -> Any:
+        options = self.api.llama_context_default_params()
+        options.n_ctx = MOST_SEQUENCES * BATCH_POSITIONS if several else self.context_tokens
+        options.n_seq_max = MOST_SEQUENCES if several else 1
+        options.n_threads = options.n_threads_batch = self.threads
+        options.flash_attn_type = flash_attention
+        return self.api.llama_init_from_model(self.model, options)
+
+    def reset(self, way: Any, length: int) -> None:
+        self.api.llama_memory_clear(self.api.llama_get_memory(way), True)
+
+    def rewind(self, way: Any, length: int) -> bool:
+        return bool(self.api.llama_memory_seq_rm(self.api.llama_get_memory(way), 0, length, -1))
+
+    def evaluate(self, way: Any, ids: list[int]) -> int:
+        """In batches as large as llama.cpp takes them."""
+        step = self.api.llama_n_batch(way)
+        for first in range(0, len(ids), step):
+            part = ids[first : first + step]
+            tokens = (ctypes.c_int32 * len(part))(*part)  # the batch holds only its address
+            self.check(self.api.llama_decode(way, self.api.llama_batch_get_one(tokens, len(part))))
+        return self.best(way, -1)
+
+    def evaluate_each(self, way: Any, ids: list[int], position: int) -> list[int]:
+        if position == 0:
+            self.reset(way, BATCH_POSITIONS)
+        batch = self.api.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, 1
+            batch.seq_id[i][0] = i
+        self.check(self.api.llama_decode(way, batch))
+        self.api.llama_batch_free(batch)
+        return [self.best(way, i) for i in range(len(ids))]
+
+    def best(self, way: Any, index: int) -> int:
+        logits = self.api.llama_get_logits_ith(way, index)
+        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+
+    def check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"llama_decode failed with status {status}")
+
+    def cached_bytes(self, positions: int) -> int:
+        return 2 * self.cache_width * positions
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(path: Path) -> tuple[int, int, int, int]:
+    """Vocabulary, elements of keys and values a position (all layers), bytes of weights a token reads, and context."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: t for t in reader.tensors}
+    tied = "output.weight" not in tensors
+    read = sum(int(t.n_bytes) for name, t in tensors.items() if tied or name != "token_embd.weight")
+    width = sum(int(t.shape[1]) for name, t in tensors.items() if name.endswith(("attn_k.weight", "attn_v.weight")))
+    context = next(f.contents() for name, f in reader.fields.items() if name.endswith(".context_length"))
+    return int(tensors["token_embd.weight"].shape[1]), width, read, int(context)
+
+
+def as_gguf(path: Path, kind: str) -> Path:
+    """The model in this type of weights: the file itself, or a copy that llama.cpp converts once and keeps.
+
+    Others than 16-bit files go through bf16, so that every type is made of the same weights.
+    """
+    import gguf
+
+    wanted = {"bf16": "BF16", "fp16": "F16"}
+    types = {t.tensor_type.name for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2}
+    if types == {wanted.get(kind)}:
+        return path
+    if types != {"BF16"} and kind != "bf16":
+        return as_gguf(as_gguf(path, "bf16"), kind)
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    out = CACHE_FOLDER / f"{path.stem.removesuffix('-bf16')}-{digest}-{kind}.gguf"
+
+    def convert(temporary: Path) -> None:
+        api = library()
+        options = api.llama_model_quantize_default_params()
+        options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{FILE_TYPES[kind]}")
+        options.allow_requantize, options.nthread = True, os.cpu_count() or 1
+        status = api.llama_model_quantize(str(path).encode(), str(temporary).encode(), ctypes.byref(options))
+        if status:
+            raise RuntimeError(f"llama.cpp cannot convert {path} to {kind}: status {status}")
+
+    return written_once(out, convert)
+
+
+def written_once(path: Path, write: Callable[[Path], None]) -> Path:
+    """The file, written under another name first; nothing to do where it exists."""
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    print(f"writing {path}", file=sys.stderr)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write(temporary)
+    temporary.rename(path)
+    return path
+
+
+def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of a Llama with the same matrices as this Laneformer, under the names that llama.cpp reads."""
+    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    kv = config.num_key_value_heads * config.head_dim
+    layer = {
+        "attn_norm": (d,), "attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d),
+        "ffn_norm": (d,), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f),
+    }  # fmt: skip
+    layers = range(config.num_hidden_layers)
+    blocks = {f"blk.{i}.{name}.weight": shape for i in layers for name, shape in layer.items()}
+    return {"token_embd.weight": (v, d), "output_norm.weight": (d,), **blocks, "output.weight": (v, d)}
+
+
+def random_gguf(config: LaneformerConfig, dtype: str, folder: Path = CACHE_FOLDER) -> Path:
+    """A GGUF file, written once and kept: random matrices in 16 bits, norms of one, a vocabulary of dummy pieces."""
+    c = config
+    layout = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
+    path = folder / f"llama-{layout}-{c.num_key_value_heads}-{c.vocab_size}-{dtype}.gguf"
+    return written_once(path, lambda temporary: write_random_gguf(config, dtype, temporary))
+
+
+def write_random_gguf(c: LaneformerConfig, dtype: str, path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    shape = {
+        "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
+        "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size,
+        "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads,
+        "layer_norm_rms_eps": c.norm_eps, "rope_dimension_count": c.head_dim, "vocab_size": c.vocab_size,
+    }  # fmt: skip
+    for name, value in shape.items():
+        getattr(writer, f"add_{name}")(value)
+    add_dummy_vocabulary(writer, c.vocab_size)
+    rng = np.random.default_rng(0)
+    for name, size in gguf_shapes(c).items():
+        values = rng.standard_normal(size, np.float32) * np.float32(c.initializer_range)
+        if len(size) == 1:
+            writer.add_tensor(name, np.ones(size, np.float32))
+        elif dtype == "fp16":
+            writer.add_tensor(name, values.astype(np.float16))
+        else:  # the upper half of a float32; truncation instead of rounding does not matter here
+            upper = np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
+            writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+
+
+def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
+    """The least that llama.cpp loads as a SentencePiece vocabulary: control ids, 256 bytes, then pieces."""
+    from gguf import TokenType
+
+    control = [("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)]
+    in_bytes = [(f"<0x{value:02X}>", TokenType.BYTE) for value in range(256)]
+    pieces = ((f"piece{i}", TokenType.NORMAL) for i in itertools.count())
+    tokens = list(itertools.islice(itertools.chain(control, in_bytes, pieces), vocab_size))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_scores([-float(i) for i in range(vocab_size)])
+    writer.add_token_types([kind for _, kind in tokens])
