@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 MatrixDtype = Literal["bf16", "fp16", "fp32", "int8"]  # what the engine can hold matrices in
 MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
+
+
+FIRST_MATRIX = "layers.0.attention.wv.weight"  # its type is that of dtype = "auto"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ STORED_TYPES = {
     "fp16": StoredType("F16", np.uint16, "float16"),
     "fp32": StoredType("F32", np.float32, "float32"),
 }
+
+
+def dtype_name(dtype: Any) -> Any:
+    """Our name of a type that may be given as torch's ("bfloat16", torch.bfloat16); anything else as it is."""
+    name = str(dtype).removeprefix("torch.")
+    return next((ours for ours, stored in STORED_TYPES.items() if stored.torch == name), dtype)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from ..config import MODULES, LaneformerConfig
-from ..tensors import MATRIX_DTYPES, Tensor
+from ..tensors import MATRIX_DTYPES, Tensor, dtype_name
 from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
 from .device import cuda_devices
 from .folder import read_checkpoint
+from .machine import memory_bytes
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
 from .running import ENGINES, Running, Stream
 from .text import StopStrings, TextStream, text_of
@@ -41,7 +42,7 @@ class Engine:
     """Decodes one request at a time. A context manager; `close()` frees the weights.
 
     `device` is "cpu", "cuda", or "cuda:0,cuda:1" for several GPUs; "auto" is the CPU for now (device.py).
-    `dtype` is that of the matrices: "auto" keeps the checkpoint's, "int8" rounds each row to multiples of its own scale
+    `dtype` is that of the matrices: "auto" keeps the layers', "int8" rounds each row to multiples of its own scale
     (weights only: embedding, norms and activations keep their types).
 
     Further options on the CPU:
@@ -85,6 +86,7 @@ class Engine:
         self._running = Running()  # the last request
         self._decoder: Decoder | None = None
         self._process = os.getpid()
+        dtype = dtype_name(dtype)
         if dtype not in ("auto", *MATRIX_DTYPES):
             raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *MATRIX_DTYPES)}")
         ENGINES.add(self)
@@ -115,7 +117,8 @@ class Engine:
 
         dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5 bits.
 
-        `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start.
+        `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start: the
+        four combinations of threads and dtype that were used last.
         `context_tokens` replaces the config's max_position_embeddings. `lanes` of a Llama-family model: by default as
         many as share the threads evenly and divide its heads and MLP rows. Other `options` as in Engine.
         """
@@ -124,6 +127,12 @@ class Engine:
         config = checkpoint.config
         if context_tokens is not None:
             config = dataclasses.replace(config, max_position_embeddings=context_tokens)
+            needed = config.cached_bytes(context_tokens, 2) + 4 * config.head_dim * context_tokens
+            if needed > (there := memory_bytes()):
+                raise ValueError(
+                    f"context_tokens = {context_tokens} needs {needed / 1e9:,.1f} GB of keys, values, rotary tables; "
+                    f"this machine has {there / 1e9:,.1f} GB"
+                )
         if cache and on_cpu:
             options["packed"] = PackedWeights(Path(path), checkpoint.files)
         for name in ("eos_ids", "tokenizer", "tokenizer_config", "sampling_defaults"):
@@ -140,6 +149,7 @@ class Engine:
         int8 is made of the bf16 weights of the same seed.
         """
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
+        dtype = dtype_name(dtype)
         if dtype not in MATRIX_DTYPES:
             raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {MATRIX_DTYPES}")
         tensors = RandomTensors(config, "bf16" if dtype == "int8" else dtype, seed)

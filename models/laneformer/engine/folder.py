@@ -73,7 +73,7 @@ def read_checkpoint(
 def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str) -> Checkpoint:
     """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the tokenizer in the file."""
     file = GgufFile(path, dtype)
-    lanes = lanes_for(file.config, threads or default_threads(1)) if lanes is None else lanes
+    lanes = lanes_for(file.config, threads or this_machine().default_threads(1)) if lanes is None else lanes
     config, tensors = laneformer_of(file.config, file, lanes)
     tokenizer, tokenizer_config, sampling = text_files(path.parent)
     if tokenizer is None:
@@ -162,6 +162,9 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         header = json.loads(raw[8:start].tobytes())
         entries = [(name, e["dtype"], e["shape"], *e["data_offsets"]) for name, e in header.items() if name[:2] != "__"]
+        for name, _, shape, begin, end in entries:
+            if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+                raise ValueError(f"tensor {name} has shape {shape} and offsets {begin}, {end}: not all whole numbers")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has no valid safetensors header: {error!r}") from None
     types = {stored.safetensors: (dtype, stored.element) for dtype, stored in STORED_TYPES.items()}

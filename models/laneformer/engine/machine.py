@@ -104,6 +104,18 @@ def fast_cores() -> int:
     return int(asked.stdout) if asked.stdout.strip().isdigit() else 0
 
 
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def file_system(path: Path, root: Path = Path("/")) -> str:
+    """The type, such as "ext4", of what holds a file; empty where the system does not tell."""
+    device = path.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split() for line in text(root / "proc/self/mountinfo").splitlines()]
+    return next((mount[mount.index("-") + 1] for mount in mounts if mount[2] == name), "")
+
+
 def cpu_list(listed: str) -> set[int]:
     """ "0-3,8" -> {0, 1, 2, 3, 8}"""
     ranges = [part.partition("-") for part in listed.split(",") if part]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CONTEXT_TOKENS = 6  # of the prompt, decoded with the first piece
+LONGEST_BYTES = 8  # that are looked at: a character before the unfinished one shows where it begins
 LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that lacks its last one, so also tokens
 
 
@@ -30,12 +33,24 @@ class TextStream:
         self.ids.append(token)
         end = len(self.ids)
         if self._decode(end).endswith("\ufffd"):
-            end -= LONGEST_UNFINISHED  # what is older cannot become a character any more
+            end -= self._unfinished()
         return self._piece(end) if end > self.shown else ""
 
     def finish(self) -> str:
         """What was held back, with its unfinished characters replaced."""
         return self._piece(len(self.ids))
+
+    def _unfinished(self) -> int:
+        """Tokens at the end that may yet become a character; what is older cannot."""
+        names = [self.tokenizer.id_to_token(token) or "" for token in self.ids[-LONGEST_BYTES:]]
+        found = [re.fullmatch("<0x([0-9A-F]{2})>", name) for name in names]
+        if found[-1] is None:
+            return LONGEST_UNFINISHED
+        # byte tokens: one that ends a literal U+FFFD leaves nothing to wait for
+        last = [int(byte[1], 16) for byte in found[-1 : -len(found) - 1 : -1] if byte]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(bytes(last[::-1]))
+        return len(decoder.getstate()[0])
 
     def _piece(self, end: int) -> str:
         before, now = self._decode(self.shown), self._decode(end)

@@ -304,3 +304,55 @@ def test_activations_beyond_float32_are_an_error(head, scale):
         for call in calls:
             with pytest.raises(OverflowError, match="infinite, NaN, or beyond what float32 can square"):
                 call([1, 2, 3])
+
+
+@pytest.mark.parametrize("change", [lambda e: e["data_offsets"].__setitem__(0, -8), lambda e: e.update(shape=[48.0])])
+def test_offsets_and_shapes_are_whole_numbers(folder, change):
+    raw = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    entry = header["model.norm.weight"]
+    change(entry)
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight .* not all whole numbers"):
+        Engine.from_pretrained(folder)
+
+
+def test_a_context_that_cannot_fit_is_refused_with_its_bytes(folder):
+    with pytest.raises(
+        ValueError, match=r"context_tokens = 2147483647 needs [0-9,.]+ GB .* this machine has [0-9,.]+ GB"
+    ):
+        Engine.from_pretrained(folder, context_tokens=2**31 - 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "bf16"])
+def test_dtypes_as_torch_spells_them(folder, dtype):
+    with Engine.from_pretrained(folder, dtype=dtype) as engine:
+        assert engine.dtype == "bf16"
+    assert Engine.random(small_config(), dtype="float32").dtype == "fp32"
+    with pytest.raises(ValueError, match=r"dtype = torch.float64 is unknown"):
+        Engine.from_pretrained(folder, dtype=torch.float64)
+
+
+def cast(folder, dtype, *names: str) -> None:
+    def change(state) -> None:
+        for name in names or list(state):
+            state[name] = state[name].to(dtype)
+
+    change_weights(folder, change)
+
+
+def test_the_automatic_dtype_is_that_of_the_layers(folder):
+    cast(folder, torch.bfloat16, "lm_head.weight")
+    assert Engine.from_pretrained(folder).dtype == "fp32"
+    cast(folder, torch.bfloat16)
+    cast(folder, torch.float32, "lm_head.weight")
+    with pytest.warns(UserWarning, match=r"lm_head\.weight is fp32 and becomes bf16"):
+        assert Engine.from_pretrained(folder, cache=False).dtype == "bf16"
+    cast(folder, torch.float32, "model.layers.3.attention.wq.weight")
+    with pytest.raises(
+        ValueError, match=r"layers\.3\.attention\.wq\.weight is fp32 and layers\.0.* is bf16; choose a dtype"
+    ):
+        Engine.from_pretrained(folder, cache=False)
+    assert Engine.from_pretrained(folder, dtype="fp32").dtype == "fp32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from laneformer.engine import Engine
-from laneformer.engine.cpu import _core
+from laneformer.engine import Engine, machine
+from laneformer.engine.cpu import _core, packed
+from laneformer.engine.cpu import decoder as cpu_decoder
 from laneformer.engine.cpu.packed import ALIGNMENT, FOLDER, PackedWeights
 from tests.laneformer.engine.assets import (
     engine_of,
@@ -192,3 +194,67 @@ def test_the_hash_sees_every_word_and_their_order():
         hashes.add(_core.content_hash(changed))
     assert len(hashes) == 12
     assert _core.content_hash(data) in hashes
+
+
+def test_old_files_are_removed_and_the_plans_used_last_stay(folder, loads):
+    for threads in (1, 2, 3, 4):
+        logits_of(folder, threads=threads)
+    directory = folder / FOLDER
+    logits_of(folder, threads=1)  # used again: 2 is now the oldest
+    logits_of(folder, threads=1, context_tokens=64)  # packs nothing else
+    abandoned, young = directory / "a.1.part", directory / "b.2.part"
+    for path in (abandoned, young):
+        path.write_bytes(b"half")
+    os.utime(abandoned, (0, 0))
+    logits_of(folder, threads=5)
+    assert len(list(directory.glob("*.bin"))) == len(list(directory.glob("*.checked"))) == 4
+    assert (abandoned.exists(), young.exists()) == (False, True)
+    del loads[:]
+    for threads in (1, 3, 4, 5, 2):
+        logits_of(folder, threads=threads)
+    assert loads == [True] * 4 + [False]
+
+
+def test_files_of_other_layouts_are_removed(folder, monkeypatch):
+    for module in (packed, cpu_decoder):
+        monkeypatch.setattr(module, "LAYOUT_VERSION", -1)
+    logits_of(folder)
+    old = only_file(folder)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "user"))
+    (folder / FOLDER / "garbage.bin").write_bytes(b"12345678901")
+    logits_of(folder)
+    assert only_file(folder) != old
+
+
+@pytest.mark.parametrize("why", ["file_system", "nodes"])
+def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why):
+    """From tmpfs, whose pages are small, and for every memory node: by the threads that read them."""
+    plain = logits_of(folder, threads=3)
+    copied = []
+    copy_parts = _core.Decoder.copy_parts
+    monkeypatch.setattr(_core.Decoder, "copy_parts", lambda decoder: copied.append(1) or copy_parts(decoder))
+    np.testing.assert_array_equal(logits_of(folder, threads=3), plain)
+    assert copied == [], "a mapped file of this disk needs no copy"
+    if why == "nodes":
+        two = dataclasses.replace(machine.this_machine(), nodes=2)
+        for module in (packed, cpu_decoder):
+            monkeypatch.setattr(module, "this_machine", lambda: two)
+    else:
+        monkeypatch.setattr(packed, "file_system", lambda path: "tmpfs")
+    with Engine.from_pretrained(folder, threads=3) as engine:
+        np.testing.assert_array_equal(engine.logits(IDS), plain)
+        path = only_file(folder)
+        path.write_bytes(bytes(path.stat().st_size))  # nothing is read from it any more
+        np.testing.assert_array_equal(engine.logits(IDS), plain)
+    assert copied == [1]
+
+
+def test_the_file_system_of_a_path(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    device = tmp_path.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    lines = f"25 1 0:99 / / rw - ext4 /dev/vda rw\n36 25 {name} / /x rw shared:1 master:2 - tmpfs tmpfs rw\n"
+    (tmp_path / "proc/self/mountinfo").write_text(lines)
+    assert machine.file_system(tmp_path, root=tmp_path) == "tmpfs"
+    assert machine.file_system(tmp_path, root=tmp_path / "nowhere") == ""

@@ -164,3 +164,11 @@ def test_ctrl_c_ends_every_call_soon(slow_engine):
     for call in calls:
         assert interrupted(slow_engine, call) < 5.0
         assert slow_engine.generate([3], max_new_tokens=4) == expected
+
+
+@pytest.mark.parametrize("text", ["\ufffd😀", "a\ufffd\ufffdé😀\ufffd", "😀\ufffd", "\ufffd" * 5, "é\ufffd"])
+def test_a_literal_replacement_character_spoils_nothing(text):
+    tokenizer = byte_tokenizer()
+    stream = TextStream(tokenizer, [])
+    pieces = [stream.push(token) for token in tokenizer.encode(text).ids]
+    assert "".join([*pieces, stream.finish()]) == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from ...config import (
     NORMS,
     LaneformerConfig,
 )
-from ...tensors import Tensor
+from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import Request
 from ..folder import rope_tables
 from ..machine import this_machine
@@ -55,7 +56,8 @@ class CpuDecoder(_core.Decoder):
             raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
             raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
-        self.dtype = tensors[head_of(config)].dtype if dtype == "auto" else dtype
+        self.chosen = dtype != "auto"
+        self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
         if math == "bf16" and self.dtype != "bf16":
             raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
         if kv_dtype not in ("auto", *KV_DTYPES):
@@ -67,9 +69,8 @@ class CpuDecoder(_core.Decoder):
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
             {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
-            threads or machine.default_threads(config.num_lanes),
-            isa or os.environ.get("LANEFORMER_ISA") or "auto", math,
-            machine.one_cpu_a_core_first() if pinned else [], machine.processors,
+            threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
+            math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
         self._load(config, tensors, packed)
 
@@ -88,6 +89,8 @@ class CpuDecoder(_core.Decoder):
 
         def send(name: str, setter: Any, *where: Any) -> None:
             tensor = tensors[name]
+            if not self.chosen and setter.__name__ in ("set_matrix", "set_embedding"):
+                self._expect_dtype(name, tensor.dtype)
             if not setter(*where, np.ascontiguousarray(tensor.values), tensor.dtype):
                 raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)")
 
@@ -101,7 +104,8 @@ class CpuDecoder(_core.Decoder):
                 send(f"layers.{i}.{matrix}.bias", self.set_bias, matrix.split(".")[1], i)
             for norm in HEAD_NORMS if config.qk_norm else ():
                 send(f"layers.{i}.{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
-        plan = {"layout": LAYOUT_VERSION, "dtype": self.dtype, "threads": self.threads, "config": config.to_dict()}
+        kept = {name: value for name, value in config.to_dict().items() if name != "max_position_embeddings"}
+        plan = {"layout": LAYOUT_VERSION, "dtype": self.dtype, "threads": self.threads, "config": kept}
         if packed is not None and packed.load(self, plan):
             return
         if not config.tie_word_embeddings:
@@ -112,6 +116,17 @@ class CpuDecoder(_core.Decoder):
         send(head_of(config), self.set_matrix, "lm_head", 0)
         if packed is not None:
             packed.save(self, plan)
+
+    def _expect_dtype(self, name: str, dtype: str) -> None:
+        """With dtype="auto": ValueError where layers differ, a warning where head or embedding lose digits."""
+        if dtype == self.dtype:
+            return
+        if name.startswith("layers."):
+            raise ValueError(f"dtype = 'auto': {name} is {dtype} and {FIRST_MATRIX} is {self.dtype}; choose a dtype")
+        if self.dtype != "fp32":
+            warnings.warn(
+                f"{name} is {dtype} and becomes {self.dtype}, the layers' dtype; or choose 'fp32'", stacklevel=2
+            )
 
 
 def head_of(config: LaneformerConfig) -> str:

@@ -1,30 +1,37 @@
 """Packed weights kept beside the model: the next start maps them instead of packing again.
 
 A file holds one thread plan's tapes and the embedding, each at a multiple of 2 MiB so that the kernel can map it with
-huge pages. Its name is a hash of the layout, dtype and thread plan; its header holds hashes of the safetensors that it
-was made from and of every part. A file is read through and compared with them once, and again whenever its inode says
-that it was touched since (`.checked` beside it); so a start need not read the weights twice. Anything that does not fit
-is packed again.
+huge pages; where the file system has none, they are copied. Its name is a hash of the layout, dtype and thread plan;
+its header holds hashes of the safetensors that it was made from and of every part. A file is read through and compared
+with them once, and again whenever its inode says that it was touched since (`.checked` beside it); so a start need not
+read the weights twice. Anything that does not fit is packed again. A folder keeps the plans that were used last; the
+rest, and files of other layouts, are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..machine import file_system, this_machine
 from . import _core
 
 LAYOUT_VERSION = 1  # of tiles, tapes and this file; raise it when any of them changes
 FOLDER = ".packed"
+SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
 ALIGNMENT = 2 << 20
+MOST_PLANS = 4  # that a folder keeps
+ABANDONED_S = 3600  # age of an unfinished file whose writer must have died
 log = logging.getLogger(__name__)
 
 
@@ -49,6 +56,7 @@ class PackedWeights:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._save(decoder, plan, directory / file_name(plan))
+                prune(directory)
                 return
             except OSError as error:
                 log.info("packed weights cannot be kept in %s: %s", directory, error)
@@ -75,6 +83,9 @@ class PackedWeights:
             return False
         for i, part in enumerate(parts):
             decoder.map_part(i, part)
+        if this_machine().nodes > 1 or file_system(path) in SMALL_PAGES:
+            decoder.copy_parts()
+        mark_used(path)
         return True
 
     def _is_intact(self, path: Path, parts: list[np.ndarray], header: dict[str, Any]) -> bool:
@@ -149,6 +160,33 @@ def remember_checked(path: Path, seen: list[list[int]]) -> None:
         path.with_suffix(".checked").write_text(json.dumps(seen))
     except OSError as error:  # a read-only folder: the next start compares again
         log.info("%s cannot be marked as checked: %s", path, error)
+
+
+def mark_used(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a read-only folder
+        os.utime(path.with_suffix(".checked"))
+
+
+def prune(directory: Path) -> None:
+    """Remove files of other layouts, the plans used longest ago, and what a writer that died has left."""
+    used = {
+        path: (mark if (mark := path.with_suffix(".checked")).exists() else path) for path in directory.glob("*.bin")
+    }
+    latest = sorted(used, key=lambda path: used[path].stat().st_mtime_ns, reverse=True)
+    kept = [path for path in latest if layout_of(path) == LAYOUT_VERSION][:MOST_PLANS]
+    old = [path for path in directory.glob("*.part") if time.time() - path.stat().st_mtime > ABANDONED_S]
+    for path in [*(set(latest) - set(kept)), *old]:
+        log.info("%s is removed", path)
+        path.unlink(missing_ok=True)
+        path.with_suffix(".checked").unlink(missing_ok=True)
+
+
+def layout_of(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.read(min(int.from_bytes(file.read(8), "little"), ALIGNMENT)))["plan"]["layout"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ...config import HEAD, LaneformerConfig
-from ...tensors import Tensor
+from ...config import LaneformerConfig
+from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import CUDA, Request, Sampling
 from .geometry import DTYPES, MOST_STOPS
 from .prefill import CHUNK_TOKENS, logits_of
@@ -50,7 +50,7 @@ class CudaDecoder:
         kv_dtype.
         """
         if dtype == "auto":
-            dtype = tensors[HEAD].dtype.replace("fp32", "bf16")
+            dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "math": None if math == "exact" else math}
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         unsupported["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype

@@ -27,7 +27,7 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
   char* narrow = w.scores.bytes();
   for (int head = 0; head < heads; ++head) {
     const size_t base = cache_at(w, layer, own * heads + head);
-    rotate(key + head * d, rotated, rope_position(layer, at));
+    rotate(key + head * d, rotated, rope_position(layer, at.position));
     bool fits = convert(rotated, DType::fp32, d, narrow, spec_.kv_dtype);
     char* to = cache.keys.bytes() + base + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
     for (int j = 0; j < d; ++j) std::memcpy(to + size_t(j) * 16 * bytes, narrow + j * bytes, bytes);
@@ -56,7 +56,7 @@ AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block,
   for (int c = 0; c < block.count; ++c)
     for (int q = 0; q < group; ++q)
       rotate(shared.y.floats() + size_t(block.column + c) * stride + (block.head * group + q) * d,
-             w.query.floats() + size_t(c * group + q) * dim, rope_position(layer, pass.column[block.column + c]));
+             w.query.floats() + size_t(c * group + q) * dim, rope_position(layer, first.position + c));
   const KvCache& cache = shared.caches[first.cache];
   const size_t base = cache_at(shared, layer, own * kv_heads + block.head);
   AttendArgs a{};

@@ -69,10 +69,10 @@ ModelSpec spec_from(nb::dict d) {
   s.head = static_cast<Head>(number("head"));
   s.sum_before_norm = nb::cast<bool>(d["pre_norm_lane_agg"]);
   s.shared_scale = nb::cast<bool>(d["replicated_rmsn_scale"]);
-  s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]));
   s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
   s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
   for (const int rotates : nb::cast<std::vector<int>>(d["rotates"])) s.rotates.push_back(rotates != 0);
+  s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]));
   s.window = nb::cast<std::vector<int>>(d["window"]);
   const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
   const auto delayed = nb::cast<std::vector<std::vector<int>>>(d["adds_delayed"]);

@@ -251,7 +251,7 @@ class Decoder {
   void norm_heads(int t, int layer, float* y, int y_stride, int columns);
   float* bias(int layer, int lane) const;
   float* head_norm(int layer, bool of_keys) const;
-  int rope_position(int layer, Column at) const { return spec_.rotates[layer] ? at.position : 0; }  // 0 turns nothing
+  int rope_position(int layer, int position) const { return spec_.rotates[layer] ? position : 0; }  // 0 turns nothing
 
   size_t embedding_bytes() const {
     return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
