@@ -50,8 +50,9 @@ class Engine:
     machine has more than one memory node (sockets).
     `math="exact"` widens weights to fp32 and keeps fp32 activations: greedy output equals the float32 model's.
     `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
-    `isa` is the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment variable
-    LANEFORMER_ISA sets the default.
+    `isa` is the instruction set: "auto", "amx", "avx512_bf16", "avx512", "avx2" or "portable"; the environment variable
+    LANEFORMER_ISA sets the default. A token has the same bits in a prompt's block, a batch, or a draft as alone,
+    but for "amx" with bf16 weights: its passes of four positions and more round otherwise, by about 1e-6.
     On GPUs: `version` "persistent" (one kernel for the whole request) or "graph"; the kernels compute as math="exact"
     does, but for keys and values in 16 bits. Prompts of more than a few tokens, and scores, go through PyTorch.
     """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -93,13 +95,20 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def usable_isas() -> list[str]:
+@functools.cache
+def usable_isas() -> tuple[str, ...]:
+    """The best first."""
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []
-    for isa in ("avx512_bf16", "avx512", "avx2", "portable"):
+    for isa in ("amx", "avx512_bf16", "avx512", "avx2", "portable"):
         try:
             engine_of(model, isa=isa).close()
         except ValueError:
             continue
         usable.append(isa)
-    return usable
+    return tuple(usable)
+
+
+def best_below_amx() -> str | None:
+    """The instruction set to test without the matrix unit; None where the automatic or the user's choice is without."""
+    return usable_isas()[1] if "amx" in usable_isas() and "LANEFORMER_ISA" not in os.environ else None
