@@ -161,7 +161,7 @@ std::string product_hash(const Kernels* kernels, DType dtype) {
   const Pages tape(matrix.bytes()), prepared(kColumns * stride);
   pack_rows({weights.data(), DType::fp32, kRows, kInputs}, matrix, tape.bytes());
   how.prepare(x.data(), kStride, matrix.k_pairs(), kColumns, prepared.bytes());
-  how.multiply(tape.bytes(), kRows, matrix.k_pairs(), {prepared.bytes(), stride}, y.data(), kRows, kColumns);
+  how.multiply(tape.bytes(), kRows, matrix.k_pairs(), {prepared.bytes(), stride, 0}, y.data(), kRows, kColumns);
   return content_hash(y.data(), y.size() * sizeof(float), 1);
 }
 

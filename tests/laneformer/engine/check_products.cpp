@@ -59,7 +59,7 @@ std::vector<float> multiplied(const Product& how, const Weights& w, const std::v
   Pages prepared(how.prepare ? stride * round_up(columns, 32) : 64);
   if (how.prepare) how.prepare(inputs.data(), x_stride, pairs, columns, prepared.bytes());
   const char* data = how.prepare ? prepared.bytes() : reinterpret_cast<const char*>(inputs.data());
-  how.multiply(w.tape.bytes(), rows, pairs, {data, stride}, y.data(), y_stride, columns);
+  how.multiply(w.tape.bytes(), rows, pairs, {data, stride, 4096}, y.data(), y_stride, columns);
   std::vector<float> out;
   for (size_t i = 0; i < y.size(); ++i)
     if (int(i % y_stride) < rows && int(i / y_stride) < columns)

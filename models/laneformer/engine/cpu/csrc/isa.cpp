@@ -27,7 +27,7 @@ const Kernels* TABLE(LANEFORMER_ISA)() { return &table; }
 
 namespace laneformer {
 
-static constexpr int kMatrixUnit = 6;  // its level among those of choose_kernels
+constexpr int kMatrixUnit = 6;  // the highest level; the others count from portable
 
 #if !defined(LANEFORMER_X86)
 const Kernels* avx2_kernels() { return nullptr; }
@@ -74,8 +74,9 @@ static bool usable(int level) {
 }
 
 const Kernels* choose_kernels(const char* isa) {
-  const Kernels* all[] = {portable_kernels(), avx2_kernels(), avx2_vnni_kernels(), avx512_kernels(),
+  const Kernels* all[] = {portable_kernels(),    avx2_kernels(),        avx2_vnni_kernels(), avx512_kernels(),
                           avx512_vnni_kernels(), avx512_bf16_kernels(), amx_kernels()};
+  static_assert(std::size(all) == kMatrixUnit + 1);
   const std::string wanted = isa;
   std::string have;
   for (int level = kMatrixUnit; level >= 0; --level) {

@@ -1,8 +1,8 @@
 // Products of bf16 weights by Intel's matrix unit (AMX): 16 columns x 16 rows x 32 inputs an instruction.
 //
 // A tile of the tape is the unit's second operand as it lies: a group's 16 rows by input pairs, lines 128 bytes apart.
-// The first operand is prepared: inputs in bf16, in blocks of 16 columns by 32 inputs, one KiB each. math="exact" splits
-// an fp32 input into a sum of three bf16 parts, which holds its 24 bits, and adds up all three products in fp32.
+// The first operand is prepared: inputs in bf16, in blocks of 16 columns by 32 inputs, one KiB each. math="exact"
+// splits an fp32 input into a sum of three bf16 parts, which holds its 24 bits, and adds up all three products in fp32.
 // The unit rounds otherwise than a chain of multiply-adds does (about 1e-6 of a logit). So passes of few columns, which
 // wait for memory anyway, keep the product and the bits of the instruction set below.
 #pragma once
@@ -136,7 +136,7 @@ template <int PARTS>
 void multiply_on_unit(const void* tiles, int rows, int k_pairs, Inputs x, float* y, int y_stride, int columns) {
   const Product& few = kFewColumns<PARTS>;
   if (columns < kUnitColumns)
-    return few.multiply(tiles, rows, k_pairs, {x.data, few.column_bytes(k_pairs)}, y, y_stride, columns);
+    return few.multiply(tiles, rows, k_pairs, {x.data, few.column_bytes(k_pairs), x.ahead}, y, y_stride, columns);
   constexpr int kWide = 2 * kBlock, kStepBytes = kStepPairs * kLineBytes;
   const int steps = steps_of(k_pairs), last_pairs = k_pairs % kStepPairs;
   const size_t x_bytes = (size_t)steps * PARTS * kBlockBytes, w_bytes = tile_bytes(k_pairs, DType::bf16);
@@ -151,7 +151,7 @@ void multiply_on_unit(const void* tiles, int rows, int k_pairs, Inputs x, float*
     for (int row = 0; row < rows; row += kTileRows, w += w_bytes) {
       if (padded) __builtin_memcpy(last, w + (size_t)(count - 1) * kStepBytes, (size_t)last_pairs * kLineBytes);
       written(last);
-      const char* ahead = w + w_bytes;  // the next tile, a part of it in each turn
+      const char* ahead = w + (turns > 1 ? w_bytes : x.ahead);  // of several turns each fetches a part of the next
       for (int c = 0; c < columns; c += kWide, ahead += count * ahead_bytes) {
         const int valid_rows = rows - row < kTileRows ? rows - row : kTileRows;
         const int valid_columns = columns - c < kWide ? columns - c : kWide;
