@@ -72,25 +72,18 @@ def _summary(out: Path, made: dict[str, str]) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a recipe TOML, e.g. data_mixtures/demo.toml")
     parser.add_argument("--out", type=Path, required=True, help="the data folder that is written")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        help=f"processes at a time; default: the CPUs here. With --executor slurm: tasks of the "
-        f"array at a time (its %%N); default: {SLURM_WORKERS}",
+    workers = (
+        "processes at a time; default: the CPUs here. With --executor slurm: tasks of the array at a time (its %%N)"
     )
+    parser.add_argument("--workers", type=int, help=f"{workers}; default: {SLURM_WORKERS}")
     parser.add_argument("--mirror", help="read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub")
     parser.add_argument("--budget-bytes", type=int, help="refuse to fetch if DIR/fetch would become larger")
     parser.add_argument("--replace", action="store_true", help="let other data replace sources that a lock pins")
     parser.add_argument("--executor", choices=KINDS, default="local", help="where units run")
     for name in SBATCH:
         parser.add_argument(f"--{name}", help="passed to sbatch; needs --executor slurm")
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="KEY[=VALUE]",
-        help="any other option of sbatch; can be repeated",
-    )
+    more = "any other option of sbatch; can be repeated"
+    parser.add_argument("--sbatch", action="append", default=[], metavar="KEY[=VALUE]", help=more)
 
 
 def options(arguments: argparse.Namespace) -> Options:

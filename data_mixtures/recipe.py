@@ -210,9 +210,13 @@ class Recipe:
     """Module that writes text for {corpus} before files are listed, run as `python -m MODULE --out DIR/corpus`"""
     folder: Path = Path()  # no key: where the recipe lies
 
+    def source(self, name: str) -> Source:
+        """A source by name; with the defaults for a name that the recipe lacks."""
+        return next((each for each in self.sources if each.name == name), Source(name))
+
     def held_out_of(self, source: str) -> int:
         """valid_per_10000 of a source by name."""
-        own = next((each.valid_per_10000 for each in self.sources if each.name == source), None)
+        own = self.source(source).valid_per_10000
         return self.valid_per_10000 if own is None else own
 
 

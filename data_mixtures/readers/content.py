@@ -166,34 +166,28 @@ class _Bucket:
 
     async def content(self, sha1: bytes) -> bytes | str:
         """The content, or the reason why it is missing."""
-        reason = "not_asked"
+        url = self.pattern.format(sha1=sha1.hex())
+        answer: bytes | str = "not_asked"
         async with self.free:  # kept while waiting: a bucket that refuses is asked less often
             for attempt in range(0 if self.is_silent() else ATTEMPTS):
                 if attempt:
                     await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
                 try:
-                    return await asyncio.wait_for(self._answer(sha1), TIMEOUT_S)
+                    body = await asyncio.wait_for(self.system._cat_file(url), TIMEOUT_S)
+                    answer = _with_sha1(sha1, body)
+                except FileNotFoundError:
+                    answer = "not_found"
+                except PermissionError:
+                    answer = "http_403"
                 except (OSError, aiohttp.ClientError) as error:  # OSError: time-outs, damage, and what s3fs raises
                     status = getattr(error, "status", None)
-                    reason = f"http_{status}" if status else type(error).__name__
+                    answer = f"http_{status}" if status else type(error).__name__
+                    if not status or status >= 500 or status in (408, 429):  # which may pass
+                        continue
+                self.unanswered = 0
+                return answer
         self.unanswered += 1
-        return reason
-
-    async def _answer(self, sha1: bytes) -> bytes | str:
-        """As `content`; raises what may pass."""
-        result: bytes | str
-        try:
-            result = _with_sha1(sha1, await self.system._cat_file(self.pattern.format(sha1=sha1.hex())))
-        except FileNotFoundError:
-            result = "not_found"
-        except PermissionError:
-            result = "http_403"
-        except aiohttp.ClientResponseError as error:
-            if error.status >= 500 or error.status in (408, 429):
-                raise
-            result = f"http_{error.status}"
-        self.unanswered = 0
-        return result
+        return answer
 
 
 class WrongSha1(OSError):

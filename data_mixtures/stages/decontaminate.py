@@ -39,6 +39,7 @@ _TABLE_BITS_PER_HEAD = 16
 WINDOW_CHARS = 1 << 16  # arrays of one window stay in the cache; a word of more characters than this counts as several
 _CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
 _CHARACTER, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
+_SPACES = "\n "  # between which a text of more than one window is cut
 _ARRAYS = ("heads", "grams", "first", "passages", "needed", "items")
 
 
@@ -125,11 +126,10 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     items = {name: [passages for file in files[name] for passages in _items(file)] for name in benchmarks}
     arrays = build([passages for name in benchmarks for passages in items[name]])
     searchable = np.unique(arrays["items"][arrays["needed"] > 0])
-    described, start = [], 0
-    for name, passages in items.items():
-        inside = np.count_nonzero((searchable >= start) & (searchable < start + len(passages)))
-        described.append(asdict(Benchmark(name, len(passages), int(inside), hashes[name])))
-        start += len(passages)
+    ends = np.cumsum([len(of) for of in items.values()])
+    inside = np.bincount(np.searchsorted(ends, searchable, side="right"), minlength=len(items)).tolist()
+    found = zip(items, inside, strict=True)
+    described = [asdict(Benchmark(name, len(items[name]), count, hashes[name])) for name, count in found]
     text = json.dumps({"code": code, "benchmarks": described}).encode()
     archive = io.BytesIO()
     stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
@@ -279,19 +279,19 @@ def groups(texts: list[str]) -> Iterator[list[str]]:
 def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
     if len(texts) == 1:
-        hashes = np.concatenate([_window(piece)[0] for piece in _pieces(texts[0])])
+        hashes = np.concatenate([_window(piece)[0] for piece in cut(texts[0], WINDOW_CHARS, _SPACES)])
         return hashes, np.array([0, len(hashes)])
     hashes, starts = _window("\n".join(texts))
     sizes = np.array([len(text) + 1 for text in texts])
     return hashes, np.searchsorted(starts, np.concatenate([[0], np.cumsum(sizes)]))
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces of at most one window, cut between words."""
+def cut(text: str, max_chars: int, behind: str = "\n") -> Iterator[str]:
+    """The text in pieces of at most max_chars, cut behind one of these characters, or anywhere where there is none."""
     start = 0
-    while len(text) - start > WINDOW_CHARS:
-        cut = max(text.rfind(separator, start, start + WINDOW_CHARS) for separator in "\n ")
-        end = cut if cut > start else start + WINDOW_CHARS
+    while len(text) - start > max_chars:
+        last = max(text.rfind(character, start, start + max_chars) for character in behind)
+        end = last + 1 if last > start else start + max_chars
         yield text[start:end]
         start = end
     yield text[start:]
@@ -331,7 +331,7 @@ def gram_hashes(words: np.ndarray, at: np.ndarray | slice, length: int) -> np.nd
 def say_something(texts: list[str]) -> np.ndarray:
     """For every word of `word_hashes(texts)` whether it has two letters or more: the words that say something."""
     flags = []
-    for piece in _pieces(texts[0]) if len(texts) == 1 else ["\n".join(texts)]:
+    for piece in cut(texts[0], WINDOW_CHARS, _SPACES) if len(texts) == 1 else ["\n".join(texts)]:
         starts, ends = _runs(_folded(piece))
         letters = np.array([character.isalpha() for character in piece], dtype=np.int64)
         counts = np.concatenate([[0], np.cumsum(letters)])

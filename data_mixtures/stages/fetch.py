@@ -220,12 +220,11 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
         lost, examples = Counter[str](), dict[str, str]()
         for name in stages:
             for unit, receipt in zip(stage.planned_units(out, source), stage.receipts(out, name, source), strict=True):
+                counts, path = receipt["counts"], stage.planned_unit(out, unit).get("path")
                 for reason in local.DAMAGE:
-                    lost[reason] += (count := receipt["counts"].get("dropped", {}).get(reason, 0))
-                    known = dict(receipt["counts"].get("examples", ())).get(
-                        reason, stage.planned_unit(out, unit).get("path")
-                    )
-                    count and examples.setdefault(reason, known or str(unit))
+                    if count := counts.get("dropped", {}).get(reason):
+                        lost[reason] += count
+                        examples.setdefault(reason, dict(counts.get("examples", ())).get(reason, path) or str(unit))
         read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
         # a file that is lost is one document at least, and nobody knows how many more
         gone, size = (sum(counts.get(name, 0) for counts in fetched) for name in ("lost_file_bytes", "file_bytes"))
@@ -241,9 +240,7 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
 
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     """ValueError names the first source without enough text, which a run would soon repeat."""
-    for each in recipe.sources:
-        if each.name not in sources:
-            continue
+    for each in map(recipe.source, sources):
         counts = [receipt["counts"] for receipt in stage.receipts(out, "fetch", each.name)]
         total = sum(count["bytes"] for count in counts)
         if isinstance(each, LocalSource) and total < each.min_bytes:

@@ -22,6 +22,7 @@ import xxhash
 
 from data_mixtures.recipe import Recipe
 from data_mixtures.stages import decontaminate, quality, stage
+from data_mixtures.stages.quality import Step
 from data_mixtures.stages.stage import DOCUMENTS, ORIGIN_FIELDS, RAW, Stage, Unit
 from data_mixtures.stages.tokenize import key_of_id
 
@@ -41,7 +42,7 @@ class Filter(Stage):
 
     def key(self, unit: Unit) -> str:
         column, files = stage.text_column(self.out, unit), stage.made_files(self.out, "fetch", unit)
-        recipe, keep = self.recipe, self._keep(unit)
+        recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         kept = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
@@ -53,13 +54,10 @@ class Filter(Stage):
         raw = stage.checked(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
-        chosen = DocumentFilter(self.recipe, index, self._keep(unit), steps)
+        chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
         batches = read_raw(raw, stage.text_column(self.out, unit), stage.planned_unit(self.out, unit).get("path"))
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
-
-    def _keep(self, unit: Unit) -> float:
-        return next((each.keep for each in self.recipe.sources if each.name == unit.source), 1.0)
 
 
 class Rows(NamedTuple):
@@ -93,11 +91,7 @@ class DocumentFilter:
     """Keeps texts, and counts those that it drops. index: None to keep texts that hold items of benchmarks."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        index: decontaminate.Index | None = None,
-        keep: float = 1.0,
-        steps: Sequence[quality.Step] = (),
+        self, recipe: Recipe, index: decontaminate.Index | None = None, keep: float = 1.0, steps: Sequence[Step] = ()
     ) -> None:
         self.limits, self.max_document_chars, self.seed = recipe.filter, recipe.max_document_chars, recipe.seed
         self.index, self.below = index, keep * 2**64
@@ -127,7 +121,7 @@ class DocumentFilter:
         if len(text) > self.limits.max_chars and text.strip():
             self._dropped["too_long"] += 1
             return []
-        pieces = list(cut(text, self.max_document_chars))
+        pieces = list(decontaminate.cut(text, self.max_document_chars))
         self._cut += len(pieces) - 1
         return [piece for piece in pieces if self._long_enough(piece)]
 
@@ -138,7 +132,7 @@ class DocumentFilter:
             return False
         return True
 
-    def _through(self, steps: Sequence[quality.Step], documents: list[Document]) -> list[Document]:
+    def _through(self, steps: Sequence[Step], documents: list[Document]) -> list[Document]:
         """What the steps leave; a text that they changed must be long enough again."""
         left = []
         for document in documents if steps else ():
@@ -188,17 +182,6 @@ class DocumentFilter:
         return {**counts, "dropped": dict(self._dropped), "contamination": found}
 
 
-def cut(text: str, max_chars: int) -> Iterator[str]:
-    """The text in pieces of at most max_chars, cut after newlines (or anywhere, in a line that is longer)."""
-    start = 0
-    while len(text) - start > max_chars:
-        newline = text.rfind("\n", start, start + max_chars)
-        end = newline + 1 if newline > start else start + max_chars
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
 def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]:
     """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are those of the input."""
     with pq.ParquetFile(path, memory_map=True) as parquet:
@@ -226,6 +209,6 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
     with pq.ParquetWriter(path, SCHEMA, **options) as writer:
         for group in stage.grouped(kept, lambda batch: sum(len(text) for _, text, _ in batch), _ROW_GROUP_BYTES):
             ids, texts, origins = zip(*(document for batch in group for document in batch), strict=True)
-            strings = pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
+            strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]
             writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(texts))

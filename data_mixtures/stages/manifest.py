@@ -77,17 +77,16 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _decides(recipe: Recipe, out: Path, source: str) -> dict[str, Any]:
     """What decides the data of a source as far as it is known before: of the recipe, and the plan's files."""
-    own = next(asdict(each) for each in recipe.sources if each.name == source)
-    said = {key: value for key, value in {**asdict(recipe), **own}.items() if key in _DECIDES}
+    every = {**asdict(recipe), **asdict(recipe.source(source))}
+    said = {key: value for key, value in every.items() if key in _DECIDES}
     said["valid_per_10000"] = recipe.held_out_of(source)
     said["filter"] = {key: value for key, value in said["filter"].items() if key != "benchmarks"}  # paths, may move
     if isinstance(recipe.tokenizer, TokenizerTraining):
         said["tokenizer"] = [asdict(recipe.tokenizer), [each.name for each in recipe.sources]]
     else:
         given = recipe.tokenizer
-        said["tokenizer"] = (
-            [file_sha256(Path(given.path)), given.bos, given.eos] if Path(given.path).is_file() else None
-        )
+        there = Path(given.path).is_file()
+        said["tokenizer"] = [file_sha256(Path(given.path)), given.bos, given.eos] if there else None
     planned = stage.read_plan(out)["sources"].get(source) if (out / stage.PLAN).is_file() else None
     return {**said, "plan": planned["plan_hash"]} if planned else said
 
@@ -136,8 +135,7 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     if not replace:
         _refuse_other_data(out, source, description)
     partial = out / f".{source}.partial"
-    for left in (partial, out / f".{source}.old"):  # of a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir()
     try:
         for name, path in files.items():
@@ -184,7 +182,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str
     *train, valid = (receipt["counts"] for receipt in written)
     return {
         "source": source,
-        "category": next(each.category for each in recipe.sources if each.name == source),
+        "category": recipe.source(source).category,
         "recipe": _decides(recipe, out, source),
         "plan_hash": stage.planned(out, source)["plan_hash"],
         "code_version": _code_version(),

@@ -60,7 +60,7 @@ class Step:
 
 def steps_of(recipe: Recipe, source: str) -> list[dict[str, Any]]:
     """The steps of a source as tables; the path of a model is relative to the recipe's folder."""
-    own = next((each.steps for each in recipe.sources if each.name == source), None)
+    own = recipe.source(source).steps
     given = recipe.filter.steps if own is None else own
     tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
     return [{**each, "model": str(recipe.folder / each["model"])} if "model" in each else each for each in tables]

@@ -21,7 +21,6 @@ import numpy as np
 from data_mixtures import shards
 from data_mixtures.stages import blocks, stage
 from data_mixtures.stages.blocks import CheckedFile
-from data_mixtures.stages.gather import gather
 from data_mixtures.stages.stage import Stage, Unit
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS, parts
 
@@ -71,7 +70,7 @@ class Runs(Stage):
         files = [
             stage.receipt_of(self.out, "tokenize", each)["files"] for each in groups(self.out, unit.source)[unit.number]
         ]
-        return stage.key_of(("stages/runs.py", "stages/gather.py", "stages/blocks.py"), files)
+        return stage.key_of(("stages/runs.py", "stages/blocks.py"), files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         group = groups(self.out, unit.source)[unit.number]
@@ -87,7 +86,7 @@ class Runs(Stage):
                 rows = in_order(read_slices(read[INDEX], *range_bounds(number, ranges)))
                 for name, start, length, dtype in parts(token_dtype(made)):
                     lengths = rows[length].astype(np.int64)
-                    for piece in gather(read[name], rows["unit"], rows[start], lengths, dtype):
+                    for piece in blocks.gather(read[name], rows["unit"], rows[start], lengths, dtype):
                         written[name].write(piece.data)
                     rows[start] = at[name] + np.cumsum(lengths) - lengths
                     at[name] += int(lengths.sum())

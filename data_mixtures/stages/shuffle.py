@@ -20,7 +20,6 @@ import numpy as np
 from data_mixtures import shards
 from data_mixtures.recipe import Recipe
 from data_mixtures.stages import blocks, runs, stage
-from data_mixtures.stages.gather import gather
 from data_mixtures.stages.runs import key_ranges, with_columns
 from data_mixtures.stages.stage import Stage, Unit, receipts
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS
@@ -98,7 +97,7 @@ class WriteShards(Stage):
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
         read = [[receipt["files"][name] for name in SLICED] for receipt in runs.receipts(self.out, unit.source)]
-        code = ("stages/shuffle.py", "stages/gather.py", "stages/blocks.py", "shards.py")
+        code = ("stages/shuffle.py", "stages/blocks.py", "shards.py")
         return stage.key_of(code, unit.number, layout(self.recipe, unit.source), order, read)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
@@ -118,7 +117,7 @@ class WriteShards(Stage):
         index = np.concatenate(begins)
         index = index[index["at"] < last]
         with blocks.opened(self.out, *runs.made_by(self.out, unit.source), ORIGINS) as files:
-            origins = gather(files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1"))
+            origins = blocks.gather(files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1"))
             columns = [index[column] for column in ("low", "length", "origin_bytes")]
             docs = shards.write_documents(folder / f"{name}.docs.zst", columns, origins)
         return {**entry, "docs": docs}
@@ -138,7 +137,7 @@ class WriteShards(Stage):
                     skip = np.maximum(first - documents["at"], 0)
                     lengths = np.minimum(documents["length"], last - documents["at"]) - skip
                     starts = documents["start"].astype(np.int64) + skip
-                    yield from gather(files, documents["unit"], starts, lengths, dtype)
+                    yield from blocks.gather(files, documents["unit"], starts, lengths, dtype)
                 at += tokens
 
 

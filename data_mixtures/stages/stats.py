@@ -33,11 +33,7 @@ _FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "
 
 
 def write(
-    out: Path,
-    sources: tuple[str, ...],
-    console: Console,
-    sequences: Mapping[str, int] | None = None,
-    workers: int | None = None,
+    out: Path, sources: tuple[str, ...], console: Console, sequences: Mapping[str, int] | None = None, workers: int = 0
 ) -> dict[str, Any]:
     """Print, and write stats.json; returns what it holds.
 

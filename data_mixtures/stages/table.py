@@ -165,20 +165,18 @@ def _free(context: RunContext) -> None:
     """Delete the files of a stage, source by source, if the stage that reads them has done all units."""
     if context.to_free is None:
         raise ValueError(f"free needs --stage, one of {', '.join(READERS)}")
-    for source in context.recipe.sources:
-        if source.name not in context.sources:
-            continue
-        of_source = context.recipe, context.out, (source.name,)
+    for source in context.sources:
+        of_source = context.recipe, context.out, (source,)
         merged = runs.Runs(*of_source).units()
-        units = merged if context.to_free == "runs" else stage.planned_units(context.out, source.name)
+        units = merged if context.to_free == "runs" else stage.planned_units(context.out, source)
         kind = READERS[context.to_free]
         reader = (kind if merged or kind is not runs.Runs else shuffle.WriteShards)(*of_source)
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
             raise ValueError(
-                f"{context.to_free} of {source.name!r} is still needed: {len(left)} units are not through {reader.name}"
+                f"{context.to_free} of {source!r} is still needed: {len(left)} units are not through {reader.name}"
             )
         freed = sum(stage.free(context.out, context.to_free, unit) for unit in units)
-        context.console.print(f"{source.name}: {freed:,} bytes of {context.to_free} are free", highlight=False)
+        context.console.print(f"{source}: {freed:,} bytes of {context.to_free} are free", highlight=False)
 
 
 STAGES: Mapping[str, Callable[[RunContext], object]] = {

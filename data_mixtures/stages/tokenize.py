@@ -8,6 +8,7 @@ copied, or trained on the documents with the smallest keys: a sample that does n
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ import xxhash
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
-from data_mixtures.stages import blocks, dedup, gather, repeats, stage
+from data_mixtures.stages import blocks, dedup, repeats, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
@@ -28,7 +29,7 @@ INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
 _COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
 DOCUMENT = np.dtype([(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names])
 COMPARED_OF, _COMPARED_CHARS = 1000, 100_000
-_MODULES = ("stages/tokenize.py", "stages/dedup.py", "stages/gather.py", "stages/blocks.py", "tokenizer.py")
+_MODULES = ("stages/tokenize.py", "stages/dedup.py", "stages/blocks.py", "tokenizer.py")
 _SLACK_BYTES = 1 << 24
 
 
@@ -125,7 +126,7 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
     offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     with path.open("wb") as file:
         if offsets[-1]:
-            file.writelines(piece.data for piece in gather.taken(offsets, np.memmap(unsorted, mode="r"), order))
+            file.writelines(piece.data for piece in blocks.taken(offsets, np.memmap(unsorted, mode="r"), order))
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
@@ -197,10 +198,6 @@ def first_documents(documents: Iterable[tuple[bytes, bytes]], budget: int, recip
 
 
 def _first(known: dict[tuple[int, bytes], bytes], budget: int) -> dict[tuple[int, bytes], bytes]:
-    first = {}
-    for place in sorted(known):
-        if budget <= 0:
-            break
-        first[place] = known[place]
-        budget -= len(known[place])
-    return first
+    places = sorted(known)
+    before = itertools.accumulate((len(known[place]) for place in places), initial=0)
+    return {place: known[place] for place, size in zip(places, before, strict=False) if size < budget}

@@ -17,6 +17,7 @@ from .engine import Engine, GenerationOptions
 from .tensors import MatrixDtype
 
 Dtype = Literal["auto"] | MatrixDtype
+KvDtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Generate:
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
     dtype: Dtype = "auto"
     """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits; the output may change."""
+    kv_dtype: KvDtype = "auto"
+    """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
     pin: bool = False
@@ -88,6 +91,8 @@ class Bench:
     """Type of the matrices; auto: the checkpoint's, or bf16 for random weights."""
     math: Literal["exact", "bf16"] = "exact"
     """bf16 rounds activations to bf16 before every matrix product."""
+    kv_dtype: KvDtype = "auto"
+    """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     depth: tuple[int, ...] = (0,)
     """Cached positions before the measured tokens; given several, the JSON has all but the first under "depths"."""
     barriers: bool = False
@@ -125,7 +130,8 @@ def generate(command: Generate) -> None:
         raise ValueError("--system is a message of a conversation; add --chat")
     if command.greedy and options.get("temperature"):
         raise ValueError(f"--greedy and --temperature {command.temperature} contradict each other; give one of them")
-    wanted: dict[str, Any] = {name: getattr(command, name) for name in ("device", "dtype", "threads", "pin", "cache")}
+    names = ["device", "dtype", "kv_dtype", "threads", "pin", "cache"]
+    wanted: dict[str, Any] = {name: getattr(command, name) for name in names}
     with Engine.from_pretrained(command.hf_dir, **wanted) as engine:
         prompt = conversation(engine, command.prompt, command.system) if command.chat else command.prompt
         defaults = {} if command.greedy else {n: v for n, v in engine.sampling_defaults.items() if n not in options}
@@ -177,7 +183,9 @@ def bench(command: Bench) -> None:
 
 
 def open_engine(command: Bench) -> Engine:
-    options: dict[str, Any] = {name: getattr(command, name) for name in ("device", "threads", "math", "pin")}
+    options: dict[str, Any] = {
+        name: getattr(command, name) for name in ("device", "threads", "math", "pin", "kv_dtype")
+    }
     if command.hf_dir is not None:
         return Engine.from_pretrained(command.hf_dir, dtype=command.dtype, cache=command.cache, **options)
     dtype = "bf16" if command.dtype == "auto" else command.dtype

@@ -219,7 +219,7 @@ def measure_faults(
 
 
 def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
-    return Engine(config, tensors_of(weights), threads=threads, math=options.math)
+    return Engine(config, tensors_of(weights), threads=threads, math=options.math, kv_dtype="fp32")
 
 
 def depths(config: LaneformerConfig, length: int) -> list[int]:

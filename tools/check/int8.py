@@ -83,7 +83,7 @@ def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[st
 
     with Engine(config, tensors_of({name: weight.float() for name, weight in meant.items()})) as engine:
         allowed = MARGIN * error_of(engine)
-    with Engine(config, tensors_of(weights), dtype="int8") as engine:
+    with Engine(config, tensors_of(weights), dtype="int8", kv_dtype="fp32") as engine:
         error = error_of(engine)
         decoder = engine._open()
         assert isinstance(decoder, CpuDecoder)

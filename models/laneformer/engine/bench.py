@@ -71,6 +71,7 @@ def benchmark(
         "depth": depth,
         "dtype": engine.dtype,
         "math": engine.math,
+        "kv_dtype": engine.kv_dtype,
         "threads": engine.threads,
         "isa": engine.isa,
         "cpu": cpu_name(),
@@ -105,7 +106,8 @@ def after(engine: Engine, prompt: list[int], tokens: int, **fields: Any) -> Any:
 
 def bytes_per_token(engine: Engine, positions: float) -> float:
     """Bytes of weights, keys and values that the CPU engine reads for one token after this many positions."""
-    return engine.weight_bytes + engine.config.cached_bytes(positions, 4)
+    kv_bytes = 4 if engine.kv_dtype == "fp32" else 2
+    return engine.weight_bytes + engine.config.cached_bytes(positions, kv_bytes)
 
 
 def probe(engine: Engine) -> float:

@@ -49,8 +49,11 @@ class Engine:
     `threads`: default all physical cores, or what the container's CPU quota allows. `pin` keeps each thread on a CPU of
     its own, one per core while they last: for an engine that has the machine to itself, and the default where the
     machine has more than one memory node (sockets).
-    `math="exact"` widens weights to fp32 and keeps fp32 activations: greedy output equals the float32 model's.
+    `math="exact"` widens weights to fp32 and keeps fp32 activations: with kv_dtype="fp32", greedy output equals the
+    float32 model's.
     `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
+    `kv_dtype` is that of cached keys and values: "auto" is "fp32" for fp32 weights, else "fp16"; "bf16" holds values
+    beyond 65,504, which fp16 refuses with a ValueError when they come.
     `isa` is the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment variable
     LANEFORMER_ISA sets the default.
     On GPUs: `version` "persistent" (one kernel for the whole request) or "graph"; the kernels compute as math="exact"
@@ -96,7 +99,7 @@ class Engine:
             else:
                 decoder = CpuDecoder(config, tensors, dtype, **options)
         self._decoder = decoder
-        self.dtype, self.math = decoder.dtype, decoder.math
+        self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
 
     @classmethod
     def from_pretrained(

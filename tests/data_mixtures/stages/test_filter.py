@@ -108,7 +108,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
 
 def test_long_documents_are_cut_at_newlines_and_nothing_is_lost():
     whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(filter.cut(whole, 1000))
+    pieces = list(decontaminate.cut(whole, 1000))
     assert "".join(pieces) == whole
     assert max(map(len, pieces)) <= 1000
     assert all(piece.endswith("\n") for piece in pieces[: len(pieces) - 4])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_mixtures import shards
-from data_mixtures.stages import blocks, gather, runs, shuffle, stage
+from data_mixtures.stages import blocks, runs, shuffle, stage
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages import shuffle_assets
 from tests.data_mixtures.stages.shuffle_assets import (
@@ -30,8 +30,8 @@ from tests.data_mixtures.stages.shuffle_assets import (
 @pytest.fixture
 def few(monkeypatch):
     """At most three runs, and pieces so small that a few texts need many of them."""
-    sizes = ((runs, "RUNS", 3), (runs, "DOCUMENTS_PER_RANGE", 13), (gather, "READ_BYTES", 200))
-    for module, name, size in (*sizes, (gather, "COPY_BYTES", 100), (blocks, "BLOCK_BYTES", 16)):
+    sizes = ((runs, "RUNS", 3), (runs, "DOCUMENTS_PER_RANGE", 13), (blocks, "READ_BYTES", 200))
+    for module, name, size in (*sizes, (blocks, "COPY_BYTES", 100), (blocks, "BLOCK_BYTES", 16)):
         monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
 

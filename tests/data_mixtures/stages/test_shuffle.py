@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_mixtures import shards
-from data_mixtures.stages import blocks, gather, runs, shuffle, stage
+from data_mixtures.stages import blocks, runs, shuffle, stage
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.shuffle_assets import (
     Tokenize,
@@ -37,7 +37,7 @@ def tiny(monkeypatch):
     """Ranges and pieces so small that a few texts need many of them."""
 
     monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 13)
-    for module, name, size in ((gather, "READ_BYTES", 200), (gather, "COPY_BYTES", 100), (blocks, "BLOCK_BYTES", 16)):
+    for module, name, size in ((blocks, "READ_BYTES", 200), (blocks, "COPY_BYTES", 100), (blocks, "BLOCK_BYTES", 16)):
         monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
 
@@ -72,8 +72,8 @@ def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, read, co
     plan = plan_of(("notes",), seq_len, windows_per_shard)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "DOCUMENTS_PER_RANGE", documents)
-        patch.setattr(gather, "READ_BYTES", read)
-        patch.setattr(gather, "COPY_BYTES", copied)
+        patch.setattr(blocks, "READ_BYTES", read)
+        patch.setattr(blocks, "COPY_BYTES", copied)
         patch.setattr(blocks, "BLOCK_BYTES", 2 * block)
         patch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
         shuffled(Path(folder), plan, {"notes": texts}, units)

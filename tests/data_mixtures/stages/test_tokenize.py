@@ -10,7 +10,7 @@ import xxhash
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import TokenizerFile, TokenizerTraining
-from data_mixtures.stages import gather, stage, tokenize
+from data_mixtures.stages import blocks, stage, tokenize
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, TOKENS, Tokenize
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
 from tests.data_mixtures.stages.shuffle_assets import unique_train
@@ -37,7 +37,7 @@ def tokenized(out, texts) -> Tokenize:
 
 
 def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(gather, "COPY_BYTES", 2000)  # several copies a unit
+    monkeypatch.setattr(blocks, "COPY_BYTES", 2000)  # several copies a unit
     texts = notes(300)
     texts[17] = texts[3]
     done = tokenized(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})

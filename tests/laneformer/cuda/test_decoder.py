@@ -238,7 +238,15 @@ def test_too_many_stop_ids(engine):
 
 @pytest.mark.parametrize(
     "options",
-    [{"threads": 2}, {"isa": "avx2"}, {"math": "bf16"}, {"pin": True}, {"dtype": "int8"}, {"dtype": "fp32"}],
+    [
+        {"threads": 2},
+        {"isa": "avx2"},
+        {"math": "bf16"},
+        {"pin": True},
+        {"kv_dtype": "fp32"},
+        {"dtype": "int8"},
+        {"dtype": "fp32"},
+    ],
 )
 def test_options_of_the_cpu_are_refused_by_name(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} = .*use device = 'cpu'"):

@@ -52,7 +52,8 @@ def tensors_of(model: Laneformer) -> dict[str, Tensor]:
 
 
 def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **options: object) -> Engine:
-    return Engine(config or model.config, tensors_of(model), **options)
+    """Keys and values are in fp32 unless asked otherwise: most tests compare with float64 to the last few bits."""
+    return Engine(config or model.config, tensors_of(model), **{"kv_dtype": "fp32", **options})
 
 
 def widened(model: Laneformer, dtype: torch.dtype) -> Laneformer:

@@ -128,6 +128,31 @@ def test_blocks_of_the_prompt_change_no_bit():
             np.testing.assert_array_equal(engine.logits(ids[:length]), whole[:length])
 
 
+@pytest.mark.parametrize(("dtype", "math"), [*((dtype, "exact") for dtype in TORCH_DTYPES), ("bf16", "bf16")])
+@pytest.mark.parametrize("isa", ISAS)
+def test_any_number_of_columns_gives_the_same_bits(isa, dtype, math):
+    model = random_model(small_config(), seed=12, dtype=dtype)
+    ids = random_ids(model.config, 60)
+    with engine_of(model, isa=isa, math=math) as engine:
+        whole = engine.logits(ids)
+        for length in range(1, 28):  # every block of columns, alone and as a rest
+            np.testing.assert_array_equal(engine.logits(ids[:length]), whole[:length], err_msg=f"{length} columns")
+
+
+def test_the_prefetch_distance_is_tuned_and_changes_no_bit(monkeypatch):
+    model = random_model(small_config(hidden_size=512, intermediate_size=8192, num_hidden_layers=4), dtype="bf16")
+    ids = random_ids(model.config, 20)
+    logits = {}
+    for fixed in ("", "0", "1000000"):
+        monkeypatch.setenv("LANEFORMER_PREFETCH", fixed)
+        with engine_of(model, threads=3) as engine:
+            chosen = engine._open().prefetch_bytes
+            logits[fixed] = engine.logits(ids)
+        assert chosen == int(fixed) if fixed else 0 <= chosen <= 8192
+    np.testing.assert_array_equal(logits["0"], logits[""])
+    np.testing.assert_array_equal(logits["1000000"], logits[""])
+
+
 @pytest.mark.parametrize("lm_head_type", ["vocab_parallel", "replicate", "lane"])
 def test_logprobs(lm_head_type):
     model = random_model(small_config(lm_head_type=lm_head_type), seed=7)

@@ -83,7 +83,7 @@ def load(folder: Path):
 def test_greedy_equals_generate(tmp_path, overrides, dtype):
     model = random_model(seed=3, **overrides)
     folder = exported(tmp_path / "hf", model, dtype)
-    with Engine.from_pretrained(folder, threads=2, cache=False) as engine:
+    with Engine.from_pretrained(folder, threads=2, cache=False, kv_dtype="fp32") as engine:
         assert engine.dtype == dtype
         parted = partings(model, engine, load(folder))
     print(f"{len(parted)} prompts part: {parted}")
@@ -99,7 +99,7 @@ def test_a_tie_is_told_from_an_error(tmp_path):
         twins.copy_(rows * (1 + 2.0**-23 * steps))
     folder = exported(tmp_path / "hf", model, "fp32")
     theirs = load(folder)
-    with Engine.from_pretrained(folder, cache=False) as engine:
+    with Engine.from_pretrained(folder, cache=False, kv_dtype="fp32") as engine:
         parted = partings(model, engine, theirs)
     print(f"{len(parted)} prompts part: {parted}")
     assert parted, "no tie was met, so nothing was told apart"

@@ -41,7 +41,7 @@ def loads(monkeypatch):
 
 
 def logits_of(folder, **options) -> np.ndarray:
-    with Engine.from_pretrained(folder, **options) as engine:
+    with Engine.from_pretrained(folder, kv_dtype="fp32", **options) as engine:
         return engine.logits(IDS)
 
 

@@ -30,6 +30,7 @@ from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
 MAX_THREADS = 1024
+KV_DTYPES = ("fp32", "bf16", "fp16")
 
 
 class CpuDecoder(_core.Decoder):
@@ -48,6 +49,7 @@ class CpuDecoder(_core.Decoder):
         isa: str | None = None,
         math: str = "exact",
         pin: bool | None = None,
+        kv_dtype: str = "auto",
         packed: PackedWeights | None = None,
     ):
         if math not in ("exact", "bf16"):
@@ -58,16 +60,20 @@ class CpuDecoder(_core.Decoder):
         self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
         if math == "bf16" and self.dtype != "bf16":
             raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
+        if kv_dtype not in ("auto", *KV_DTYPES):
+            raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
         self.math = math
+        self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding = tensors[EMBEDDING].dtype if self.dtype == "int8" else self.dtype
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
-            core_spec(config), self.dtype, embedding, threads or machine.default_threads(config.num_lanes),
-            isa or os.environ.get("LANEFORMER_ISA") or "auto", math,
-            machine.one_cpu_a_core_first() if pinned else [], machine.processors,
+            {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
+            threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
+            math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
         self._load(config, tensors, packed)
+        self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
 
     def check(self, request: Request) -> None:
         """Every option is supported."""

@@ -42,19 +42,22 @@ class CudaDecoder:
         isa: str | None = None,
         math: str = "exact",
         pin: bool = False,
+        kv_dtype: str = "auto",
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
 
-        ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin.
+        ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin,
+        kv_dtype.
         """
         if dtype == "auto":
             dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "math": None if math == "exact" else math}
         unsupported["dtype"] = None if dtype in DTYPES else dtype
+        unsupported["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype
         for name, value in unsupported.items():
             if value is not None:
                 raise ValueError(f"{name} = {value!r}: {USE_CPU}")
-        self.dtype, self.math, self.isa = dtype, math, CUDA
+        self.dtype, self.math, self.kv_dtype, self.isa = dtype, math, dtype, CUDA
         self.gpu = SequenceDecoder(config, tensors, dtype, devices, version)
         self._request = Request([])
         self._outputs: list[list[int]] = []

@@ -72,6 +72,7 @@ ModelSpec spec_from(nb::dict d) {
   s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
   s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
   for (const int rotates : nb::cast<std::vector<int>>(d["rotates"])) s.rotates.push_back(rotates != 0);
+  s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]));
   s.window = nb::cast<std::vector<int>>(d["window"]);
   const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
   const auto delayed = nb::cast<std::vector<std::vector<int>>>(d["adds_delayed"]);
@@ -261,6 +262,7 @@ NB_MODULE(_core, m) {
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
       .def("copy_parts", &Decoder::copy_parts, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("parts", &Decoder::parts)
+      .def("tune", &Decoder::tune, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
       .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
       .def("cancel", &Decoder::cancel)

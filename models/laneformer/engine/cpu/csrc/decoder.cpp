@@ -2,6 +2,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -64,12 +65,16 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
     w.head_x.resize(plans_[t].head.size());
     for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype, hidden));
-    w.query = floats(spec.query_heads * spec.padded_head_dim());
-    w.mixed = floats(spec.query_heads * spec.padded_head_dim());
-    w.scores = floats(kScoreRows * (round_up(spec.context, 16) + 32));
+    const size_t dim = spec.padded_head_dim(), group = spec.query_heads / spec.kv_heads;
+    const size_t queries = std::max(size_t{kBlockQueries}, group), chunks = spec.context / kChunkPositions + 2;
+    w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
+    w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
+    w.widened = floats(2 * kChunkPositions * dim);
+    if (leads && plans_[t].members > 1)
+      w.partials = floats(chunks * kMaxSequences * (spec.query_heads / spec.lanes) * (dim + kStateExtra));
     for (int layer = 0; layer < spec.layers; ++layer) {
-      w.cache_offset.push_back(w.cache_floats);
-      w.cache_floats += heads * spec.cache_slots(layer) * spec.padded_head_dim();
+      w.cache_offset.push_back(w.cache_elements);
+      w.cache_elements += heads * spec.cache_slots(layer) * spec.padded_head_dim();
     }
   }
   team_ = std::make_unique<Team>(threads, [cpus = cpus_](int t) {
@@ -185,6 +190,45 @@ void Decoder::set_rope(const float* cosine, const float* sine) {
   sine_.assign(sine, sine + count);
 }
 
+// --- prefetch distance ------------------------------------------------------------------------------------------
+
+size_t Decoder::tune(int64_t bytes) {
+  constexpr size_t kLeast = size_t{64} << 20, kMost = size_t{96} << 20;  // more than caches; enough to tell apart
+  constexpr int kRounds = 5, kCount = std::size(kAhead);
+  if (bytes >= 0) return ahead_ = static_cast<size_t>(bytes);
+  if (weight_bytes() < kLeast) return ahead_;
+  std::array<std::array<double, kRounds>, kCount> seconds;
+  on_all_threads([&](int t) {
+    for (int turn = -1; turn < kRounds * kCount; ++turn) {  // the first one touches the pages
+      const int i = (turn + kCount) % kCount;
+      meet(t);
+      const double began = now_s();
+      if (t == 0) ahead_ = kAhead[i];
+      meet(t);
+      read_tape(t, kMost / plans_.size());
+      meet(t);
+      if (t == 0 && turn >= 0) seconds[i][turn / kCount] = now_s() - began;
+    }
+  });
+  const auto median = [](std::array<double, kRounds> of) {
+    std::nth_element(of.begin(), of.begin() + kRounds / 2, of.end());
+    return of[kRounds / 2];
+  };
+  const auto faster = [&](const auto& a, const auto& b) { return median(a) < median(b); };
+  return ahead_ = kAhead[std::min_element(seconds.begin(), seconds.end(), faster) - seconds.begin()];
+}
+
+// Multiplies as decoding does, layer by layer, until `most` bytes of this thread's tape are read.
+void Decoder::read_tape(int t, size_t most) {
+  Worker& w = workers_[t];
+  for (const auto& layer : plans_[t].layers)
+    for (const LaneLayer& lane : layer)
+      for (const Matrix* matrix : {&lane.qkv, &lane.wo, &lane.gate_up, &lane.w2}) {
+        if (matrix->offset > most) return;
+        multiply(t, *matrix, w.x.floats(), 0, w.y.floats() - matrix->first_row, 0, 1);
+      }
+}
+
 // --- passes -----------------------------------------------------------------------------------------------------
 
 void Decoder::serve(int t) {
@@ -234,10 +278,10 @@ void Decoder::meet_among(Counter* met, int t, int first, int last) {
 void Decoder::probe(int t) {
   const size_t share = kProbeBytes / plans_.size() / 1024 * 1024;
   double best = 0.0;
-  for (int variant = 0; variant < kReadVariants; ++variant) {
+  for (const size_t ahead : kAhead) {
     meet(t);
     const double began = now_s();
-    volatile uint64_t sink = kernels_->read(probe_buffer_.bytes() + share / 64 * 64 * t, share, variant);
+    volatile uint64_t sink = kernels_->read(probe_buffer_.bytes() + share / 64 * 64 * t, share, ahead);
     (void)sink;
     meet(t);
     best = std::max(best, static_cast<double>(share * plans_.size()) / (now_s() - began));

@@ -24,6 +24,7 @@
 namespace laneformer {
 
 constexpr int kMaxSequences = 8;
+constexpr int kBlockQueries = 128;  // that attention takes at a time: their scores stay in the second-level cache
 constexpr int kHeadShareTiles = 2;  // what a thread takes of the head at a time
 #ifndef LANEFORMER_PROBE_MIB
 #define LANEFORMER_PROBE_MIB 256  // far larger than the caches
@@ -129,6 +130,10 @@ class Decoder {
   void map_part(int index, const void* data) { part_pages(index) = Pages::borrowed(data), mapped_ = true; }
   void copy_parts();  // out of what was mapped, each tape by its thread: into huge pages of its memory node
 
+  // How far ahead the tapes are prefetched: the fastest of a few distances on the loaded tapes, or `bytes` where that is
+  // not negative. It changes no result. Returns the distance.
+  size_t tune(int64_t bytes);
+
   // Throws std::runtime_error while another request runs, and std::invalid_argument where a size or an id would lead
   // beyond a buffer; what the values mean is Python's to check (options.py).
   void start(Request request);
@@ -168,20 +173,26 @@ class Decoder {
   struct KvCache {
     Pages keys, values;
   };
+  struct Attended {  // what one call of the kernel computes: a KV head's query heads for some columns of a sequence
+    int head, column, count;
+  };
   struct Worker {  // what one thread touches, or one lane's group of threads
     Pages tape;
     Pages streams;          // [own lane][column][hidden]
     Pages x, y;             // [column][...]: a matrix's inputs, its outputs
     Pages prepared;         // ... the inputs as the product reads them
     Pages attended, gated;  // [column][...]: inputs of wo and w2; of the leader, for all of a lane's group
-    Pages total, query, mixed, scores;
+    Pages total;
+    Pages query, scores, mixed, states, totals;  // [query of a block][...]: scratch of attention
+    Pages widened;                               // a chunk's keys and values in fp32
+    Pages partials;                              // [chunk of a column and KV head][query][...]; of the leader, too
     Pages head_inputs;                 // [head matrix][column][hidden]
     std::vector<Pages> head_prepared;  // by head matrix, as the product reads them
     std::vector<Inputs> head_x;        // one of the two
     Counter head_ready, head_taken;    // number of the pass whose inputs are there; shares of the head begun in it
     std::vector<KvCache> caches;  // per sequence; of the leader, too
-    std::vector<size_t> cache_offset;  // per layer, in floats
-    size_t cache_floats = 0;
+    std::vector<size_t> cache_offset;  // per layer, in keys' (or values') elements
+    size_t cache_elements = 0;
   };
 
   // decoder.cpp: threads, loading, the loop over passes
@@ -191,6 +202,7 @@ class Decoder {
   void meet_group(int t);
   void meet_among(Counter* met, int t, int first, int last);
   void probe(int t);
+  void read_tape(int t, size_t most);
 
   // requests.cpp: what a pass holds, and what its logits lead to
   void expect(const Request& request) const;
@@ -208,8 +220,12 @@ class Decoder {
   void run_layers(int t, const Pass& pass);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
   void cache_position(int t, int layer, int own, const float* key, const float* value, Column at);
-  void attend(int t, int layer, int own, const Pass& pass, const float* query, int query_stride, float* out,
-              int out_stride);
+  size_t cache_at(const Worker& w, int layer, int head) const;
+  AttendArgs queries_of(int t, int layer, int own, const Attended& block, const Pass& pass) const;
+  void attend_from_nothing(const AttendArgs& a) const;
+  void finish_attention(int t, const Attended& block, const float* states) const;
+  void attend(int t, int layer, int own, const Pass& pass);
+  void attend_chunks(int t, int layer, int own, const Pass& pass);
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
   void join(int t, int layer, Module module, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);
@@ -226,7 +242,7 @@ class Decoder {
   Inputs prepare(const Matrix& matrix, const float* x, int x_stride, int columns, Pages& buffer) const;
   void multiply(int owner, const Matrix& matrix, Inputs x, float* y, int y_stride, int columns);
   void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
-  void rotate(const float* from, float* to, int position, int to_stride) const;
+  void rotate(const float* from, float* to, int position) const;
   float* mailbox(uint64_t layer, Module module, int lane) const;
   float* stream(int t, int own, int column) const;
   const float* norm_scale(int index, int lane) const;
@@ -239,7 +255,7 @@ class Decoder {
   void norm_heads(int t, int layer, float* y, int y_stride, int columns);
   float* bias(int layer, int lane) const;
   float* head_norm(int layer, bool of_keys) const;
-  int rope_position(int layer, Column at) const { return spec_.rotates[layer] ? at.position : 0; }  // 0 turns nothing
+  int rope_position(int layer, int position) const { return spec_.rotates[layer] ? position : 0; }  // 0 turns nothing
 
   size_t embedding_bytes() const {
     return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
@@ -259,6 +275,7 @@ class Decoder {
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
   bool mapped_ = false;  // tapes or embedding are read-only
+  size_t ahead_ = 3072;  // bytes of the tape to prefetch ahead, the same for all threads
 
   bool wants_tokens_ = false;
   std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
@@ -271,6 +288,7 @@ class Decoder {
   std::vector<Sequence> sequences_;
   std::vector<KvContents> contents_;  // of each KV cache
   std::atomic<bool> cancel_{false}, overflowed_{false};
+  std::atomic<bool> kv_overflow_{false};  // a key or value was too large for fp16
   bool probed_ = false;
   uint64_t layers_run_ = 0, requests_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;

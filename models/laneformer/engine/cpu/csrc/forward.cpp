@@ -33,9 +33,9 @@ void Decoder::wait_for(int t, int first, int last, uint64_t modules) const {
 // The columns' inputs of a matrix as its product reads them, in `buffer` unless they are read as they are.
 Inputs Decoder::prepare(const Matrix& matrix, const float* x, int x_stride, int columns, Pages& buffer) const {
   const Product& how = product(matrix.dtype);
-  if (!how.prepare) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float)};
+  if (!how.prepare) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float), ahead_};
   how.prepare(x, x_stride, matrix.k_pairs(), columns, buffer.bytes());
-  return {buffer.bytes(), how.column_bytes(matrix.k_pairs())};
+  return {buffer.bytes(), how.column_bytes(matrix.k_pairs()), ahead_};
 }
 
 // y[c][matrix.first_row ...] of all columns, from the tape of `owner`.

@@ -19,7 +19,9 @@ enum class Math : int { exact = 0, bf16 = 1 };  // of the activations: fp32, or 
 constexpr int kDTypeCount = 4, kMaths = 2;
 constexpr const char* kMathNames[kMaths] = {"exact", "bf16"};
 constexpr int kTileRows = 32, kMaxColumns = 128;
-constexpr int kScoreRows = 2;  // query heads that share one pass over the keys and values
+constexpr int kChunkPositions = 256;  // of attention
+constexpr int kStateExtra = 16;       // floats of a query's state besides its mixed values
+constexpr float kLowestScore = -1e29f;
 
 struct DTypeTraits {
   const char* name;
@@ -37,6 +39,7 @@ static inline size_t tile_bytes(size_t k_pairs, DType dtype) {
 struct Inputs {
   const char* data;
   size_t stride;  // bytes from one column to the next
+  size_t ahead;   // bytes of weights to prefetch ahead; changes no result
 };
 
 // One way to multiply by packed tiles: y[c][r] = sum_k W[r][k] x[c][k]. Every column is computed as if it were alone.
@@ -48,16 +51,23 @@ struct Product {
   void (*multiply)(const void* tiles, int rows, int k_pairs, Inputs x, float* y, int y_stride, int columns);
 };
 
-// One KV head's cache: keys in tiles of 16 positions [slot / 16][dim][16], values [slot][dim]; slot = position % slots.
+// Queries of one sequence at consecutive positions, and one KV head's cache: keys in tiles of 16 positions
+// [slot / 16][dim][16], values [slot][dim]; slot = position % slots. Positions are attended to in chunks, which are
+// merged in order into each query's state: [dim] mixed values, the highest score, the sum of exponentials.
 struct AttendArgs {
-  const float* query;  // [heads][dim], rotated; dim is padded to 16 with zeros
-  const float* keys;
-  const float* values;
-  float* scores;  // scratch, kScoreRows rows of 16 * (tiles between first and last)
-  float* out;     // [heads][dim]
-  int heads, dim, slots;
-  int first, last;  // positions, both included
+  const float* query;  // [queries][dim], rotated; dim is padded to 16 with zeros
+  const char* keys;
+  const char* values;
+  DType dtype;  // of keys and values
+  int queries, heads, dim, slots;
+  int position, window;  // the first query's, and one more after every `heads` queries; window 0: all positions
+  int first_chunk, last_chunk;
   float scale;
+  float* states;  // [queries][dim + kStateExtra]
+  // scratch
+  float *scores, *mixed;  // [queries][kChunkPositions], [queries][dim]
+  float *tops, *totals;   // [queries]
+  float* widened;         // [2][kChunkPositions][dim]
 };
 
 struct Kernels {
@@ -67,14 +77,17 @@ struct Kernels {
   void (*rms_norm)(const float* h, const float* scale, float eps, int size, int n, float* out);
   void (*silu_gate)(const float* gate_up, int tiles, float* out);  // tiles of 16 gates, 16 ups -> 16 outputs
   void (*attend)(const AttendArgs& args);
+  void (*merge_states)(float* state, const float* later, int dim);
   void (*add)(float* h, const float* p, int n);
   void (*add_scaled)(float* h, const float* p, float factor, int n);
   void (*add_past)(float* h, const float* p, const float* total, const float* own, int n);  // h + p + (total - own)
   void (*sum_rows)(const float* rows, size_t stride, int count, float* out, int n);  // in row order
   double (*log_sum_exp)(const float* x, int n);
-  uint64_t (*read)(const void* bytes, size_t size, int variant);  // the bandwidth probe; size a multiple of 1024
+  uint64_t (*read)(const void* bytes, size_t size, size_t ahead);  // the bandwidth probe; size a multiple of 1024
 };
-constexpr int kReadVariants = 3;
+// Distances to prefetch ahead, in bytes. A core holds a few dozen lines on their way; which distance is best differs
+// between CPUs by 10% and more.
+constexpr size_t kAhead[] = {0, 1536, 2560, 3072, 4096, 6144, 8192};
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();  // null where not compiled in

@@ -24,6 +24,7 @@ constexpr Kernels kernels_named(const char* isa) {
   k.rms_norm = rms_norm;
   k.silu_gate = silu_gate;
   k.attend = attend;
+  k.merge_states = merge_states;
   k.add = add;
   k.add_scaled = add_scaled;
   k.add_past = add_past;

@@ -22,6 +22,7 @@ struct ModelSpec {
   bool sum_before_norm, shared_scale;
   bool qkv_bias, head_norms, tied;      // families.cpp
   std::vector<uint8_t> rotates;         // per layer, whether it has RoPE
+  DType kv_dtype = DType::fp32;         // of cached keys and values
   std::vector<int> window;              // per layer; 0 means all positions
   std::vector<Join> join[2];            // per module and layer
   std::vector<uint8_t> adds_delayed[2];  // whether a PAST join adds the other lanes' partials of `delay` layers ago

@@ -101,7 +101,7 @@ void Decoder::start(Request request) {
   timings_.token_s.reserve(most_tokens);
   if (request_.probe_every) timings_.probe_bytes_per_s.reserve(most_tokens / request_.probe_every + 2);
   if (request_.probe_every) probe_buffer_ = Pages(kProbeBytes, true);
-  cancel_ = false, overflowed_ = false, probed_ = false, pass_ = {};
+  cancel_ = false, overflowed_ = false, kv_overflow_ = false, probed_ = false, pass_ = {};
   team_->post([this](int t) { serve(t); });
 }
 
@@ -137,8 +137,10 @@ int Decoder::take_cache(const std::vector<int>& prompt, int most) {
     if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
   }
   if (best < 0) {
-    for (auto& w : workers_)
-      w.caches.push_back({Pages(w.cache_floats * sizeof(float), true), Pages(w.cache_floats * sizeof(float), true)});
+    for (auto& w : workers_) {
+      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
+      w.caches.push_back({Pages(bytes, true), Pages(bytes, true)});
+    }
     best = static_cast<int>(contents_.size());
     contents_.emplace_back();
   }
@@ -153,6 +155,11 @@ std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, b
     return !team_->busy() || (!until_done && static_cast<size_t>(sequences_[0].new_tokens()) > from);
   };
   team_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), ready);
+  if (kv_overflow_.load(std::memory_order_relaxed)) {
+    team_->changed.wait(lock, [&] { return !team_->busy(); });
+    kv_overflow_ = false;
+    throw std::invalid_argument("a key or value of this model is beyond fp16's 65504; use kv_dtype = 'bf16' or 'fp32'");
+  }
   finished = !team_->busy();
   if (finished && overflowed_.exchange(false))
     throw std::overflow_error("the model's activations or logits are infinite, NaN, or beyond what float32 can square: "
@@ -179,6 +186,10 @@ bool Decoder::over() const {
 // By the first thread, while the others wait: what the last pass yielded, and what comes next.
 Decoder::Pass Decoder::next_pass() {
   if (pass_.step == Step::layers && !overflowed_.load(std::memory_order_relaxed)) finish_pass();
+  if (kv_overflow_.load(std::memory_order_relaxed)) {
+    cancel();
+    for (const Sequence& s : sequences_) contents_[s.cache] = {.last_used = requests_};
+  }
   const bool done = over();
   const int new_tokens = sequences_[0].new_tokens();
   const bool due = request_.probe_every && new_tokens && !probed_ &&

@@ -1,94 +1,235 @@
-// One KV head's attention for the query heads that share it.
+// Attention of a block of queries to one KV head, in chunks of positions that are the same for every query.
+//
+// In each chunk a query has its highest score, the sum of its exponentials and its weighted sum of values; chunks are
+// merged in order. Scores are sums in the order of dimensions, mixed values in the order of positions, so a query's bits
+// depend neither on the others of its block nor on the ring's phase.
 #pragma once
 #include "vector.h"
 
 namespace laneformer {
 namespace {
 
-// Scores of 16 positions for HEADS queries, which share every key that is loaded; the next tile is prefetched.
-template <int HEADS>
-INLINE void score_tile(const float* query, const float* tile, int dim, float scale, float* scores, int n) {
-  V16 s[HEADS][4];
-  for (auto& head : s)
-    for (auto& v : head) v = splat(0.0f);
-  for (int j = 0; j < dim; j += 4)
-#pragma GCC unroll 4
-    for (int u = 0; u < 4; ++u) {
-      __builtin_prefetch(tile + (dim + j + u) * 16);
-      const V16 keys = load(tile + (j + u) * 16);
-#pragma GCC unroll 2
-      for (int h = 0; h < HEADS; ++h) s[h][u] = fma(splat(query[h * dim + j + u]), keys, s[h][u]);
-    }
-  for (int h = 0; h < HEADS; ++h)
-    store(scores + h * n, ((s[h][0] + s[h][1]) + (s[h][2] + s[h][3])) * splat(scale));
+constexpr float kMasked = 10.0f * kLowestScore;  // its exponential is exactly zero beside any score
+constexpr int kPairPositions = 32;               // two tiles of keys, scored together
+constexpr int kMixedPositions = 64;              // whose values stay in the first-level cache for all queries
+constexpr int kFewQueries = 16;                  // more are worth a widened copy of 16-bit keys and values
+constexpr int kCacheAhead = 4096;                // bytes that are prefetched ahead
+constexpr int kQueryRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;  // most queries that share a key in a register
+constexpr int kAccumulators = kWidth == 16 ? 16 : 8;                // registers
+
+template <int N>
+struct Rows {
+  static constexpr int count = N;
+};
+
+// body(first query, Rows<their number>) for groups of queries, as large as the registers allow.
+template <class Body>
+INLINE void each_group(int queries, const Body& body) {
+  int q = 0;
+  if constexpr (kQueryRows >= 8)
+    for (; q + 8 <= queries; q += 8) body(q, Rows<8>{});
+  if constexpr (kQueryRows >= 4)
+    for (; q + 4 <= queries; q += 4) body(q, Rows<4>{});
+  for (; q + 2 <= queries; q += 2) body(q, Rows<2>{});
+  for (; q < queries; ++q) body(q, Rows<1>{});
 }
 
-// CHUNKS * 16 dimensions of the weighted sum of values, for HEADS rows of n weights.
-template <int HEADS, int CHUNKS>
-INLINE void mix_values(const AttendArgs& a, int origin, int n, const float* inverse, int from, float* out) {
-  V16 s[HEADS][CHUNKS];
-  for (auto& head : s)
-    for (auto& v : head) v = splat(0.0f);
-  int slot = a.first % a.slots;
-  for (int p = a.first; p <= a.last; ++p) {
-    const float* value = a.values + (size_t)slot * a.dim + from;
-#pragma GCC unroll 8
-    for (int c = 0; c < CHUNKS; ++c) {
-      __builtin_prefetch(value + 16 * c + 16 * a.dim);
-      const V16 v = load(value + 16 * c);
-#pragma GCC unroll 2
-      for (int h = 0; h < HEADS; ++h) s[h][c] = fma(splat(a.scores[h * n + p - origin]), v, s[h][c]);
-    }
-    if (++slot == a.slots) slot = 0;
+template <DType T>
+INLINE V16 load_cached(const char* at) {
+  typedef uint16_t H __attribute__((vector_size(2 * kWidth), may_alias));
+  if constexpr (T == DType::fp32) return load((const float*)at);
+  V16 v;
+  EACH_PART {
+    const uint16_t* x = (const uint16_t*)at + i * kWidth;
+    if constexpr (T == DType::bf16)
+      v.part[i] = (F)(__builtin_convertvector(*(const H*)x, I) << 16);
+    else
+      v.part[i] = half_part(x);
   }
-  for (int h = 0; h < HEADS; ++h)
-    for (int c = 0; c < CHUNKS; ++c) store(out + h * a.dim + from + 16 * c, s[h][c] * splat(inverse[h]));
+  return v;
 }
 
-template <int HEADS, int CHUNKS>
-INLINE int mix_chunks(const AttendArgs& a, int origin, int n, const float* inverse, int from, float* out) {
-  for (; from + 16 * CHUNKS <= a.dim; from += 16 * CHUNKS) mix_values<HEADS, CHUNKS>(a, origin, n, inverse, from, out);
-  return from;
+template <DType T>
+constexpr int kElementBytes = T == DType::fp32 ? 4 : 2;
+
+// Positions in tiles of 16 * dim elements; tile `origin` lies first.
+struct Ring {
+  const char* base;
+  int tiles, origin, tile_bytes;
+  INLINE const char* at(int tile) const { return base + (size_t)((tile - origin) % tiles) * tile_bytes; }
+};
+
+// Scores of 32 positions for ROWS queries, which share every key that is loaded.
+template <DType T, int ROWS>
+INLINE void score_pair(const float* query, const char* const* tiles, int dim, float scale, float* scores) {
+  constexpr int kTiles = 2 * ROWS * kParts <= kAccumulators ? 2 : 1, kBytes = 16 * kElementBytes<T>;
+#pragma GCC unroll 2
+  for (int tile = 0; tile < 2; tile += kTiles) {
+    V16 s[ROWS][kTiles];
+    for (auto& row : s)
+      for (auto& v : row) v = splat(0.0f);
+    for (int j = 0; j < dim; ++j) {
+      V16 keys[kTiles];
+#pragma GCC unroll 2
+      for (int i = 0; i < kTiles; ++i) {
+        const char* key = tiles[tile + i] + j * kBytes;
+        __builtin_prefetch(key + kCacheAhead);
+        keys[i] = load_cached<T>(key);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const V16 x = splat(query[r * dim + j]);
+#pragma GCC unroll 2
+        for (int i = 0; i < kTiles; ++i) s[r][i] = fma(x, keys[i], s[r][i]);
+      }
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < kTiles; ++i) store(scores + r * kChunkPositions + 16 * (tile + i), s[r][i] * splat(scale));
+  }
 }
 
-INLINE float exponentials(float* scores, int n) {  // in place; returns one over their sum
-  V16 top = load(scores), total = splat(0.0f);
-  for (int i = 16; i < n; i += 16) top = max(top, load(scores + i));
-  const V16 highest = splat(maximum(top));
+// Adds the weighted values of some positions to `out` (ROWS, dim), from dimension `from` on, 16 * VECTORS at a time.
+template <DType T, int ROWS, int VECTORS>
+INLINE void mix_from(const float* weights, const char* values, int positions, int dim, int from, float* out) {
+  for (; from + 16 * VECTORS <= dim; from += 16 * VECTORS) {
+    V16 s[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < VECTORS; ++i) s[r][i] = load(out + r * dim + from + 16 * i);
+    const char* value = values + from * kElementBytes<T>;
+    for (int p = 0; p < positions; ++p, value += dim * kElementBytes<T>) {
+      V16 v[VECTORS];
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; ++i) {
+        __builtin_prefetch(value + 16 * i * kElementBytes<T> + kCacheAhead);
+        v[i] = load_cached<T>(value + 16 * i * kElementBytes<T>);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const V16 weight = splat(weights[r * kChunkPositions + p]);
+#pragma GCC unroll 8
+        for (int i = 0; i < VECTORS; ++i) s[r][i] = fma(weight, v[i], s[r][i]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < VECTORS; ++i) store(out + r * dim + from + 16 * i, s[r][i]);
+  }
+  if constexpr (VECTORS > 1) mix_from<T, ROWS, VECTORS / 2>(weights, values, positions, dim, from, out);
+}
+
+INLINE float exponentials(float* scores, int n, float& top) {  // in place; returns their sum
+  V16 highest = splat(kLowestScore), total = splat(0.0f);
+  for (int i = 0; i < n; i += 16) highest = max(highest, load(scores + i));
+  top = maximum(highest);
   for (int i = 0; i < n; i += 16) {
-    const V16 e = exp(load(scores + i) - highest);
+    const V16 e = exp(load(scores + i) - splat(top));
     total = total + e;
     store(scores + i, e);
   }
-  return 1.0f / sum(total);
+  return sum(total);
 }
 
-template <int HEADS>
-INLINE void attend_heads(const AttendArgs& a, int head) {
-  const int first_tile = a.first / 16, last_tile = a.last / 16, origin = first_tile * 16;
-  const int n = (last_tile - first_tile + 1) * 16, tiles = a.slots / 16;
-  const float* query = a.query + head * a.dim;
-  for (int t = first_tile; t <= last_tile; ++t)
-    score_tile<HEADS>(query, a.keys + (size_t)(t % tiles) * 16 * a.dim, a.dim, a.scale, a.scores + (t * 16 - origin), n);
-  float inverse[HEADS];
-  for (int h = 0; h < HEADS; ++h) {
-    float* scores = a.scores + h * n;
-    for (int p = origin; p < a.first; ++p) scores[p - origin] = -1e30f;
-    for (int p = a.last + 1; p < origin + n; ++p) scores[p - origin] = -1e30f;
-    inverse[h] = exponentials(scores, n);
+// A state (dim mixed values, highest score, sum of exponentials) and what later positions add to it.
+INLINE void merge(float* state, const float* mixed, float top, float total, int dim) {
+  const float highest = state[dim] > top ? state[dim] : top;
+  const V16 old = exp(splat(state[dim] - highest)), now = exp(splat(top - highest));
+  for (int j = 0; j < dim; j += 16) store(state + j, fma(load(mixed + j), now, load(state + j) * old));
+  state[dim] = highest;
+  const V16 sums = fma(splat(total), now, splat(state[dim + 1]) * old);
+  state[dim + 1] = sums.part[0][0];
+}
+
+void merge_states(float* state, const float* later, int dim) {
+  merge(state, later, later[dim], later[dim + 1], dim);
+}
+
+struct Range {
+  int first, last;  // positions, both included
+};
+
+// What queries from .. to - 1 see of a chunk, all together; none where first > last.
+INLINE Range seen(const AttendArgs& a, int chunk, int from, int to) {
+  const int start = chunk * kChunkPositions, end = start + kChunkPositions - 1;
+  const int last = a.position + (to - 1) / a.heads, oldest = a.position + from / a.heads - a.window + 1;
+  return {a.window && oldest > start ? oldest : start, last < end ? last : end};
+}
+
+template <DType T>
+INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk) {
+  const int start = chunk * kChunkPositions, dim = a.dim;
+  const Range all = seen(a, chunk, 0, a.queries);
+  for (int at = all.first / kPairPositions * kPairPositions; at <= all.last; at += kPairPositions) {
+    const char* tiles[2] = {keys.at(at / 16), keys.at(at / 16 + 1)};
+    each_group(a.queries, [&](int q, auto rows) {
+      constexpr int kRows = decltype(rows)::count;
+      const Range range = seen(a, chunk, q, q + kRows);
+      if (at > range.last || at + kPairPositions <= range.first) return;
+      score_pair<T, kRows>(a.query + q * dim, tiles, dim, a.scale, a.scores + q * kChunkPositions + at - start);
+    });
   }
-  float* out = a.out + head * a.dim;
-  int from = kWidth == 16 ? mix_chunks<HEADS, 8>(a, origin, n, inverse, 0, out) : 0;
-  from = mix_chunks<HEADS, 6>(a, origin, n, inverse, from, out);
-  from = mix_chunks<HEADS, 4>(a, origin, n, inverse, from, out);
-  mix_chunks<HEADS, 1>(a, origin, n, inverse, from, out);
+  for (int q = 0; q < a.queries; ++q) {
+    // the positions that were scored for its group, as another query of it may see more
+    const Range range = seen(a, chunk, q, q + 1);
+    float* scores = a.scores + q * kChunkPositions;
+    const int from = all.first / kPairPositions * kPairPositions;
+    const int to = all.last / kPairPositions * kPairPositions + kPairPositions;
+    for (int p = from; p < to && p < range.first; ++p) scores[p - start] = kMasked;
+    for (int p = range.last + 1 > from ? range.last + 1 : from; p < to; ++p) scores[p - start] = kMasked;
+    a.totals[q] = exponentials(scores + from - start, to - from, a.tops[q]);
+    for (int j = 0; j < dim; j += 16) store(a.mixed + q * dim + j, splat(0.0f));
+  }
+  for (int at = all.first; at <= all.last; at = (at / kMixedPositions + 1) * kMixedPositions)
+    each_group(a.queries, [&](int q, auto rows) {
+      constexpr int kRows = decltype(rows)::count, kMost = kAccumulators / kRows / kParts;
+      const Range range = seen(a, chunk, q, q + kRows);
+      const int end = (at / kMixedPositions + 1) * kMixedPositions;
+      int p = at > range.first ? at : range.first;
+      while (p < end && p <= range.last) {
+        // as far as the values lie one after the other
+        const int stop = end <= range.last ? end : range.last + 1, tile = p / 16;
+        const int before_wrap = (values.tiles - (tile - values.origin) % values.tiles) * 16 - p % 16;
+        const int count = stop - p < before_wrap ? stop - p : before_wrap;
+        mix_from<T, kRows, (kMost > 8 ? 8 : kMost)>(
+            a.scores + q * kChunkPositions + p - start, values.at(tile) + p % 16 * dim * kElementBytes<T>, count, dim, 0,
+            a.mixed + q * dim);
+        p += count;
+      }
+    });
+  for (int q = 0; q < a.queries; ++q)
+    merge(a.states + (size_t)q * (dim + kStateExtra), a.mixed + q * dim, a.tops[q], a.totals[q], dim);
 }
 
-// Softmax over positions first..last in the order of positions, so the result does not depend on the ring's phase.
+template <DType T>
+INLINE void widen_tiles(const Ring& from, int first, int last, int dim, float* to) {
+  for (int tile = first; tile <= last; ++tile, to += 16 * dim)
+    for (int i = 0; i < 16 * dim; i += 16) store(to + i, load_cached<T>(from.at(tile) + i * kElementBytes<T>));
+}
+
+template <DType T>
+INLINE void attend_cached(const AttendArgs& a) {
+  const int tile_bytes = 16 * a.dim * kElementBytes<T>;
+  const Ring keys{a.keys, a.slots / 16, 0, tile_bytes}, values{a.values, a.slots / 16, 0, tile_bytes};
+  for (int chunk = a.first_chunk; chunk <= a.last_chunk; ++chunk) {
+    if (T == DType::fp32 || a.queries <= kFewQueries) {
+      attend_chunk<T>(a, keys, values, chunk);
+      continue;
+    }
+    const Range all = seen(a, chunk, 0, a.queries);
+    const int first = all.first / 16, tiles = kChunkPositions / 16;
+    float* wide_values = a.widened + kChunkPositions * a.dim;
+    widen_tiles<T>(keys, first, all.last / 16, a.dim, a.widened + (first % tiles) * 16 * a.dim);
+    widen_tiles<T>(values, first, all.last / 16, a.dim, wide_values + (first % tiles) * 16 * a.dim);
+    const int wide_bytes = 16 * a.dim * 4;
+    attend_chunk<DType::fp32>(a, {(const char*)a.widened, tiles, 0, wide_bytes},
+                              {(const char*)wide_values, tiles, 0, wide_bytes}, chunk);
+  }
+}
+
 void attend(const AttendArgs& a) {
-  int head = 0;
-  for (; kWidth == 16 && head + kScoreRows <= a.heads; head += kScoreRows) attend_heads<kScoreRows>(a, head);
-  for (; head < a.heads; ++head) attend_heads<1>(a, head);
+  if (a.dtype == DType::bf16) return attend_cached<DType::bf16>(a);
+  if (a.dtype == DType::fp16) return attend_cached<DType::fp16>(a);
+  attend_cached<DType::fp32>(a);
 }
 
 }  // namespace

@@ -5,12 +5,15 @@
 namespace laneformer {
 namespace {
 
+// What the registers hold; where sums are split, even inputs go first and odd ones after them, for more columns at once.
 #if defined(__AVX512F__)
-constexpr int kTileGroups = 2, kTileColumns = 4;  // what the registers hold: 2 * groups * columns accumulators
-#elif defined(__AVX2__)
-constexpr int kTileGroups = 1, kTileColumns = 2;
+constexpr int kBlockColumns = 4;
+constexpr int groups_at_once(int) { return 2; }
+constexpr bool is_split(int) { return false; }
 #else
-constexpr int kTileGroups = 1, kTileColumns = 1;
+constexpr int kBlockColumns = 6;
+constexpr int groups_at_once(int columns) { return columns == 1 ? 2 : 1; }
+constexpr bool is_split(int columns) { return columns > 2; }
 #endif
 
 template <DType T>
@@ -46,64 +49,95 @@ INLINE void store_rows(float* y, V16 v, int valid) {
   for (int i = 0; i < valid; ++i) y[i] = x[i];
 }
 
-#ifndef LANEFORMER_PREFETCH
-#define LANEFORMER_PREFETCH 4096  // bytes ahead; about one DRAM latency at full speed
-#endif
+struct Columns {
+  const float* x;
+  int stride;  // floats
+};
 
-// GROUPS groups of 16 rows of one tile, from `first`, times COLUMNS inputs. Even and odd inputs have accumulators of
-// their own; a row's scale is applied once, to its sum.
-template <DType T, int GROUPS, int COLUMNS>
-INLINE void multiply_groups(const char* w, int first, int k_pairs, const float* x, int x_stride, float* y, int y_stride,
-                            int valid) {
-  constexpr int kBytes = kPairBytes<T>;
-  V16 even[GROUPS][COLUMNS], odd[GROUPS][COLUMNS];
-  for (int g = 0; g < GROUPS; ++g)
-    for (int c = 0; c < COLUMNS; ++c) even[g][c] = odd[g][c] = splat(0.0f);
-  for (int k = 0; k < k_pairs; ++k, w += 2 * kBytes) {
-    if constexpr (COLUMNS == 1) {
-      for (int line = 0; line < GROUPS * kBytes; line += 64) __builtin_prefetch(w + LANEFORMER_PREFETCH + line);
-    }
-    V16 w_even[GROUPS], w_odd[GROUPS];
+struct Stream {  // what to prefetch: two lines from `next`, which moves on by `step` with each pair of inputs
+  const char* next;
+  size_t step;
+};
+
+// Adds up inputs FIRST (0: even), and up to LAST (1: odd), of GROUPS groups of one tile times COLUMNS columns.
+template <DType T, int GROUPS, int COLUMNS, int FIRST, int LAST>
+INLINE void accumulate(const char* w, int group, int k_pairs, Columns in, Stream soon,
+                       V16 (&sums)[2][GROUPS][COLUMNS]) {
+  const float* x = in.x;
+  for (int parity = FIRST; parity <= LAST; ++parity)
+    for (int g = 0; g < GROUPS; ++g)
+      for (int c = 0; c < COLUMNS; ++c) sums[parity][g][c] = splat(0.0f);
+  for (int k = 0; k < k_pairs; ++k, w += 2 * kPairBytes<T>, x += 2, soon.next += soon.step) {
+    for (int line = 0; line < 2 * kPairBytes<T>; line += 64) __builtin_prefetch(soon.next + line);
+    V16 weights[2][GROUPS];
 #pragma GCC unroll 2
-    for (int g = 0; g < GROUPS; ++g) load_pair<T>(w, first + g, w_even[g], w_odd[g]);
+    for (int g = 0; g < GROUPS; ++g) load_pair<T>(w, group + g, weights[0][g], weights[1][g]);
 #pragma GCC unroll 8
-    for (int c = 0; c < COLUMNS; ++c) {
-      const V16 x_even = splat(x[c * x_stride + 2 * k]), x_odd = splat(x[c * x_stride + 2 * k + 1]);
+    for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 2
-      for (int g = 0; g < GROUPS; ++g) {
-        even[g][c] = fma(w_even[g], x_even, even[g][c]);
-        odd[g][c] = fma(w_odd[g], x_odd, odd[g][c]);
+      for (int parity = FIRST; parity <= LAST; ++parity) {
+        const V16 input = splat(x[c * in.stride + parity]);
+#pragma GCC unroll 2
+        for (int g = 0; g < GROUPS; ++g) sums[parity][g][c] = fma(weights[parity][g], input, sums[parity][g][c]);
       }
-    }
   }
-  for (int g = 0, row = 16 * first; g < GROUPS; ++g, row += 16)
-    for (int c = 0; c < COLUMNS; ++c) {
-      V16 total = even[g][c] + odd[g][c];
-      if constexpr (T == DType::int8) total = total * splat(0x1p-24f) * load((const float*)w + row);
-      store_rows(y + c * y_stride + row, total, valid - row);
-    }
 }
 
-template <DType T, int GROUPS, int COLUMNS>
-INLINE void multiply_tile(const char* w, int k_pairs, const float* x, int x_stride, float* y, int y_stride, int valid) {
-#pragma GCC unroll 2
-  for (int g = 0; g < 2; g += GROUPS)
-    multiply_groups<T, GROUPS, COLUMNS>(w, g, k_pairs, x, x_stride, y, y_stride, valid);
+// One tile times COLUMNS columns. Even and odd inputs have sums of their own, in the same order for any number of
+// columns; a row's scale is applied once, to its sum.
+template <DType T, int COLUMNS>
+void multiply_tile(const char* w, int k_pairs, Columns in, Stream soon, float* y, int y_stride, int valid) {
+  constexpr int kGroups = groups_at_once(COLUMNS);
+  for (int group = 0; group < 2; group += kGroups) {
+    V16 sums[2][kGroups][COLUMNS];
+    if constexpr (is_split(COLUMNS)) {
+      accumulate<T, kGroups, COLUMNS, 0, 0>(w, group, k_pairs, in, soon, sums);
+      accumulate<T, kGroups, COLUMNS, 1, 1>(w, group, k_pairs, in, soon, sums);
+    } else {
+      accumulate<T, kGroups, COLUMNS, 0, 1>(w, group, k_pairs, in, soon, sums);
+    }
+    for (int g = 0, row = 16 * group; g < kGroups; ++g, row += 16)
+      for (int c = 0; c < COLUMNS; ++c) {
+        V16 total = sums[0][g][c] + sums[1][g][c];
+        if constexpr (T == DType::int8)
+          total = total * splat(0x1p-24f) * load((const float*)(w + (size_t)k_pairs * 2 * kPairBytes<T>) + row);
+        store_rows(y + c * y_stride + row, total, valid - row);
+      }
+  }
+}
+
+// Columns of the next block when `left` remain: no column is left over alone.
+INLINE int block_of(int left, int most) { return left <= most ? left : left == most + 1 ? most - 1 : most; }
+
+// Calls multiply(tile, its first row, first column, columns, what to prefetch) for blocks of columns of each tile. One
+// block alone reads ahead in the stream of tiles; of several, each fetches its part of the next tile, so that memory is
+// read as evenly as it is used.
+template <class Multiply>
+INLINE void each_block(const void* tiles, int rows, int k_pairs, DType dtype, int columns, int most, size_t ahead,
+                       const Multiply& multiply) {
+  const char* w = (const char*)tiles;
+  const size_t bytes = tile_bytes(k_pairs, dtype), step = 2 * kTileRows * bytes_of(dtype);
+  for (int row = 0; row < rows; row += kTileRows, w += bytes)
+    for (int c = 0, block; c < columns; c += block) {
+      block = block_of(columns - c, most);
+      const Stream soon = columns > most
+                              ? Stream{w + bytes + step * k_pairs * c / columns, step * block / columns}
+                              : Stream{w + ahead, step};
+      multiply(w, row, c, block, soon);
+    }
 }
 
 template <DType T>
 void matmul(const void* tiles, int rows, int k_pairs, Inputs inputs, float* y, int y_stride, int columns) {
-  const char* w = (const char*)tiles;
-  const float* x = (const float*)inputs.data;
-  const int x_stride = (int)(inputs.stride / sizeof(float));
-  for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T)) {
-    int c = 0;
-    for (; c + kTileColumns <= columns && kTileColumns > 1; c += kTileColumns)
-      multiply_tile<T, kTileGroups, kTileColumns>(w, k_pairs, x + c * x_stride, x_stride, y + c * y_stride + row,
-                                                  y_stride, rows - row);
-    for (; c < columns; ++c)
-      multiply_tile<T, 2, 1>(w, k_pairs, x + c * x_stride, x_stride, y + c * y_stride + row, y_stride, rows - row);
-  }
+  constexpr decltype(&multiply_tile<T, 1>) kByColumns[] = {
+      multiply_tile<T, 1>, multiply_tile<T, 2>, multiply_tile<T, 3>, multiply_tile<T, 4>,
+      multiply_tile<T, 5>, multiply_tile<T, 6>};
+  const int stride = (int)(inputs.stride / sizeof(float));
+  each_block(tiles, rows, k_pairs, T, columns, kBlockColumns, inputs.ahead,
+             [&](const char* w, int row, int c, int block, Stream soon) {
+               const Columns in{(const float*)inputs.data + c * stride, stride};
+               kByColumns[block - 1](w, k_pairs, in, soon, y + c * y_stride + row, y_stride, rows - row);
+             });
 }
 
 }  // namespace
