@@ -162,3 +162,9 @@ def test_top_p_gives_the_tokens_that_a_sort_would_give():
         for seed in range(5):
             by_p = drawn(logits, [0], [], GenerationOptions(temperature=0.8, top_p=top_p, seed=seed))
             assert by_p == drawn(logits, [0], [], GenerationOptions(temperature=0.8, top_k=count, seed=seed)), trial
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 5.5e-309, 1e-30])
+def test_temperatures_whose_inverse_overflows_are_greedy(temperature):
+    logits = np.random.default_rng(2).normal(size=50).astype(np.float32)
+    assert drawn(logits, [0], [], GenerationOptions(temperature=temperature)) == logits.argmax()
