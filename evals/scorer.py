@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from laneformer.llama.config import FAMILIES
+
 Kind = Literal["auto", "engine", "transformers"]
 
 
@@ -38,7 +40,8 @@ class EngineEncoder:
             raise ValueError(f"{path} is missing; evaluations of text need the tokenizer: export the model with it")
         self._tokenizer = Tokenizer.from_file(str(path))
         config = read_config(folder)
-        self.eos_id: int | None = config.get("eos_token_id")
+        eos = config.get("eos_token_id")
+        self.eos_id: int | None = eos[0] if isinstance(eos, list) else eos
         bos_id = config.get("bos_token_id")
         self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
 
@@ -209,9 +212,13 @@ def visible_device(device: str) -> str:
 
 def uses_engine(model: Path, device: str = "auto", kind: Kind = "auto") -> bool:
     """Whether `kind` is the engine; "auto" is for a Laneformer, except on CUDA until that engine has run on one."""
-    ours = read_config(model).get("model_type") == "laneformer"
-    if kind == "engine" and not ours:
-        raise ValueError(f"kind = 'engine': {model} is not a Laneformer; use 'transformers' or 'auto'")
+    model_type = read_config(model).get("model_type")
+    ours = model_type == "laneformer"
+    if kind == "engine" and not ours and model_type not in FAMILIES:
+        raise ValueError(
+            f"kind = 'engine': {model} is of model_type {model_type!r}; use 'transformers' or 'auto' for all but "
+            f"laneformer, {', '.join(FAMILIES)}"
+        )
     if kind not in ("auto", "engine", "transformers"):
         raise ValueError(f"kind = {kind!r} is unknown; choose 'auto', 'engine' or 'transformers'")
     return kind == "engine" or (kind == "auto" and ours and not visible_device(device).startswith("cuda"))

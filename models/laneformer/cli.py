@@ -66,7 +66,8 @@ class Generate:
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
     dtype: Dtype = "auto"
-    """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits; the output may change."""
+    """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits, int4 not much more than a
+    quarter; the output may change."""
     kv_dtype: KvDtype = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     threads: int | None = None
@@ -89,8 +90,8 @@ class Bench:
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Dtype = "auto"
     """Type of the matrices; auto: the checkpoint's, or bf16 for random weights."""
-    math: Literal["exact", "bf16"] = "exact"
-    """bf16 rounds activations to bf16 before every matrix product."""
+    math: Literal["auto", "exact", "bf16", "int8"] = "auto"
+    """bf16 and int8 round activations before every matrix product; auto: exact, and int8 for int4 weights."""
     kv_dtype: KvDtype = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     depth: tuple[int, ...] = (0,)

@@ -265,8 +265,9 @@ def hf_name(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The inverse of `hf_name`."""
-    return name.removeprefix("model.")
+    """The inverse of `hf_name`; a norm of each lane's own is called `scale` in older folders (published.py)."""
+    name = name.removeprefix("model.")
+    return name.removesuffix("scale") + "weight" if name.endswith("norm.scale") else name
 
 
 FLAVORS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-CHECKS = ("engine", "int8", "smollm2", "structure")  # modules that run as a command, and smollm2
+CHECKS = ("engine", "int8", "parity", "smollm2", "structure")  # modules that run as a command, and smollm2
 
 
 def main() -> None:

@@ -28,8 +28,7 @@ from rich.table import Table
 
 from laneformer import Engine, LaneformerConfig
 from laneformer.config import FLAVORS
-from laneformer.engine.folder import config_of, read_json
-from laneformer.hf.load_folder import read_weights
+from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from records.files import code_version
 from tools.check.reference import (
@@ -49,6 +48,7 @@ from tools.check.reference import (
     relative_errors,
     ring_slots,
     tensors_of,
+    weights_of,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ class Options:
     """Check the engine; a table, and the last line of stdout is JSON. Exit status 1 when a check fails."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """A Hugging Face folder, or a flavor (2b, 300m, tiny) with random bf16 weights."""
+    """A Hugging Face folder (the Llama family's, too), or a flavor (2b, 300m, tiny) with random bf16 weights."""
     prompts: int = 8
     """Prompts whose greedy continuation is compared token for token."""
     new_tokens: int = 32
@@ -125,8 +125,8 @@ def load(name: str) -> tuple[LaneformerConfig, Weights]:
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}")
-    config = config_of(read_json(folder / "config.json"))
-    return config, read_weights(folder, config)
+    checkpoint = read_checkpoint(folder)
+    return checkpoint.config, weights_of(checkpoint.tensors)
 
 
 @dataclass

@@ -10,7 +10,7 @@ Needs torch and Transformers alone, so that it also runs where the CPU engine is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,11 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
         name: Tensor(names[w.dtype], (w if w.dtype == torch.float32 else w.view(torch.uint16)).cpu().numpy())
         for name, w in weights.items()
     }
+
+
+def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
+    """The inverse of `tensors_of`, in memory of its own."""
+    return {name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype]) for name, t in tensors.items()}
 
 
 def plain_model(config: LaneformerConfig, weights: Weights) -> Laneformer:

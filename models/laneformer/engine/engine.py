@@ -42,8 +42,9 @@ class Engine:
     """Decodes one request at a time. A context manager; `close()` frees the weights.
 
     `device` is "cpu", "cuda", or "cuda:0,cuda:1" for several GPUs; "auto" is the CPU for now (device.py).
-    `dtype` is that of the matrices: "auto" keeps the layers', "int8" rounds each row to multiples of its own scale
-    (weights only: embedding, norms and activations keep their types).
+    `dtype` is that of the matrices (embedding and norms keep theirs): "auto" keeps the layers', "int8" rounds each row
+    to multiples of its own scale, "int4" each 32 inputs of a row to 16 levels (the first and the last layer and the
+    head: int8) and implies math="int8".
 
     Further options on the CPU:
     `threads`: default all physical cores, or what the container's CPU quota allows. `pin` keeps each thread on a CPU of
@@ -52,6 +53,8 @@ class Engine:
     `math="exact"` widens weights to fp32 and keeps fp32 activations: with kv_dtype="fp32", greedy output equals the
     float32 model's.
     `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
+    `math="int8"` rounds every 32 matrix inputs to int8, for integer dot products; it needs int8 or int4 weights.
+    "auto" is "exact", and "int8" for int4 weights.
     `kv_dtype` is that of cached keys and values: "auto" is "fp32" for fp32 weights, else "fp16"; "bf16" holds values
     beyond 65,504, which fp16 refuses with a ValueError when they come.
     `isa` is the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment variable
@@ -146,13 +149,13 @@ class Engine:
     ) -> Engine:
         """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine.
 
-        int8 is made of the bf16 weights of the same seed.
+        int8 and int4 are made of the bf16 weights of the same seed.
         """
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         dtype = dtype_name(dtype)
         if dtype not in MATRIX_DTYPES:
             raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {MATRIX_DTYPES}")
-        tensors = RandomTensors(config, "bf16" if dtype == "int8" else dtype, seed)
+        tensors = RandomTensors(config, "bf16" if dtype in ("int8", "int4") else dtype, seed)
         return cls(config, tensors, device=device, dtype=dtype, **options)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:

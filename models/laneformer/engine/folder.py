@@ -21,6 +21,7 @@ from ..llama.config import lanes_for
 from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
+from ..published import MODEL_TYPES, modern_spelling
 from ..tensors import STORED_TYPES, Tensor
 from .machine import this_machine
 from .options import sampling_defaults
@@ -58,7 +59,7 @@ def read_checkpoint(
     values = read_json(folder / "config.json")
     files = weight_files(folder)
     stored = {name: tensor for path in files for name, tensor in read_safetensors(path)}
-    if values.get("model_type") != "laneformer":
+    if values.get("model_type") not in MODEL_TYPES:
         lanes = lanes_for(values, threads or this_machine().default_threads(1)) if lanes is None else lanes
         config, tensors = laneformer_of(values, stored, lanes)
         return Checkpoint(config, tensors, eos_ids(folder, values, config), files, *text_files(folder))
@@ -111,6 +112,7 @@ def read_optional(path: Path) -> dict[str, Any]:
 def config_of(values: dict[str, Any]) -> LaneformerConfig:
     """The architecture in a `config.json`; other keys are Transformers' bookkeeping, unless they look misspelt."""
     known = [field.name for field in dataclasses.fields(LaneformerConfig)]
+    values = modern_spelling(values)
     for key in values:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if key not in known and near and near[0] not in values:

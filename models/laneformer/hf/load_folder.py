@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..config import LaneformerConfig, plain_name
+from ..published import MODEL_TYPES, modern_spelling
 from .configuration_laneformer import FIELDS
 from .export import staged_folder
 
@@ -35,8 +36,9 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
     """
     started = time.monotonic()
     values = json.loads((hf / "config.json").read_text())
-    if values.get("model_type") != "laneformer":
+    if values.get("model_type") not in MODEL_TYPES:
         raise ValueError(f"{hf}/config.json: model_type is {values.get('model_type')!r}, not 'laneformer'")
+    values = modern_spelling(values)
     config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
     console.print(f"reading {hf}")
     weights = read_weights(hf, config)

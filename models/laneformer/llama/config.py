@@ -75,6 +75,13 @@ MEANINGS = {
 
 def config_of_llama(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     """The architecture with its heads and MLP rows on `lanes` lanes. ValueError names what is not supported."""
+    try:
+        return translated(values, lanes)
+    except TypeError as error:
+        raise ValueError(f"config.json holds a value of the wrong type: {error}") from None
+
+
+def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     family = family_of(values)
     missing = [name for name in SIZES if values.get(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: as many right answers as the reference implementation of the protocol counted.
+"""SmolLM2-135M-Instruct in both backends: as many right answers as the protocol's own implementation counted.
 
 Opt-in: `python -m tools.check smollm2` makes the folder that LANEFORMER_SMOLLM2 names, LANEFORMER_EVAL_DATA the public
 rows. The counts are those of nanochat's core_eval on the same float32 weights, BOS id 1 (<|im_start|>), sequences of
@@ -19,14 +19,14 @@ from evals.scorer import Scorer, open_scorer
 from tests.evals.core.core_assets import eval_data, task
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Iterator[Scorer]:
+@pytest.fixture(scope="module", params=["transformers", "engine"])
+def smollm2(request: pytest.FixtureRequest) -> Iterator[Scorer]:
     folder = os.environ.get("LANEFORMER_SMOLLM2")
     if not folder:
         pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes the folder it should name")
-    scorer = open_scorer(Path(folder), device="cpu")
+    scorer = open_scorer(Path(folder), device="cpu", kind=request.param)
     assert scorer.bos_id == 1
-    assert scorer.name == "transformers float32"
+    assert scorer.name == {"transformers": "transformers float32", "engine": "engine fp32"}[request.param]
     scorer.max_length = 2048
     yield scorer
     scorer.close()

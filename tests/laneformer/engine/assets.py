@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,10 +95,10 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def usable_isas() -> list[str]:
+def usable_isas(known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable")) -> list[str]:
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []
-    for isa in ("avx512_bf16", "avx512", "avx2", "portable"):
+    for isa in known:
         try:
             engine_of(model, isa=isa).close()
         except ValueError:

@@ -135,18 +135,38 @@ void run_ablation(Decoder& decoder, const ModelSpec& s) {
 
 std::vector<const char*> usable_isas() {
   std::vector<const char*> names;
-  for (const Kernels* kernels : {avx512_bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()}) try {
+  for (const Kernels* kernels : {avx512_bf16_kernels(), avx512_vnni_kernels(), avx512_kernels(), avx2_vnni_kernels(),
+                                 avx2_kernels(), portable_kernels()})
+    try {
       if (kernels) names.push_back(choose_kernels(kernels->isa)->isa);
     } catch (const std::exception&) {  // compiled in, but not of this CPU
     }
   return names;
 }
 
+DType embedding_of(DType dtype) { return dtype >= DType::int8 ? DType::bf16 : dtype; }
+
+// Products of integers: of every instruction set the same bits, also where inputs and rows fill no vector.
+std::string product_hash(const Kernels* kernels, DType dtype) {
+  constexpr int kRows = 40, kInputs = 140, kColumns = 7, kStride = 160;
+  std::vector<float> weights(kRows * kInputs), x(kColumns * kStride), y(kColumns * kRows);
+  fill_random(weights.data(), DType::fp32, weights.size(), 1, 0.2f);
+  fill_random(x.data(), DType::fp32, x.size(), 2, 3.0f);
+  const Matrix matrix{kRows, kInputs, dtype};
+  const Product& how = kernels->products[int(Math::int8)][int(dtype)];
+  const size_t stride = how.column_bytes(matrix.k_pairs());
+  const Pages tape(matrix.bytes()), prepared(kColumns * stride);
+  pack_rows({weights.data(), DType::fp32, kRows, kInputs}, matrix, tape.bytes());
+  how.prepare(x.data(), kStride, matrix.k_pairs(), kColumns, prepared.bytes());
+  how.multiply(tape.bytes(), kRows, matrix.k_pairs(), {prepared.bytes(), stride}, y.data(), kRows, kColumns);
+  return content_hash(y.data(), y.size() * sizeof(float), 1);
+}
+
 // One model under one instruction set on every kind of thread plan; an empty result where plans disagree.
 Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math math) {
   Results expected;
   for (const int threads : {1, 3, 4, 9}) {  // all lanes, uneven, a lane each, more threads than lanes
-    Decoder decoder(spec, dtype, dtype == DType::int8 ? DType::bf16 : dtype, threads, choose_kernels(isa), math);
+    Decoder decoder(spec, dtype, embedding_of(dtype), threads, choose_kernels(isa), math);
     load_random(decoder, spec);
     const Results results = run(decoder, spec);
     if (expected.logits.empty()) expected = results;
@@ -156,7 +176,7 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math ma
     }
     if (threads != 3) continue;
     run_ablation(decoder, spec);
-    Decoder borrower(spec, dtype, dtype == DType::int8 ? DType::bf16 : dtype, threads, choose_kernels(isa), math);
+    Decoder borrower(spec, dtype, embedding_of(dtype), threads, choose_kernels(isa), math);
     map_parts(borrower, decoder, spec);
     if (run(borrower, spec) != expected) return std::puts("mapped weights gave other results"), Results{};
   }
@@ -206,7 +226,9 @@ int main(int count, char** arguments) {
                              {"rounded", "auto", Head::lane, DType::bf16, Math::bf16},
                              {"int8", "auto", Head::vocab_parallel, DType::int8},
                              {"family", "auto", Head::replicate, DType::bf16, Math::exact, true},
-                             {"family_int8", "auto", Head::vocab_parallel, DType::int8, Math::exact, true}};
+                             {"family_int8", "auto", Head::vocab_parallel, DType::int8, Math::exact, true},
+                             {"int8_rounded", "auto", Head::replicate, DType::int8, Math::int8},
+                             {"int4", "auto", Head::vocab_parallel, DType::int4, Math::int8}};
   for (const char* isa : isas) cases.push_back({isa, isa, Head::vocab_parallel});
   if (isas.size() > 1) {  // else they were the automatic choice already
     cases.push_back({"portable_fp16", "portable", Head::vocab_parallel, DType::fp16});
@@ -217,6 +239,12 @@ int main(int count, char** arguments) {
     const std::vector<float> logits = check_plans(small_spec(c.head, c.other_family), c.isa, c.dtype, c.math).logits;
     if (logits.empty()) return EXIT_FAILURE;
     hashes += std::string(" ") + c.name + "=" + content_hash(logits.data(), logits.size() * sizeof(float), 1);
+  }
+  for (const DType dtype : {DType::int8, DType::int4}) {
+    const std::string expected = product_hash(portable_kernels(), dtype);
+    hashes += std::string(" product_") + kDTypes[int(dtype)].name + "=" + expected;
+    for (const char* isa : isas)
+      if (product_hash(choose_kernels(isa), dtype) != expected) return std::printf("product: %s\n", isa), EXIT_FAILURE;
   }
   if (!naps()) return std::puts("a long wait burns its core"), EXIT_FAILURE;
   const std::vector<char> data((4 << 20) + 5, 'x');

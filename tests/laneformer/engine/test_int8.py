@@ -206,8 +206,8 @@ def test_rounded_activations_and_int8_inputs_are_refused():
     model = random_model(CONFIG, dtype="bf16")
     with pytest.raises(ValueError, match="math = 'bf16' needs bf16 weights, these are int8"):
         int8_engine(model, math="bf16")
-    with pytest.raises(ValueError, match=r"dtype = 'int4' is unknown; choose from \('auto', .*'int8'\)"):
-        engine_of(model, dtype="int4")
+    with pytest.raises(ValueError, match=r"dtype = 'int2' is unknown; choose from \('auto', .*'int8', 'int4'\)"):
+        engine_of(model, dtype="int2")
     with int8_engine(model) as engine, pytest.raises(ValueError, match="dtype = 'int8' is unknown"):
         engine._open().set_embedding(tensors_of(model)["tok_embeddings.weight"].values, "int8")
 

@@ -28,6 +28,11 @@ SMOLLM = pre_tokenizers.Sequence(
 )
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where packed weights of a GGUF file are kept
+
+
 @pytest.fixture(scope="module")
 def metadata() -> Any:
     return tokenizer_metadata(byte_level(SMOLLM), "smollm")

@@ -31,6 +31,11 @@ from .packed import LAYOUT_VERSION, PackedWeights
 
 MAX_THREADS = 1024
 KV_DTYPES = ("fp32", "bf16", "fp16")
+MATHS = {  # how activations enter matrix products, and the weights that they meet
+    "exact": ("bf16", "fp16", "fp32", "int8"),
+    "bf16": ("bf16",),
+    "int8": ("int8", "int4"),
+}
 
 
 class CpuDecoder(_core.Decoder):
@@ -47,30 +52,32 @@ class CpuDecoder(_core.Decoder):
         *,
         threads: int | None = None,
         isa: str | None = None,
-        math: str = "exact",
+        math: str = "auto",
         pin: bool | None = None,
         kv_dtype: str = "auto",
         packed: PackedWeights | None = None,
     ):
-        if math not in ("exact", "bf16"):
-            raise ValueError(f"math = {math!r} is unknown; choose 'exact' or 'bf16'")
+        if math not in ("auto", *MATHS):
+            raise ValueError(f"math = {math!r} is unknown; choose from {('auto', *MATHS)}")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
             raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
         self.chosen = dtype != "auto"
         self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
-        if math == "bf16" and self.dtype != "bf16":
-            raise ValueError(f"math = 'bf16' needs bf16 weights, these are {self.dtype}; use math = 'exact'")
+        self.math = ("int8" if self.dtype == "int4" else "exact") if math == "auto" else math
+        if self.dtype not in MATHS[self.math]:
+            fitting = " or ".join(repr(name) for name, dtypes in MATHS.items() if self.dtype in dtypes)
+            needed = " or ".join(MATHS[math])
+            raise ValueError(f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}")
         if kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
-        self.math = math
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
-        embedding = tensors[EMBEDDING].dtype if self.dtype == "int8" else self.dtype
+        embedding = tensors[EMBEDDING].dtype if self.dtype in ("int8", "int4") else self.dtype
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
             {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
-            math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
+            self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
         self._load(config, tensors, packed)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))

@@ -40,7 +40,7 @@ class CudaDecoder:
         version: str = "persistent",
         threads: int | None = None,
         isa: str | None = None,
-        math: str = "exact",
+        math: str = "auto",
         pin: bool = False,
         kv_dtype: str = "auto",
     ):
@@ -51,13 +51,14 @@ class CudaDecoder:
         """
         if dtype == "auto":
             dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
-        unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "math": None if math == "exact" else math}
+        unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
+        unsupported["math"] = None if math in ("auto", "exact") else math
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         unsupported["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype
         for name, value in unsupported.items():
             if value is not None:
                 raise ValueError(f"{name} = {value!r}: {USE_CPU}")
-        self.dtype, self.math, self.kv_dtype, self.isa = dtype, math, dtype, CUDA
+        self.dtype, self.math, self.kv_dtype, self.isa = dtype, "exact", dtype, CUDA
         self.gpu = SequenceDecoder(config, tensors, dtype, devices, version)
         self._request = Request([])
         self._outputs: list[list[int]] = []

@@ -33,7 +33,10 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
     for (int j = 0; j < d; ++j) std::memcpy(to + size_t(j) * 16 * bytes, narrow + j * bytes, bytes);
     fits &= convert(value + head * d, DType::fp32, d, cache.values.bytes() + base + size_t(slot) * dim * bytes,
                     spec_.kv_dtype);
-    if (!fits && spec_.kv_dtype == DType::fp16) kv_overflow_.store(true, std::memory_order_relaxed);
+    if (!fits && spec_.kv_dtype == DType::fp16) {
+      kv_overflow_.store(true, std::memory_order_relaxed);
+      overflowed_.store(true, std::memory_order_relaxed);
+    }
   }
 }
 

@@ -21,7 +21,7 @@ namespace {
 using Bytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ro, nb::c_contig, nb::device::cpu>;
 
-DType dtype_named(const std::string& name, int count = 3) {  // int8, the fourth, is for packed matrices alone
+DType dtype_named(const std::string& name, int count = 3) {  // int8 and int4 are for packed matrices alone
   std::string known;
   for (int i = 0; i < count; ++i) {
     if (name == kDTypes[i].name) return static_cast<DType>(i);
@@ -125,7 +125,7 @@ namespace {
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
                const std::string& isa, const std::string& math, std::vector<int> cpus,
                double processors) {
-  new (self) Decoder(spec_from(spec), dtype_named(dtype, 4), dtype_named(embedding_dtype), threads,
+  new (self) Decoder(spec_from(spec), dtype_named(dtype, kDTypeCount), dtype_named(embedding_dtype), threads,
                      choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors);
 }
 
@@ -233,6 +233,31 @@ int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vect
   return sampler.choose(logits.data(), position);
 }
 
+// One matrix product, for tests: weights (rows, inputs) packed as `dtype` times x (columns, inputs). The packed bytes,
+// and the outputs (columns, rows), flat.
+nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std::string& math,
+                   const std::string& isa) {
+  const int rows = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
+  const int columns = static_cast<int>(x.shape(0)), stride = static_cast<int>(round_up(inputs, kTileRows));
+  const Matrix matrix{rows, inputs, dtype_named(dtype, kDTypeCount)};
+  const Product& how = choose_kernels(isa.c_str())->products[int(math_named(math))][int(matrix.dtype)];
+  if (!how.multiply || x.shape(1) != size_t(inputs)) throw std::invalid_argument("no such product");
+  Pages tape(matrix.bytes()), padded(size_t(columns) * stride * sizeof(float)), prepared;
+  if (!pack_rows({weights.data(), DType::fp32, rows, inputs}, matrix, tape.bytes()))
+    throw std::invalid_argument("the weights are not finite");
+  for (int c = 0; c < columns; ++c)
+    std::memcpy(padded.floats() + size_t(c) * stride, x.data() + size_t(c) * inputs, inputs * sizeof(float));
+  Inputs columns_of{padded.bytes(), stride * sizeof(float), 0};
+  if (how.prepare) {
+    prepared = Pages(columns * how.column_bytes(matrix.k_pairs()));
+    how.prepare(padded.floats(), stride, matrix.k_pairs(), columns, prepared.bytes());
+    columns_of = {prepared.bytes(), how.column_bytes(matrix.k_pairs()), 0};
+  }
+  std::vector<float> y(size_t(columns) * rows);
+  how.multiply(tape.bytes(), rows, matrix.k_pairs(), columns_of, y.data(), rows, columns);
+  return nb::make_tuple(to_numpy(std::vector<uint8_t>(tape.bytes(), tape.bytes() + matrix.bytes())), to_numpy(y));
+}
+
 void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
                    float deviation) {
   nb::gil_scoped_release release;
@@ -278,6 +303,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
+  m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
   m.def("content_hash", &hash_of, "data"_a);
   m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);
 }

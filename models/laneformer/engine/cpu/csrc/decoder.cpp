@@ -39,7 +39,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
       group_met_(new Counter[plans_.size()]),
       spin_turns_(threads <= processors ? 1000 : 0) {
   const size_t hidden = spec.padded_hidden(), vocab = round_up(spec.vocab, 16);
-  const size_t widest_in = std::max(hidden, round_up(spec.ff_rows(), 32));
+  const size_t widest_in = std::max({hidden, round_up(spec.q_rows(), 32), round_up(spec.ff_rows(), 32)});
   const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
 

@@ -208,6 +208,7 @@ class Decoder {
   void expect(const Request& request) const;
   void begin_sequence(Sequence& sequence);
   int take_cache(const std::vector<int>& prompt, int most);
+  void add_cache();
   Pass next_pass();
   Pass plan_pass();
   void finish_pass();
@@ -288,7 +289,7 @@ class Decoder {
   std::vector<Sequence> sequences_;
   std::vector<KvContents> contents_;  // of each KV cache
   std::atomic<bool> cancel_{false}, overflowed_{false};
-  std::atomic<bool> kv_overflow_{false};  // a key or value was too large for fp16
+  std::atomic<bool> kv_overflow_{false};  // ... because a key or value was too large for fp16
   bool probed_ = false;
   uint64_t layers_run_ = 0, requests_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;

@@ -14,6 +14,7 @@ const Kernels* TABLE(LANEFORMER_ISA)() { return &table; }
 }  // namespace laneformer
 
 #else
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -23,7 +24,9 @@ namespace laneformer {
 
 #if !defined(LANEFORMER_X86)
 const Kernels* avx2_kernels() { return nullptr; }
+const Kernels* avx2_vnni_kernels() { return nullptr; }
 const Kernels* avx512_kernels() { return nullptr; }
+const Kernels* avx512_vnni_kernels() { return nullptr; }
 const Kernels* avx512_bf16_kernels() { return nullptr; }
 static bool cpu_has(int) { return true; }
 #else
@@ -32,16 +35,19 @@ static bool cpu_has(int level) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (level == 3) return avx512 && __builtin_cpu_supports("avx512bf16");
-  return level == 2 ? avx512 : level == 1 ? avx2 : true;
+  const bool vnni = __builtin_cpu_supports("avx512vnni");
+  const bool has[] = {true, avx2, avx2 && __builtin_cpu_supports("avxvnni"), avx512, avx512 && vnni,
+                      avx512 && vnni && __builtin_cpu_supports("avx512bf16")};
+  return has[level];
 }
 #endif
 
 const Kernels* choose_kernels(const char* isa) {
-  const Kernels* all[] = {portable_kernels(), avx2_kernels(), avx512_kernels(), avx512_bf16_kernels()};
+  const Kernels* all[] = {portable_kernels(), avx2_kernels(),        avx2_vnni_kernels(),
+                          avx512_kernels(),   avx512_vnni_kernels(), avx512_bf16_kernels()};
   const std::string wanted = isa;
   std::string usable;
-  for (int level = 3; level >= 0; --level) {
+  for (int level = static_cast<int>(std::size(all)) - 1; level >= 0; --level) {
     if (!all[level] || !cpu_has(level)) continue;
     if (wanted == "auto" || wanted == all[level]->isa) return all[level];
     usable += std::string(usable.empty() ? "" : ", ") + all[level]->isa;

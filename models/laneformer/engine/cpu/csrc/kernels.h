@@ -8,30 +8,39 @@
 //     fp32   16 even, 16 odd
 // int8 has one 64-byte line for both groups: 16 x (even, odd of row i, even, odd of row 16 + i), widened by a shift, a
 // mask and a conversion; after its last pair a tile has 32 scales in fp32, and a weight is its integer times its row's.
+// int4 takes the inputs in groups of 32: four times a line of each group of rows, 16 x (four bytes with inputs 0 to 3 in
+// the low halves and 4 to 7 in the high ones), then 32 scales in fp16; a weight is (kLevels[bits] - kZeroLevel) * scale.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace laneformer {
 
-enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3 };
-enum class Math : int { exact = 0, bf16 = 1 };  // of the activations: fp32, or rounded to bf16
-constexpr int kDTypeCount = 4, kMaths = 2;
-constexpr const char* kMathNames[kMaths] = {"exact", "bf16"};
+enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
+enum class Math : int { exact = 0, bf16 = 1, int8 = 2 };  // of the activations: fp32, or rounded to bf16 or int8
+constexpr int kDTypeCount = 5, kMaths = 3;
+constexpr const char* kMathNames[kMaths] = {"exact", "bf16", "int8"};
 constexpr int kTileRows = 32, kMaxColumns = 128;
+constexpr int kGroupInputs = 32;      // that share a scale: of int4 weights, and of activations rounded to int8
 constexpr int kChunkPositions = 256;  // of attention
 constexpr int kStateExtra = 16;       // floats of a query's state besides its mixed values
 constexpr float kLowestScore = -1e29f;
 
+// What the bits of an int4 weight stand for, over its group's scale: closer around zero, where weights are (0031).
+alignas(16) constexpr uint8_t kLevels[16] = {0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127};
+constexpr int kZeroLevel = 69;
+
 struct DTypeTraits {
   const char* name;
-  int bytes;
+  int bytes;  // of one value; 0 where it has less than one
 };
-constexpr DTypeTraits kDTypes[] = {{"bf16", 2}, {"fp16", 2}, {"fp32", 4}, {"int8", 1}};  // by DType
+constexpr DTypeTraits kDTypes[] = {{"bf16", 2}, {"fp16", 2}, {"fp32", 4}, {"int8", 1}, {"int4", 0}};  // by DType
 
 static inline int bytes_of(DType dtype) { return kDTypes[static_cast<int>(dtype)].bytes; }
 static inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+static inline size_t groups_of(size_t k_pairs) { return (2 * k_pairs + kGroupInputs - 1) / kGroupInputs; }
 static inline size_t tile_bytes(size_t k_pairs, DType dtype) {
+  if (dtype == DType::int4) return groups_of(k_pairs) * kTileRows * (kGroupInputs / 2 + sizeof(uint16_t));
   return k_pairs * 2 * kTileRows * bytes_of(dtype) + (dtype == DType::int8 ? kTileRows * sizeof(float) : 0);
 }
 
@@ -91,7 +100,9 @@ constexpr size_t kAhead[] = {0, 1536, 2560, 3072, 4096, 6144, 8192};
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();  // null where not compiled in
+const Kernels* avx2_vnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_bf16_kernels();
 
 // "auto" or a name; throws std::invalid_argument for what this binary or this CPU lacks.

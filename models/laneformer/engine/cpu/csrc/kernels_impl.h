@@ -6,6 +6,7 @@
 #include "kernels/attention.h"
 #include "kernels/bf16.h"
 #include "kernels/elementwise.h"
+#include "kernels/integer.h"
 #include "kernels/matmul.h"
 #include "kernels/probe.h"
 
@@ -21,6 +22,8 @@ constexpr Kernels kernels_named(const char* isa) {
   exact[(int)DType::fp32].multiply = matmul<DType::fp32>;
   exact[(int)DType::int8].multiply = matmul<DType::int8>;
   k.products[(int)Math::bf16][(int)DType::bf16] = kBf16Product;
+  k.products[(int)Math::int8][(int)DType::int8] = kIntegerProduct<DType::int8>;
+  k.products[(int)Math::int8][(int)DType::int4] = kIntegerProduct<DType::int4>;
   k.rms_norm = rms_norm;
   k.silu_gate = silu_gate;
   k.attend = attend;

@@ -1,7 +1,8 @@
-// Packing: the layout of the tapes, conversions between weight types, int8 quantisation, random weights for benchmarks.
+// Packing: the layout of the tapes, conversions between weight types, quantisation, random weights for benchmarks.
 #include "model.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cfloat>
 #include <cmath>
@@ -59,6 +60,68 @@ int8_t quantised(float x, float scale) {  // to the nearest even integer: adding
   return scale > 0.0f ? static_cast<int8_t>(x / scale + kRounds - kRounds) : 0;
 }
 
+constexpr float kLargestInt4 = 0x1p21f;  // over 51, the smallest candidate's edge, it is still a scale in fp16
+
+// The nearest of the levels to x / scale, ties to the higher one.
+int nearest_level(float x) {
+  static const auto kNearest = [] {
+    std::array<uint8_t, 2 * 127 + 1> nearest{};  // by twice the distance from the lowest level
+    for (size_t i = 0, level = 0; i < nearest.size(); nearest[i++] = static_cast<uint8_t>(level))
+      while (level < 15 && static_cast<int>(i) >= kLevels[level] + kLevels[level + 1]) ++level;
+    return nearest;
+  }();
+  return kNearest[static_cast<int>(std::clamp(2.0f * (x + kZeroLevel), 0.0f, 254.0f))];
+}
+
+// A group of inputs as levels and one scale in fp16. Candidates map the value of largest magnitude near the lowest or
+// the highest level; each is refined to the scale of least squares for its levels, and the least error wins.
+uint16_t quantise_group(const float* in, uint8_t* levels) {
+  float peak = 0.0f;
+  for (int k = 0; k < kGroupInputs; ++k) peak = std::fabs(in[k]) > std::fabs(peak) ? in[k] : peak;
+  uint16_t best = 0;
+  float least = 0.0f;  // error over that of zeros
+  std::fill_n(levels, kGroupInputs, uint8_t{8});
+  for (const float target : {-0.88f, -1.0f, -1.12f, 0.88f, 1.0f, 1.12f}) {
+    const float edge = static_cast<float>(target < 0 ? kZeroLevel : 127 - kZeroLevel) * target;
+    float scale = peak / edge, error = 0.0f;
+    uint8_t found[kGroupInputs];
+    uint16_t half = 0;
+    for (int round = 0; round < 2 && std::fabs(scale) >= FLT_MIN; ++round) {
+      float along = 0.0f, square = 0.0f;
+      for (int k = 0; k < kGroupInputs; ++k) {
+        found[k] = static_cast<uint8_t>(nearest_level(in[k] / scale));
+        const auto level = static_cast<float>(kLevels[found[k]] - kZeroLevel);
+        along += level * in[k];
+        square += level * level;
+      }
+      half = float_to_half(along / square);
+      scale = half_to_float(half);
+      error = scale * (scale * square - 2.0f * along);
+    }
+    if (!(error < least)) continue;
+    least = error, best = half;
+    std::copy_n(found, kGroupInputs, levels);
+  }
+  return best;
+}
+
+// One row of groups into its tile (kernels.h).
+bool pack_groups(const std::vector<float>& in, int row, char* tile) {
+  bool finite = true;
+  for (size_t first = 0; first < in.size(); first += kGroupInputs) {
+    float values[kGroupInputs] = {};
+    uint8_t levels[kGroupInputs] = {};
+    std::copy_n(in.begin() + first, std::min(in.size() - first, size_t{kGroupInputs}), values);
+    for (const float value : values) finite &= std::fabs(value) < kLargestInt4;
+    const uint16_t scale = finite ? quantise_group(values, levels) : 0;
+    for (int k = 0; k < kGroupInputs; k += k % 4 == 3 ? 5 : 1)
+      tile[k / 8 * 128 + row / 16 * 64 + row % 16 * 4 + k % 4] = static_cast<char>(levels[k] | levels[k + 4] << 4);
+    reinterpret_cast<uint16_t*>(tile + kTileRows * kGroupInputs / 2)[row] = scale;
+    tile += kTileRows * (kGroupInputs / 2 + sizeof(uint16_t));
+  }
+  return finite;
+}
+
 // Where a row's first input lies among the 64 values of a tile's first pair (kernels.h).
 int first_in_tile(int row, DType dtype) {
   const int group = row / 16, in_group = row % 16;
@@ -70,6 +133,7 @@ int odd_after_even(DType dtype) { return dtype == DType::bf16 || dtype == DType:
 
 // One row into its tile; false when a value is not finite there.
 bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* tile) {
+  if (to == DType::int4) return pack_groups(in, row, tile);
   const int even = first_in_tile(row, to), odd = even + odd_after_even(to);
   const int inputs = static_cast<int>(in.size());
   const auto place = [&](int k) { return k / 2 * 64 + (k & 1 ? odd : even); };
@@ -87,6 +151,12 @@ bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* 
     for (int k = 0; k < inputs; ++k) finite &= is_finite(values[place(k)] = narrowed(in[k], to), to);
   }
   return finite;
+}
+
+// int4's first and last layer and its head are int8 (0031).
+DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer) {
+  const bool outer = layer == 0 || layer >= spec.layers - 1;
+  return dtype == DType::int4 && outer ? DType::int8 : dtype;
 }
 
 uint64_t mix_bits(uint64_t x) {  // splitmix64's finaliser
@@ -173,22 +243,24 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
     ThreadPlan& plan = plans[t];
     share_lanes(spec.lanes, threads, t, plan);
     const int own = plan.last_lane - plan.first_lane, member = t - plan.leader;
+    int layer = 0;
     const auto place = [&](Matrix& matrix, int rows, int inputs, int part, int parts) {
       const int tiles = (rows + kTileRows - 1) / kTileRows;
       const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
-      matrix = {std::min(end, rows) - std::min(first, rows), inputs, dtype, plan.tape_bytes, first};
+      const DType as = matrix_dtype(spec, dtype, layer);
+      matrix = {std::min(end, rows) - std::min(first, rows), inputs, as, plan.tape_bytes, first};
       plan.tape_bytes += matrix.bytes();
     };
     const auto place_own = [&](Matrix& matrix, int rows, int inputs) {
       place(matrix, rows, inputs, member, plan.members);
     };
     plan.layers.assign(spec.layers, std::vector<LaneLayer>(own));
-    for (auto& layer : plan.layers) {
-      for (auto& lane : layer) {
+    for (; layer < spec.layers; ++layer) {
+      for (auto& lane : plan.layers[layer]) {
         place_own(lane.qkv, spec.qkv_rows(), spec.hidden);
         place_own(lane.wo, spec.hidden, spec.q_rows());
       }
-      for (auto& lane : layer) {
+      for (auto& lane : plan.layers[layer]) {
         place_own(lane.gate_up, spec.gate_up_rows(), spec.hidden);
         place_own(lane.w2, spec.hidden, spec.ff_rows());
       }

@@ -137,15 +137,30 @@ int Decoder::take_cache(const std::vector<int>& prompt, int most) {
     if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
   }
   if (best < 0) {
-    for (auto& w : workers_) {
-      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
-      w.caches.push_back({Pages(bytes, true), Pages(bytes, true)});
-    }
+    add_cache();
     best = static_cast<int>(contents_.size());
     contents_.emplace_back();
   }
   contents_[best].last_used = requests_;
   return best;
+}
+
+// For one more sequence; all threads get theirs, or none.
+void Decoder::add_cache() {
+  std::vector<KvCache> caches;
+  size_t total = 0;
+  try {
+    for (const Worker& w : workers_) {
+      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
+      total += 2 * bytes;
+      caches.push_back({Pages(bytes, true), Pages(bytes, true)});
+    }
+  } catch (const std::bad_alloc&) {
+    throw std::invalid_argument("keys and values of " + std::to_string(spec_.context) + " positions need more than " +
+                                std::to_string(total >> 20) + " MiB, which the system does not give; use a smaller " +
+                                "context_tokens, or kv_dtype = 'fp16'");
+  }
+  for (size_t t = 0; t < workers_.size(); ++t) workers_[t].caches.push_back(std::move(caches[t]));
 }
 
 std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
@@ -155,12 +170,9 @@ std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, b
     return !team_->busy() || (!until_done && static_cast<size_t>(sequences_[0].new_tokens()) > from);
   };
   team_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), ready);
-  if (kv_overflow_.load(std::memory_order_relaxed)) {
-    team_->changed.wait(lock, [&] { return !team_->busy(); });
-    kv_overflow_ = false;
-    throw std::invalid_argument("a key or value of this model is beyond fp16's 65504; use kv_dtype = 'bf16' or 'fp32'");
-  }
   finished = !team_->busy();
+  if (finished && kv_overflow_.exchange(false) && overflowed_.exchange(false))
+    throw std::overflow_error("a key or value of this model is beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'");
   if (finished && overflowed_.exchange(false))
     throw std::overflow_error("the model's activations or logits are infinite, NaN, or beyond what float32 can square: "
                               "its weights are damaged or far too large");
@@ -185,10 +197,12 @@ bool Decoder::over() const {
 
 // By the first thread, while the others wait: what the last pass yielded, and what comes next.
 Decoder::Pass Decoder::next_pass() {
-  if (pass_.step == Step::layers && !overflowed_.load(std::memory_order_relaxed)) finish_pass();
-  if (kv_overflow_.load(std::memory_order_relaxed)) {
-    cancel();
-    for (const Sequence& s : sequences_) contents_[s.cache] = {.last_used = requests_};
+  if (pass_.step == Step::layers) {
+    layers_run_ += spec_.layers;
+    if (overflowed_.load(std::memory_order_relaxed))
+      for (const Sequence& s : sequences_) contents_[s.cache] = {};  // nobody may start from its keys and values
+    else
+      finish_pass();
   }
   const bool done = over();
   const int new_tokens = sequences_[0].new_tokens();
@@ -231,7 +245,6 @@ Decoder::Pass Decoder::plan_pass() {
 }
 
 void Decoder::finish_pass() {
-  layers_run_ += spec_.layers;
   int row = 0;
   for (Sequence& s : sequences_) {
     if (s.finished || !s.columns) continue;

@@ -10,10 +10,10 @@ namespace laneformer {
 namespace {
 
 constexpr float kMasked = 10.0f * kLowestScore;  // its exponential is exactly zero beside any score
-constexpr int kPairPositions = 32;               // two tiles of keys, scored together
+constexpr int kScoredTiles = 4, kScoredPositions = 16 * kScoredTiles;  // of keys, at a time
 constexpr int kMixedPositions = 64;              // whose values stay in the first-level cache for all queries
 constexpr int kFewQueries = 16;                  // more are worth a widened copy of 16-bit keys and values
-constexpr int kCacheAhead = 4096;                // bytes that are prefetched ahead
+constexpr int kValuesAhead = 4096;               // bytes
 constexpr int kQueryRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;  // most queries that share a key in a register
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;                // registers
 
@@ -30,8 +30,11 @@ INLINE void each_group(int queries, const Body& body) {
     for (; q + 8 <= queries; q += 8) body(q, Rows<8>{});
   if constexpr (kQueryRows >= 4)
     for (; q + 4 <= queries; q += 4) body(q, Rows<4>{});
-  for (; q + 2 <= queries; q += 2) body(q, Rows<2>{});
-  for (; q < queries; ++q) body(q, Rows<1>{});
+  if constexpr (kQueryRows < 4)
+    for (; q + 2 <= queries; q += 2) body(q, Rows<2>{});
+  if (queries - q == 3) body(q, Rows<3>{});
+  if (queries - q == 2) body(q, Rows<2>{});
+  if (queries - q == 1) body(q, Rows<1>{});
 }
 
 template <DType T>
@@ -59,27 +62,26 @@ struct Ring {
   INLINE const char* at(int tile) const { return base + (size_t)((tile - origin) % tiles) * tile_bytes; }
 };
 
-// Scores of 32 positions for ROWS queries, which share every key that is loaded.
+// Scores of 64 positions for ROWS queries, which share every key that is loaded; the next 64 are prefetched.
 template <DType T, int ROWS>
-INLINE void score_pair(const float* query, const char* const* tiles, int dim, float scale, float* scores) {
-  constexpr int kTiles = 2 * ROWS * kParts <= kAccumulators ? 2 : 1, kBytes = 16 * kElementBytes<T>;
-#pragma GCC unroll 2
-  for (int tile = 0; tile < 2; tile += kTiles) {
+INLINE void score_tiles(const float* query, const char* const* tiles, int dim, float scale, float* scores) {
+  constexpr int kRegisters = kAccumulators / kParts / ROWS, kBytes = 16 * kElementBytes<T>;
+  constexpr int kTiles = kRegisters >= 4 ? 4 : kRegisters >= 2 ? 2 : 1;
+#pragma GCC unroll 4
+  for (int tile = 0; tile < kScoredTiles; tile += kTiles) {
+    const char* ahead = tiles[tile] + (size_t)kScoredTiles * dim * kBytes;
     V16 s[ROWS][kTiles];
     for (auto& row : s)
       for (auto& v : row) v = splat(0.0f);
-    for (int j = 0; j < dim; ++j) {
+    for (int j = 0; j < dim; ++j, ahead += kTiles * kBytes) {
+      for (int line = 0; line < kTiles * kBytes; line += 64) __builtin_prefetch(ahead + line);
       V16 keys[kTiles];
-#pragma GCC unroll 2
-      for (int i = 0; i < kTiles; ++i) {
-        const char* key = tiles[tile + i] + j * kBytes;
-        __builtin_prefetch(key + kCacheAhead);
-        keys[i] = load_cached<T>(key);
-      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kTiles; ++i) keys[i] = load_cached<T>(tiles[tile + i] + j * kBytes);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) {
         const V16 x = splat(query[r * dim + j]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int i = 0; i < kTiles; ++i) s[r][i] = fma(x, keys[i], s[r][i]);
       }
     }
@@ -101,7 +103,7 @@ INLINE void mix_from(const float* weights, const char* values, int positions, in
       V16 v[VECTORS];
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS; ++i) {
-        __builtin_prefetch(value + 16 * i * kElementBytes<T> + kCacheAhead);
+        if (i * 16 * kElementBytes<T> % 64 == 0) __builtin_prefetch(value + 16 * i * kElementBytes<T> + kValuesAhead);
         v[i] = load_cached<T>(value + 16 * i * kElementBytes<T>);
       }
 #pragma GCC unroll 8
@@ -159,21 +161,22 @@ template <DType T>
 INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk) {
   const int start = chunk * kChunkPositions, dim = a.dim;
   const Range all = seen(a, chunk, 0, a.queries);
-  for (int at = all.first / kPairPositions * kPairPositions; at <= all.last; at += kPairPositions) {
-    const char* tiles[2] = {keys.at(at / 16), keys.at(at / 16 + 1)};
+  for (int at = all.first / kScoredPositions * kScoredPositions; at <= all.last; at += kScoredPositions) {
+    const char* tiles[kScoredTiles];
+    for (int i = 0; i < kScoredTiles; ++i) tiles[i] = keys.at(at / 16 + i);
     each_group(a.queries, [&](int q, auto rows) {
       constexpr int kRows = decltype(rows)::count;
       const Range range = seen(a, chunk, q, q + kRows);
-      if (at > range.last || at + kPairPositions <= range.first) return;
-      score_pair<T, kRows>(a.query + q * dim, tiles, dim, a.scale, a.scores + q * kChunkPositions + at - start);
+      if (at > range.last || at + kScoredPositions <= range.first) return;
+      score_tiles<T, kRows>(a.query + q * dim, tiles, dim, a.scale, a.scores + q * kChunkPositions + at - start);
     });
   }
   for (int q = 0; q < a.queries; ++q) {
     // the positions that were scored for its group, as another query of it may see more
     const Range range = seen(a, chunk, q, q + 1);
     float* scores = a.scores + q * kChunkPositions;
-    const int from = all.first / kPairPositions * kPairPositions;
-    const int to = all.last / kPairPositions * kPairPositions + kPairPositions;
+    const int from = all.first / kScoredPositions * kScoredPositions;
+    const int to = (all.last / kScoredPositions + 1) * kScoredPositions;
     for (int p = from; p < to && p < range.first; ++p) scores[p - start] = kMasked;
     for (int p = range.last + 1 > from ? range.last + 1 : from; p < to; ++p) scores[p - start] = kMasked;
     a.totals[q] = exponentials(scores + from - start, to - from, a.tops[q]);
@@ -181,7 +184,7 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
   }
   for (int at = all.first; at <= all.last; at = (at / kMixedPositions + 1) * kMixedPositions)
     each_group(a.queries, [&](int q, auto rows) {
-      constexpr int kRows = decltype(rows)::count, kMost = kAccumulators / kRows / kParts;
+      constexpr int kRows = decltype(rows)::count, kMost = kAccumulators / kParts / kRows;
       const Range range = seen(a, chunk, q, q + kRows);
       const int end = (at / kMixedPositions + 1) * kMixedPositions;
       int p = at > range.first ? at : range.first;
@@ -190,7 +193,7 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
         const int stop = end <= range.last ? end : range.last + 1, tile = p / 16;
         const int before_wrap = (values.tiles - (tile - values.origin) % values.tiles) * 16 - p % 16;
         const int count = stop - p < before_wrap ? stop - p : before_wrap;
-        mix_from<T, kRows, (kMost > 8 ? 8 : kMost)>(
+        mix_from<T, kRows, (kMost >= 8 ? 8 : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1)>(
             a.scores + q * kChunkPositions + p - start, values.at(tile) + p % 16 * dim * kElementBytes<T>, count, dim, 0,
             a.mixed + q * dim);
         p += count;

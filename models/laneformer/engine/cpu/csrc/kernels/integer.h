@@ -1,0 +1,237 @@
+// Products of int8 and int4 weights with activations rounded to int8: sums of integers, the same everywhere.
+//
+// A column's inputs are rounded in groups of 32 to whole multiples of their largest magnitude / 127. A group's sum of
+// products is an exact int32; it is scaled and added to the row's fp32 sum group by group, by a multiplication and an
+// addition that are never fused. So all instruction sets give the same bits.
+#pragma once
+#include "matmul.h"
+
+namespace laneformer {
+namespace {
+
+struct RoundedGroup {
+  int8_t x[kGroupInputs];
+  float scale;
+  int32_t sum;  // of x: what the offset of unsigned weights adds, over the offset
+};
+
+typedef int16_t I16 __attribute__((vector_size(4 * kWidth), may_alias));
+typedef uint32_t U __attribute__((vector_size(4 * kWidth), may_alias));
+typedef int8_t Narrow __attribute__((vector_size(kWidth), may_alias, aligned(1)));
+
+size_t rounded_group_bytes(int k_pairs) { return sizeof(RoundedGroup) * groups_of(k_pairs); }
+
+INLINE void round_group(const float* x, RoundedGroup* out) {
+  V16 largest = splat(0.0f);
+  for (int half = 0; half < 2; ++half) {
+    V16 v = load(x + 16 * half);
+    EACH_PART v.part[i] = (F)((I)v.part[i] & 0x7fffffff);
+    largest = max(largest, v);
+  }
+  const float most = maximum(largest);
+  out->scale = most / 127.0f;
+  if (!(out->scale >= 1.17549435e-38f)) out->scale = 0.0f;  // too small to divide by
+  const V16 inverse = splat(out->scale > 0.0f ? 127.0f / most : 0.0f), magic = splat(12582912.0f);
+  int32_t sums[16];
+  I sum[kParts] = {};
+  for (int half = 0; half < 2; ++half) {
+    const V16 shifted = load(x + 16 * half) * inverse + magic;  // adding 1.5 * 2^23 rounds to the nearest even integer
+    EACH_PART {
+      const I rounded = (I)shifted.part[i] - 0x4b400000;
+      sum[i] += rounded;
+      *(Narrow*)(out->x + 16 * half + i * kWidth) = (Narrow)__builtin_convertvector(rounded, Narrow);
+    }
+  }
+  EACH_PART __builtin_memcpy(sums + i * kWidth, &sum[i], sizeof sum[i]);
+  out->sum = 0;
+  for (const int32_t s : sums) out->sum += s;
+}
+
+void round_groups(const float* x, int x_stride, int k_pairs, int columns, char* out) {
+  for (int c = 0; c < columns; ++c, x += x_stride)
+    for (int k = 0; k < 2 * k_pairs; k += kGroupInputs, out += sizeof(RoundedGroup)) {
+      float padded[kGroupInputs] = {};
+      const int left = 2 * k_pairs - k;
+      if (left < kGroupInputs) __builtin_memcpy(padded, x + k, left * sizeof(float));
+      round_group(left < kGroupInputs ? padded : x + k, (RoundedGroup*)out);
+    }
+}
+
+// To each sum, its word's four weights times the four inputs. Weights are 0 to 127 and inputs -127 to 127, so that the
+// sum of two products fits into 16 bits.
+INLINE I dot(I sums, I w, I x) {
+#if defined(__AVX512VNNI__)
+  return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (I)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)w, (__m256i)x);
+#elif defined(__AVX512BW__)
+  return sums + (I)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, (__m512i)x), _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  return sums + (I)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (I)vdotq_s32((int32x4_t)sums, (int8x16_t)w, (int8x16_t)x);
+#else
+  const I16 pairs = ((I16)w << 8 >> 8) * ((I16)x << 8 >> 8) + ((I16)w >> 8) * ((I16)x >> 8);
+  return sums + ((I)pairs << 16 >> 16) + ((I)pairs >> 16);
+#endif
+}
+
+// The same for weights of -127 to 127. kOffset: what an instruction for unsigned weights adds to them.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int kOffset = 128;
+#else
+constexpr int kOffset = 0;
+#endif
+INLINE I dot_signed(I sums, I w, I x) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  return dot(sums, w ^ (int32_t)0x80808080, x);
+#elif defined(__AVX2__) && !defined(__AVX512BW__)
+  return dot(sums, (I)_mm256_abs_epi8((__m256i)w), (I)_mm256_sign_epi8((__m256i)x, (__m256i)w));
+#elif defined(__AVX512BW__)
+  const __m512i even = _mm512_madd_epi16((__m512i)((I16)w << 8 >> 8), (__m512i)((I16)x << 8 >> 8));
+  return sums + (I)even + (I)_mm512_madd_epi16((__m512i)((I16)w >> 8), (__m512i)((I16)x >> 8));
+#else
+  return dot(sums, w, x);  // which takes signed weights here
+#endif
+}
+
+// The weights, 0 to 127, of each byte's low four bits.
+INLINE I levels_of(I bits) {
+  const I index = bits & 0x0f0f0f0f;
+#if defined(__AVX512BW__)
+  return (I)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, *(const __m128i*)kLevels), (__m512i)index);
+#elif defined(__AVX2__)
+  return (I)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(*(const __m128i*)kLevels), (__m256i)index);
+#elif defined(__aarch64__)
+  return (I)vqtbl1q_u8(vld1q_u8(kLevels), (uint8x16_t)index);
+#else
+  uint8_t bytes[4 * kWidth];
+  __builtin_memcpy(bytes, &index, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = kLevels[byte];
+  I levels;
+  __builtin_memcpy(&levels, bytes, sizeof bytes);
+  return levels;
+#endif
+}
+
+// Two words a row of one group of 16 rows: the weights of inputs 0 to 3 and 4 to 7 from `w` on. `pairs` are left.
+template <DType T>
+INLINE void load_words(const char* w, int group, int part, int pairs, I& low, I& high) {
+  const int at = part * 4 * kWidth;
+  if constexpr (T == DType::int4) {
+    const I bits = *(const I*)(w + 64 * group + at);
+    low = levels_of(bits);
+    high = levels_of((I)((U)bits >> 4));
+  } else {  // a line has two inputs of both groups
+    I line[4];
+    for (int p = 0; p < 4; ++p) line[p] = p < pairs ? *(const I*)(w + 64 * p + at) : I{};
+    const auto join = [group](I first, I second) {
+      return group ? (I)((U)first >> 16) | (second & (int32_t)0xffff0000) : (first & 0xffff) | second << 16;
+    };
+    low = join(line[0], line[1]);
+    high = join(line[2], line[3]);
+  }
+}
+
+constexpr int kIntegersAhead = 3072;  // bytes that are prefetched ahead
+
+template <DType T>
+constexpr int kLineStep = T == DType::int4 ? 128 : 256;  // eight inputs of a tile
+
+// GROUPS groups of 16 rows of one tile, from `first`, times COLUMNS columns.
+template <DType T, int GROUPS, int COLUMNS>
+INLINE void multiply_rounded(const char* w, int first, int k_pairs, const char* x, size_t stride, float* y,
+                             int y_stride, int valid) {
+  const char* const row_scales = w + (size_t)k_pairs * 64;  // of int8
+  constexpr int kBias = T == DType::int4 ? kZeroLevel : kOffset;
+  V16 total[GROUPS][COLUMNS];
+  for (auto& group : total)
+    for (V16& t : group) t = splat(0.0f);
+  for (int pairs = k_pairs; pairs > 0; pairs -= kGroupInputs / 2, x += sizeof(RoundedGroup)) {
+    I sums[GROUPS][COLUMNS][kParts];
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; ++c) {
+      const I bias = -kBias * ((const RoundedGroup*)(x + c * stride))->sum - I{};
+      for (int g = 0; g < GROUPS; ++g) EACH_PART sums[g][c][i] = bias;
+    }
+    for (int k = 0; k < kGroupInputs && (T == DType::int4 || k < 2 * pairs); k += 8, w += kLineStep<T>) {
+      if constexpr (COLUMNS == 1)
+        for (int line = 0; line < kLineStep<T>; line += 64) __builtin_prefetch(w + kIntegersAhead + line);
+#pragma GCC unroll 2
+      for (int g = 0; g < GROUPS; ++g) EACH_PART {
+        I low, high;
+        load_words<T>(w, first + g, i, pairs - k / 2, low, high);
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) {
+          const int32_t* inputs = (const int32_t*)(x + c * stride + k);
+          I& sum = sums[g][c][i];
+          if constexpr (T == DType::int4)
+            sum = dot(dot(sum, low, inputs[0] - I{}), high, inputs[1] - I{});
+          else
+            sum = dot_signed(dot_signed(sum, low, inputs[0] - I{}), high, inputs[1] - I{});
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) {
+      V16 scales = splat(1.0f);
+      if constexpr (T == DType::int4) {
+        const auto* halves = (const uint16_t*)w + 16 * (first + g);
+        EACH_PART scales.part[i] = half_part(halves + i * kWidth);
+      }
+#pragma GCC unroll 8
+      for (int c = 0; c < COLUMNS; ++c) {
+        V16 sum, scale = splat(((const RoundedGroup*)(x + c * stride))->scale);
+        if constexpr (T == DType::int4) scale = scales * scale;
+        EACH_PART sum.part[i] = __builtin_convertvector(sums[g][c][i], F);
+        total[g][c] = total[g][c] + scale * sum;
+      }
+    }
+    if constexpr (T == DType::int4) w += kTileRows * sizeof(uint16_t);
+  }
+  for (int g = 0, row = 16 * first; g < GROUPS; ++g, row += 16)
+    for (int c = 0; c < COLUMNS; ++c) {
+      V16 v = total[g][c];
+      if constexpr (T == DType::int8) v = v * load((const float*)row_scales + row);
+      store_rows(y + c * y_stride + row, v, valid - row);
+    }
+}
+
+#if defined(__AVX512F__)
+constexpr int kRoundedGroups = 2, kRoundedColumns = 4;  // what the registers hold
+#else
+constexpr int kRoundedGroups = 1, kRoundedColumns = 2;
+#endif
+
+template <DType T, int COLUMNS>
+INLINE void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, float* y, int y_stride,
+                                  int valid) {
+#pragma GCC unroll 2
+  for (int g = 0; g < 2; g += kRoundedGroups)
+    multiply_rounded<T, kRoundedGroups, COLUMNS>(w, g, k_pairs, x, stride, y, y_stride, valid);
+}
+
+template <DType T>
+void multiply_integers(const void* tiles, int rows, int k_pairs, Inputs inputs, float* y, int y_stride, int columns) {
+  const char* w = (const char*)tiles;
+  for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T)) {
+    const char* x = inputs.data;
+    float* out = y + row;
+    int left = columns;
+    const auto take = [&](int count) {
+      left -= count;
+      x += count * inputs.stride;
+      out += (size_t)count * y_stride;
+    };
+    for (; left >= kRoundedColumns; take(kRoundedColumns))
+      multiply_rounded_tile<T, kRoundedColumns>(w, k_pairs, x, inputs.stride, out, y_stride, rows - row);
+    for (; left > 0; take(1))
+      multiply_rounded_tile<T, 1>(w, k_pairs, x, inputs.stride, out, y_stride, rows - row);
+  }
+}
+
+template <DType T>
+constexpr Product kIntegerProduct{rounded_group_bytes, round_groups, multiply_integers<T>};
+
+}  // namespace
+}  // namespace laneformer

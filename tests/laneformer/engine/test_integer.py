@@ -1,0 +1,254 @@
+"""Integer products: int4 weights, int8 and int4 weights with activations rounded to int8, and engines that use them.
+
+The definition is written down here, in numpy, and every instruction set has to give its bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from laneformer import Laneformer
+from laneformer.engine import Engine
+from laneformer.engine.cpu import _core
+from laneformer.engine.cpu.decoder import RandomTensors
+from laneformer.engine.cpu.packed import PackedWeights
+from tests.laneformer.engine.assets import (
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    tensors_of,
+    usable_isas,
+    write_folder,
+)
+
+ISAS = usable_isas(("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "portable"))
+LEVELS = np.array([0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127]) - 69
+GROUP = 32
+CONFIG = small_config()
+IDS = random_ids(CONFIG, 50)
+single = np.float32
+
+
+def drawn(rows: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """Rows of very different magnitude; the first four only of its largest, of both signs, in all combinations."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((rows, inputs)) * 10.0 ** rng.integers(-3, 2, (rows, 1))
+    values[:4] = np.where(np.arange(inputs) // 2 % 2, [[1], [-1], [1], [-1]], [[1], [1], [-1], [-1]])[: len(values)]
+    return values.astype(single)
+
+
+def in_groups(values: np.ndarray) -> np.ndarray:
+    """(rows, inputs) -> (rows, groups, 32), padded with zeros."""
+    rows, inputs = values.shape
+    return np.pad(values, ((0, 0), (0, -inputs % GROUP))).reshape(rows, -1, GROUP)
+
+
+def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integers (columns, groups, 32) and scales (columns, groups) of the inputs."""
+    groups = in_groups(x)
+    most = np.abs(groups).max(-1)
+    scales = most / single(127)
+    scales[scales < np.finfo(single).tiny] = 0
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(scales > 0, single(127) / most, single(0))
+    return np.rint(groups * inverse[..., None]).astype(np.int64), scales
+
+
+def unpacked(tape: np.ndarray, rows: int, inputs: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Integers (rows, groups, 32), and scales by row and group (int4) or by row (int8), read by kernels.h."""
+    tiles, pairs, groups = -(-rows // 32), -(-inputs // 2), -(-inputs // GROUP)
+    tape = tape.reshape(tiles, -1)
+    if dtype == "int8":
+        lines = tape[:, : 64 * pairs].view(np.int8).reshape(tiles, pairs, 16, 2, 2)
+        integers = lines.transpose(0, 3, 2, 1, 4).reshape(tiles * 32, 2 * pairs)[:rows]
+        scales = np.ascontiguousarray(tape[:, 64 * pairs :]).view(single).reshape(-1)[:rows]
+        return in_groups(integers.astype(np.int64)), scales
+    tape = tape.reshape(tiles, groups, 576)
+    lines = tape[:, :, :512].reshape(tiles, groups, 4, 2, 16, 4)  # eight inputs, group of rows, row, byte
+    nibbles = np.stack([lines & 15, lines >> 4], 5)
+    bits = nibbles.transpose(0, 3, 4, 1, 2, 5, 6).reshape(tiles * 32, groups, GROUP)
+    scales = np.ascontiguousarray(tape[:, :, 512:]).view(np.float16).transpose(0, 2, 1).reshape(tiles * 32, groups)
+    return LEVELS[bits[:rows]], scales[:rows].astype(single)
+
+
+def defined(tape: np.ndarray, x: np.ndarray, rows: int, dtype: str) -> np.ndarray:
+    """The product (columns, rows): exact sums of integers, then float32 operations that round one at a time."""
+    integers, scales = unpacked(tape, rows, x.shape[1], dtype)
+    inputs, input_scales = rounded(x)
+    sums = np.einsum("rgk,cgk->gcr", integers, inputs).astype(single)
+    total = np.zeros((len(x), rows), single)
+    for group, products in enumerate(sums):
+        scale = input_scales[:, group, None]
+        total += (scales[:, group] * scale if dtype == "int4" else scale) * products
+    return total if dtype == "int4" else total * scales
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_products_have_the_bits_of_their_definition(isa, dtype):
+    for rows, inputs in ((32, 32), (40, 34), (5, 8), (70, 96), (33, 136), (64, 12), (96, 576)):
+        weights, x = drawn(rows, inputs), drawn(13, inputs, seed=1)
+        tape, _ = _core.multiply(weights, x, dtype, "int8", isa)
+        expected = defined(tape, x, rows, dtype)
+        for columns in (1, 2, 3, 4, 5, 6, 7, 8, 13):
+            same, product = _core.multiply(weights, x[:columns], dtype, "int8", isa)
+            np.testing.assert_array_equal(same, tape)
+            np.testing.assert_array_equal(product.reshape(columns, rows), expected[:columns], err_msg=f"{columns}")
+
+
+def test_inputs_too_small_for_a_scale_are_zeros():
+    x = np.full((2, 64), 1e-37, single)
+    x[1, :32] = 3.0
+    weights = drawn(32, 64)
+    tape, product = _core.multiply(weights, x, "int4", "int8", "auto")
+    np.testing.assert_array_equal(product.reshape(2, 32), defined(tape, x, 32, "int4"))
+    np.testing.assert_array_equal(product[:32], 0)
+
+
+def packed(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Levels (rows, groups, 32) and scales (rows, groups) of int4."""
+    tape, _ = _core.multiply(weights, weights[:1], "int4", "int8", "portable")
+    return unpacked(tape, *weights.shape, "int4")
+
+
+def test_every_weight_gets_the_nearest_level_but_for_the_scales_rounding():
+    groups = in_groups(drawn(64, 512, seed=2)).reshape(-1, GROUP)
+    levels, scales = packed(groups)
+    scales = scales[:, 0].astype(np.float64)
+    assert (scales != 0).all()
+    error = ((groups - levels[:, 0] * scales[:, None]) ** 2).sum(-1)
+    nearest = np.abs(groups[..., None] - LEVELS * scales[:, None, None]).min(-1)
+    np.testing.assert_allclose(error, (nearest**2).sum(-1), rtol=0.2)  # levels were chosen for the scale before
+    assert abs(error.sum() / (nearest**2).sum() - 1) < 0.02
+
+
+def test_the_scales_are_nearly_the_best_ones():
+    """Within 3% of the squared error of a search over 80 scales, and a third less than of 16 equal steps."""
+    groups = np.random.default_rng(3).standard_normal((2000, GROUP)).astype(single)
+    levels, scales = packed(groups)
+    error = ((groups - levels[:, 0] * scales) ** 2).sum()
+    peak = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
+    best = np.full(len(groups), np.inf)
+    for edge in (*np.linspace(-90, -50, 40), *np.linspace(40, 80, 40)):
+        nearest = np.abs(groups[..., None] - LEVELS * (peak / edge)[..., None]).min(-1)
+        best = np.minimum(best, (nearest**2).sum(-1))
+    assert error < 1.03 * best.sum()
+    step = peak / -8
+    equal = np.clip(np.rint(groups / step), -8, 7) * step
+    assert error < 0.75 * ((groups - equal) ** 2).sum()
+
+
+def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
+    weights = np.zeros((3, 64), single)
+    weights[1, 32:] = 1e-9  # below what a scale in fp16 can hold
+    weights[2, 32:] = 2.0**20
+    levels, scales = packed(weights)
+    np.testing.assert_array_equal(scales[:2], 0)
+    np.testing.assert_allclose(levels[2, 1] * scales[2, 1], 2.0**20, rtol=0.01)
+    for bad in (2.0**21, np.inf, np.nan):
+        weights[0, 40] = bad
+        with pytest.raises(ValueError, match="not finite"):
+            packed(weights)
+
+
+# --- engines ------------------------------------------------------------------------------------------------------
+
+
+def integer_engine(model: Laneformer, dtype: str, **options: object) -> Engine:
+    return engine_of(model, dtype=dtype, math="int8", **options)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("isa", ISAS[:1] + ISAS[-1:])
+def test_threads_blocks_and_batches_change_no_bit(isa, dtype):
+    model = random_model(CONFIG, seed=2, dtype="bf16")
+    prompts = [IDS[:5], IDS[7:40], IDS[3:4]]
+    with integer_engine(model, dtype, threads=1, isa=isa) as one:
+        logits = one.logits(IDS)
+        alone = [one.generate(prompt, max_new_tokens=12, temperature=1.0, seed=3) for prompt in prompts]
+        for length in (1, 2, 31, 33):
+            np.testing.assert_array_equal(one.logits(IDS[:length]), logits[:length])
+    for threads in (2, 3, 5, 9):
+        with integer_engine(model, dtype, threads=threads, isa=isa) as engine:
+            np.testing.assert_array_equal(engine.logits(IDS), logits, err_msg=f"{threads} threads")
+            assert engine.generate_batch(prompts, max_new_tokens=12, temperature=1.0, seed=[3] * 3) == alone
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_wide_vectors_give_the_same_bits(dtype):
+    model = random_model(small_config(hidden_size=72, num_attention_heads=4), seed=3)
+    logits = [integer_engine(model, dtype, isa=isa).logits(IDS) for isa in ISAS if isa != "portable"]
+    for other in logits[1:]:
+        np.testing.assert_array_equal(other, logits[0])
+
+
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+def test_logits_are_near_those_of_exact_activations(head):
+    """Rounded to int8 in groups, activations cost about a hundredth of the logits' spread; more is a fault."""
+    model = random_model(small_config(lm_head_type=head), seed=1, dtype="bf16")
+    with engine_of(model, dtype="int8") as exact, integer_engine(model, "int8") as integer:
+        reference, logits = exact.logits(IDS), integer.logits(IDS)
+    error = np.linalg.norm(logits - reference) / np.linalg.norm(reference - reference.mean(-1, keepdims=True))
+    assert 1e-4 < error < 0.04
+
+
+def test_int4_reads_half_a_byte_a_weight_but_for_the_outer_layers_and_the_head():
+    c, lanes = CONFIG, CONFIG.num_lanes
+    q, kv, ff = c.hidden_size // lanes, c.head_dim * c.num_key_value_heads // lanes, c.intermediate_size // lanes
+    layer = [(q + 2 * kv, c.hidden_size), (c.hidden_size, q), (2 * -(-ff // 16) * 16, c.hidden_size)]
+    layer.append((c.hidden_size, ff))
+    outer = [*layer, *layer, (c.vocab_size // lanes, c.hidden_size)]
+    eight = sum(-(-r // 32) * 32 * (2 * -(-k // 2) + 4) for r, k in outer)
+    four = sum(-(-r // 32) * 32 * -(-k // 32) * 18 for r, k in layer)
+    with engine_of(random_model(c), dtype="int4", threads=1) as engine:
+        assert engine.weight_bytes == lanes * (eight + (c.num_hidden_layers - 2) * four)
+
+
+def test_int4_implies_integer_products_and_other_maths_are_refused():
+    model = random_model(CONFIG, dtype="bf16")
+    with engine_of(model, dtype="int4") as engine:
+        assert (engine.dtype, engine.math) == ("int4", "int8")
+    with engine_of(model, dtype="int8") as engine:
+        assert engine.math == "exact"
+    with pytest.raises(ValueError, match=r"math = 'exact' needs .* weights, these are int4; use math = 'int8'"):
+        engine_of(model, dtype="int4", math="exact")
+    with pytest.raises(ValueError, match="math = 'int8' needs int8 or int4 weights, these are bf16"):
+        engine_of(model, math="int8")
+    with pytest.raises(ValueError, match=r"math = 'int3' is unknown; choose from \('auto', 'exact', 'bf16', 'int8'\)"):
+        engine_of(model, math="int3")
+
+
+def test_values_that_are_no_numbers_are_refused():
+    model = random_model(CONFIG)
+    model.state_dict()["layers.2.feed_forward.w3.weight"][1, 7, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.2\.feed_forward\.w3\.weight holds values that are not finite"):
+        engine_of(model, dtype="int4")
+
+
+def test_a_second_start_maps_what_the_first_packed(tmp_path, monkeypatch):
+    loads, load = [], PackedWeights.load
+    monkeypatch.setattr(PackedWeights, "load", lambda *args: loads.append(load(*args)) or loads[-1])
+    folder = write_folder(tmp_path, random_model(CONFIG, dtype="bf16"))
+    logits = []
+    for _ in range(2):
+        with Engine.from_pretrained(folder, dtype="int4") as engine:
+            logits.append(engine.logits(IDS))
+    assert loads == [False, True]
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
+def test_random_weights_are_the_16_bit_ones_rounded():
+    with (
+        Engine.random(CONFIG, "int4", seed=5) as random,
+        Engine(CONFIG, RandomTensors(CONFIG, "bf16", 5), dtype="int4") as rounded_ones,
+    ):
+        assert random.dtype == "int4"
+        np.testing.assert_array_equal(random.logits(IDS), rounded_ones.logits(IDS))
+
+
+def test_int4_inputs_are_refused():
+    model = random_model(CONFIG)
+    with engine_of(model, dtype="int4") as engine, pytest.raises(ValueError, match="dtype = 'int4' is unknown"):
+        engine._open().set_embedding(tensors_of(model)["tok_embeddings.weight"].values, "int4")

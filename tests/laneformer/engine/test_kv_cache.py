@@ -1,0 +1,123 @@
+"""Cached keys and values in 16 bits, and attention in blocks of queries and chunks of positions.
+
+Contexts are longer than two chunks (256 positions each), so that chunks are merged, cut by windows, and shared out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import laneformer.model
+from tests.laneformer.engine.assets import (
+    TORCH_DTYPES,
+    engine_of,
+    float32_error,
+    random_ids,
+    random_model,
+    small_config,
+    torch_logits,
+    usable_isas,
+)
+
+LENGTH = 600
+LONG = {"max_position_embeddings": 640, "num_hidden_layers": 2, "broadcast_delay": 1, "swa_layers": (0,)}
+SHAPES = {
+    "window of a chunk and more": {"sliding_window": 300},
+    "window within a chunk": {"sliding_window": 40},
+    "one head each": {"num_key_value_heads": 8, "num_lanes": 2, "swa_layers": ()},
+    "eight heads share one": {"num_key_value_heads": 1, "num_lanes": 1, "sliding_window": 257},
+    "three heads share one": {"num_attention_heads": 6, "num_key_value_heads": 2, "num_lanes": 2},
+    "two dimensions": {"hidden_size": 16, "sliding_window": 300},
+    "eighty dimensions": {"hidden_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "num_lanes": 2},
+}
+
+
+def long_model(dtype="bf16", **overrides):
+    return random_model(small_config(**{**LONG, **overrides}), seed=3, dtype=dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
+    """One position a pass, passes of 128, and 16 threads on the lanes."""
+    model = long_model(**shape)
+    with engine_of(model, threads=2, kv_dtype=kv_dtype) as engine:
+        generated = engine.generate_detailed(random_ids(model.config, 2), max_new_tokens=LENGTH - 2, logprobs=0)
+        ids = [*random_ids(model.config, 2), *generated.ids]
+        scored = engine.logprobs(ids, start=2, reuse_prefix=False)
+    np.testing.assert_array_equal(scored, np.float32([token.logprob for token in generated.tokens]))
+    with engine_of(model, threads=16, kv_dtype=kv_dtype) as engine:
+        np.testing.assert_array_equal(engine.logprobs(ids, start=2), scored)
+        # from a cached prefix on: few columns, so that chunks of positions are shared out
+        assert engine.generate(ids[:-4], max_new_tokens=4) == ids[-4:]
+        assert engine.generate_batch([ids[:-4], ids[:300], ids[:7]], max_new_tokens=4) == [
+            ids[-4:], ids[300:304], ids[7:11],
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", TORCH_DTYPES)
+def test_vector_widths_agree(kv_dtype):
+    wide = [isa for isa in usable_isas() if isa != "portable"]
+    model = long_model(sliding_window=300)
+    ids = random_ids(model.config, LENGTH)
+    found = []
+    for isa in wide:
+        with engine_of(model, threads=2, kv_dtype=kv_dtype, isa=isa) as engine:
+            found.append(engine.logits(ids))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_long_contexts_are_right(shape, isa):
+    model = long_model("fp32", **shape)
+    ids = random_ids(model.config, LENGTH)
+    reference = torch_logits(model, ids)
+    with engine_of(model, threads=2, isa=isa) as engine:
+        assert np.abs(engine.logits(ids) - reference).max() < 4 * float32_error(model, ids, reference)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("isa", usable_isas())
+def test_keys_and_values_are_rounded_and_nothing_else(isa, kv_dtype, monkeypatch):
+    """The float64 model with rounded keys and values differs by the few that float32 errors push over an edge."""
+    model = long_model(sliding_window=300)
+    ids = random_ids(model.config, LENGTH)
+    exact = torch_logits(model, ids)
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def rounded(query, key, value, **options):
+        narrow = [x.to(TORCH_DTYPES[kv_dtype]).to(x.dtype) for x in (key, value)]
+        return attend(query, *narrow, **options)
+
+    monkeypatch.setattr(laneformer.model.F, "scaled_dot_product_attention", rounded)
+    expected = torch_logits(model, ids)
+    with engine_of(model, threads=2, isa=isa, kv_dtype=kv_dtype) as engine:
+        ours = engine.logits(ids)
+    rounding = np.sqrt(np.mean((expected - exact) ** 2))
+    assert np.sqrt(np.mean((ours - expected) ** 2)) < rounding / 10
+    assert np.sqrt(np.mean((ours - exact) ** 2)) > rounding / 2
+
+
+def test_auto_is_16_bits_where_weights_are():
+    for dtype, expected in (("fp32", "fp32"), ("bf16", "fp16"), ("fp16", "fp16")):
+        with engine_of(random_model(small_config(), dtype=dtype), kv_dtype="auto") as engine:
+            assert engine.kv_dtype == expected
+
+
+def test_values_beyond_fp16_end_the_request():
+    model = random_model(small_config(), dtype="bf16")
+    with torch.no_grad():
+        model.get_parameter("layers.3.attention.wv.weight").mul_(1e6)
+    ids = random_ids(model.config, 20)
+    with engine_of(model, kv_dtype="fp16") as engine:
+        for _ in range(2):
+            with pytest.raises(OverflowError, match="beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'"):
+                engine.generate(ids, max_new_tokens=4)
+        with pytest.raises(OverflowError, match="beyond fp16"):
+            list(engine.stream(ids, max_new_tokens=4))
+    with engine_of(model, kv_dtype="bf16") as engine:
+        assert len(engine.generate(ids, max_new_tokens=4)) == 4

@@ -1,0 +1,82 @@
+"""Tiny folders of every family, written by Transformers' own classes, and their float64 logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 160, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+WINDOW = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One folder: config class, what differs from SIZES, the weights' type, and options of save_pretrained."""
+
+    kind: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llama": Case("Llama", {"vocab_size": 128, "num_key_value_heads": 4}),
+    "llama-tied": Case("Llama", {"tie_word_embeddings": True}, torch.bfloat16),
+    "llama-tied-fp16": Case("Llama", {"tie_word_embeddings": True, "vocab_size": 132}, torch.float16),
+    "smollm": Case("Llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48,
+                             "tie_word_embeddings": True}),
+    "llama3": Case("Llama", {"rope_parameters": LLAMA3, "eos_token_id": [2, 5, 9]}, torch.bfloat16,
+                   {"max_shard_size": "40KB"}),
+    "mistral-window": Case("Mistral", {"sliding_window": WINDOW}, torch.float16),
+    "mistral": Case("Mistral", {"sliding_window": None, "head_dim": 24}),
+    "qwen2": Case("Qwen2", {"tie_word_embeddings": True}, torch.bfloat16),
+    "qwen2-windows": Case("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": Case("Qwen3", {"head_dim": 40, "tie_word_embeddings": True}, torch.bfloat16),
+    "qwen3-layer-types": Case("Qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": WINDOW,
+                                        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "smollm3": Case("SmolLM3", {"num_hidden_layers": 5, "num_key_value_heads": 1}, torch.float16),
+}  # fmt: skip
+
+
+def write_folder(case: Case, folder: Path) -> Path:
+    """Random weights, of a size at which every module and every position matters."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{case.kind}Config")(**{**SIZES, **case.values})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape)
+            p.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise if p.dim() == 1 else 0.15 * noise)
+    model.to(case.dtype).save_pretrained(folder, **case.options)
+    return folder
+
+
+def reference(folder: Path) -> transformers.PreTrainedModel:
+    """The folder in Transformers, float32; a model in 16 bits would round its rotary table, too."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
+    out = model(torch.tensor([ids]))
+    return getattr(out, "logits", out)[0].numpy()
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest distance of a position's logits over the spread of the expected ones."""
+    spread = expected - expected.mean(-1, keepdims=True)
+    return float((np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(spread, axis=-1)).max())

@@ -1,0 +1,159 @@
+"""What a Llama-family config.json becomes, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laneformer.llama.config import config_of_llama, lanes_for
+from laneformer.llama.tensors import laneformer_of, source_of
+from laneformer.tensors import Tensor
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 130, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def values_of(family: str, **values: Any) -> dict[str, Any]:
+    return {**LLAMA, "model_type": family, "architectures": None, "num_key_value_heads": 2, **values}
+
+
+def test_defaults_are_those_of_the_first_llama() -> None:
+    config = config_of_llama(LLAMA, 2)
+    assert (config.num_key_value_heads, config.head_dim, config.rope_theta, config.norm_eps) == (4, 16, 10000.0, 1e-6)
+    assert (config.num_lanes, config.broadcast_delay, config.lm_head_type) == (2, 0, "vocab_parallel")
+    assert (config.swa_layers, config.rope_scaling, config.tie_word_embeddings) == ((), None, False)
+    assert not config.borrowed()
+
+
+def test_a_vocabulary_that_the_lanes_do_not_divide_has_a_replicated_head() -> None:
+    assert config_of_llama(LLAMA, 4).lm_head_type == "replicate"
+
+
+@pytest.mark.parametrize(
+    ("threads", "sizes", "lanes"),
+    [
+        (8, {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192}, 8),
+        (16, {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192}, 8),
+        (6, {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192}, 2),
+        (5, {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192}, 1),
+        (2, {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, 1),
+        (3, {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, 3),
+        (4, {"num_attention_heads": 32, "num_key_value_heads": None, "intermediate_size": 11008}, 4),
+    ],
+)
+def test_lanes_share_the_threads_evenly(threads: int, sizes: dict[str, Any], lanes: int) -> None:
+    assert lanes_for(sizes, threads) == lanes
+
+
+@pytest.mark.parametrize(
+    "values", [{"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}]
+)
+def test_both_spellings_of_rope(values: dict[str, Any]) -> None:
+    config = config_of_llama(LLAMA | values, 1)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "window", "layers"),
+    [
+        ("mistral", {}, 4096, (0, 1, 2, 3)),
+        ("mistral", {"sliding_window": None}, None, ()),
+        ("qwen2", {"sliding_window": 32}, None, ()),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, 32, (1, 2, 3)),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 32}, None, ()),  # from layer 28 on
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8,
+                   "layer_types": ["full_attention", "sliding_attention"] * 2}, 8, (1, 3)),
+        ("smollm3", {}, None, ()),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 0, 1, 0]}, 8, (1, 3)),
+    ],
+)  # fmt: skip
+def test_windows(family: str, values: dict[str, Any], window: int | None, layers: tuple[int, ...]) -> None:
+    config = config_of_llama(values_of(family, **values), 1)
+    assert config.swa_layers == layers
+    assert {config.window(i) for i in layers} == ({window} if layers else set())
+
+
+def test_what_a_family_has() -> None:
+    assert config_of_llama(values_of("qwen2"), 1).borrowed() == {"attention_bias": True}
+    assert config_of_llama(values_of("qwen3"), 1).borrowed() == {"head_dim": 128, "qk_norm": True}
+    smollm3 = config_of_llama(values_of("smollm3"), 1)
+    assert smollm3.borrowed() == {"nope_layers": (3,)}
+    assert (smollm3.rope_theta, smollm3.tie_word_embeddings) == (2000000.0, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8}, r"'qwen3_moe' is not supported \(a mixture of experts\); supp"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"\(multi-head latent attention\)"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, r"\(logit soft-capping\); supported are folders of"),
+        ({"model_type": "gpt_oss"}, r"model_type = 'gpt_oss' is not supported; supported are .* llama, mistral, qwen2"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts"),
+        ({"model_type": None}, "model_type = None is not supported"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported .a bias of the output projection or of the MLP.; only"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "yarn.* is not supported; supported are plain RoPE",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear.* is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention.* is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling lacks \['low_freq_factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; only 1.0"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized safetensors"),
+        ({"final_logit_softcapping": 30.0}, "logit soft-capping"),
+        ({"num_experts": 4}, "num_experts = 4 is not supported .a mixture of experts."),
+        (
+            {"residual_multiplier": 0.2},
+            "residual_multiplier = 0.2 is not supported; it may change what the",
+        ),
+        ({"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, r"holds \['linear_attention'\]"),
+        ({"layer_types": ["full_attention"] * 3}, "3 entries for 4 layers"),
+        ({"num_attention_heads": [4, 4, 2, 2]}, r"num_attention_heads = \[4, 4, 2, 2\] must be a positive integer"),
+        ({"hidden_size": None}, r"config.json lacks \['hidden_size'\]"),
+        ({"rms_norm_eps": "small"}, "config.json holds a value of the wrong type"),
+        ({"hidden_size": 66}, "hidden_size = 66 is not divisible"),
+    ],
+)
+def test_refusals(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of_llama(LLAMA | values, 1)
+
+
+def test_what_changes_nothing_passes() -> None:
+    config_of_llama({**LLAMA, "_name_or_path": "x", "torch_dtype": "bfloat16", "some_new_switch": None}, 1)
+
+
+def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
+    config = config_of_llama(values, 1)
+    shapes = {source_of(name): shape for name, shape in config.tensor_shapes().items()}
+    flat = {name: (int(np.prod(shape[:-1])), shape[-1]) if len(shape) > 1 else shape for name, shape in shapes.items()}
+    return {name: Tensor("fp32", np.ones(shape, np.float32)) for name, shape in flat.items()}
+
+
+def test_wrong_tensors_are_named() -> None:
+    tensors = tensors_of(LLAMA)
+    extra = Tensor("fp32", np.zeros(8, np.float32))
+    laneformer_of(LLAMA, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": extra}, 2)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(ValueError, match=f"lacks 1 tensors, such as {name}"):
+        laneformer_of(LLAMA, {n: t for n, t in tensors.items() if n != name}, 1)
+    with pytest.raises(ValueError, match=rf"{name} has shape \(8,\), the config says \(64, 64\)"):
+        laneformer_of(LLAMA, {**tensors, name: extra}, 1)
+    with pytest.raises(ValueError, match=r"has not, such as model\.layers\.0\.mlp\.gate_proj\.bias"):
+        laneformer_of(LLAMA, {**tensors, "model.layers.0.mlp.gate_proj.bias": extra}, 1)
+    head = Tensor("fp32", np.zeros((130, 64), np.float32))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings = True, but lm_head\.weight is not the embedding"):
+        laneformer_of({**LLAMA, "tie_word_embeddings": True}, {**tensors, "lm_head.weight": head}, 1)

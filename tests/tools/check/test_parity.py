@@ -1,0 +1,111 @@
+"""Folders with the published spellings: read by engine and import, and equal to the code that they bring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from laneformer import LaneformerConfig
+from laneformer.engine.folder import config_of, read_checkpoint
+from laneformer.hf.load_folder import import_folder
+from tests.tools.check.published_assets import OLDER, write_published
+from tools.check import parity
+
+MEANT = LaneformerConfig(
+    hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
+    num_lanes=4, broadcast_delay=2, max_position_embeddings=96, vocab_size=120, sliding_window=7,
+    swa_layers=(0, 1, 2), rebroadcast_early=True,
+)  # fmt: skip
+
+
+def meant(**changes: Any) -> LaneformerConfig:
+    return LaneformerConfig.from_dict({**MEANT.to_dict(), **changes})
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as published": ({}, {}),
+    "norms per lane, windows at the end": (
+        {"replicated_rmsn_scale": False, "sliding_window_n_layers": -2},
+        {"replicated_rmsn_scale": False, "swa_layers": (3, 4)},
+    ),
+    "early layers apart": ({"use_early_comm": False}, {"use_early_comm": False}),
+    "no exchange": (
+        {"use_comm": False, "use_early_comm": False},
+        {"use_attention_comm": False, "use_mlp_comm": False, "use_early_comm": False},
+    ),
+}
+
+
+def checked(folder: Path, **options: Any) -> dict[str, Any]:
+    return parity.check(parity.Options(folder, positions=24, prompts=2, new_tokens=8, **options), Console(quiet=True))
+
+
+@pytest.mark.parametrize("name", ["as published", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[1:])])
+def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path: Path, name: str) -> None:
+    spelled, means = CASES[name]
+    folder = write_published(tmp_path / name.replace(" ", "_").replace(",", ""), meant(**means), **spelled)
+    report = checked(folder, trust_remote_code=True)
+    assert report["failed"] == []
+    assert report["published_code"] == "LaneformerTPForCausalLM"
+    assert report["greedy"]["same"] == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_spellings_mean(name: str) -> None:
+    spelled, means = CASES[name]
+    assert config_of({**OLDER, **spelled}) == meant(**means)
+
+
+def test_more_spellings() -> None:
+    assert config_of({**OLDER, "unclamped_layers": [1]}).swa_layers == (0, 2)
+    assert config_of({**OLDER, "num_key_value_heads": None}).num_key_value_heads == 8
+    assert config_of({**OLDER, "sliding_window": None, "sliding_window_n_layers": 0}).swa_layers == ()
+    left_out = {name: value for name, value in OLDER.items() if name not in ("lm_head_type", "broadcast_delay")}
+    assert config_of(left_out).lm_head_type == "replicate", "the older class's default"
+    assert config_of({**left_out, "rebroadcast_early": False}).rebroadcast_early is False
+    newer = {**MEANT.to_dict(), "model_type": "laneformer", "use_comm": True}
+    assert config_of(newer) == MEANT
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_comm": False}, "use_comm = False with use_early_comm = True is not supported"),
+        ({"lm_head_type": "lane"}, "lm_head_type = 'lane' of laneformer_tp scores all lanes at once"),
+        ({"sliding_window": None}, "sliding_window is missing, but some layers have one"),
+        ({"attn_mask_type": "prefix"}, "attn_mask_type = 'prefix' is not supported"),
+    ],
+)
+def test_what_has_no_new_spelling_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config_of({**OLDER, **changes})
+
+
+def test_the_folder_s_code_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
+    folder = write_published(tmp_path / "hf", MEANT)
+    (folder / "modeling_laneformer.py").write_text("raise RuntimeError('this code runs')")
+    report = checked(folder)
+    assert (report["failed"], report["published_code"]) == ([], None)
+    with pytest.raises(ValueError, match="does not load: this code runs"):
+        checked(folder, trust_remote_code=True)
+
+
+def test_a_difference_is_found_and_explained(tmp_path: Path) -> None:
+    """The folder's code adds early layers' outputs again, but its config.json is made to say otherwise."""
+    folder = write_published(tmp_path / "differs", MEANT, rebroadcast_early=False)
+    report = checked(folder, trust_remote_code=True)
+    assert set(report["failed"]) >= {"logits: published code", "layers: published code"}
+    assert report["first_wrong"] == {"engine": None, "published code": 2}, "the first layer that adds them"
+    assert report["rebroadcast_early"] is True
+
+
+def test_import_reads_the_older_spellings(tmp_path: Path) -> None:
+    config = meant(replicated_rmsn_scale=False)
+    folder = write_published(tmp_path / "hf", config, replicated_rmsn_scale=False)
+    import_folder(folder, tmp_path / "run")
+    assert LaneformerConfig.from_dict(json.loads((tmp_path / "run/model.json").read_text())) == config
+    assert read_checkpoint(folder).tensors.keys() == config.tensor_shapes().keys()
