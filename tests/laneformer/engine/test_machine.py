@@ -71,7 +71,7 @@ def test_efficiency_cores_are_left_to_others(tmp_path, files):
         (  # the least of the nested ones, wherever it is
             {
                 "proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": "300000 100000",
-                "sys/fs/cgroup/pod/box/cpu.max": "max 100000",
+                "sys/fs/cgroup/pod/box/cpu.max": "500000 100000",
             },
             3.0,
         ),

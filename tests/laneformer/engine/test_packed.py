@@ -242,7 +242,7 @@ def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why
             monkeypatch.setattr(module, "this_machine", lambda: two)
     else:
         monkeypatch.setattr(packed, "file_system", lambda path: "tmpfs")
-    with Engine.from_pretrained(folder, threads=3) as engine:
+    with Engine.from_pretrained(folder, threads=3, kv_dtype="fp32") as engine:
         np.testing.assert_array_equal(engine.logits(IDS), plain)
         path = only_file(folder)
         path.write_bytes(bytes(path.stat().st_size))  # nothing is read from it any more

@@ -124,3 +124,47 @@ def test_greedy_takes_the_first_of_the_largest_and_never_nan():
                 assert drawn(logits, [0], [], greedy) == np.nanargmax(logits)
         assert drawn(np.full(vocab, np.nan, np.float32), [0], [], greedy) == 0
         assert drawn(np.full(vocab, -np.inf, np.float32), [0], [], greedy) == 0
+
+
+def kept_by(logits, temperature: float, top_k: int, top_p: float) -> set[int]:
+    """The definition: sort, cut at the k-th, cut where the probability reaches top_p; equal logits together."""
+    scaled = logits.astype(np.float64) / temperature
+    least = np.sort(scaled)[-top_k] if top_k else -np.inf
+    order = [i for i in np.argsort(-scaled, kind="stable") if scaled[i] >= least]
+    weights = np.exp(scaled[order] - scaled.max())
+    count = int(np.argmax(np.cumsum(weights) >= top_p * weights.sum())) + 1
+    return set(np.flatnonzero(scaled >= scaled[order[count - 1]]).tolist()) & set(order)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 65, 3000])
+def test_only_tokens_of_the_definition_are_drawn(vocab):
+    rng = np.random.default_rng(vocab)
+    shapes = {
+        "flat": rng.normal(size=vocab), "ties": rng.integers(-3, 3, vocab), "equal": np.zeros(vocab),
+        "outlier": np.r_[rng.normal(size=vocab - 1) * 1e-3, -80.0], "far": np.r_[rng.normal(size=vocab - 1), 300.0],
+    }  # fmt: skip
+    for name, values in shapes.items():
+        logits = values.astype(np.float32)
+        for top_k, top_p in ((0, 0.95), (0, 0.3), (min(40, vocab), 0.9)):
+            options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p}
+            kept = kept_by(logits, **options)
+            found = {drawn(logits, [0], [], GenerationOptions(seed=seed, **options)) for seed in range(30)}
+            assert found <= kept, (name, top_k, top_p)
+
+
+def test_top_p_gives_the_tokens_that_a_sort_would_give():
+    """`top_k` as large as the kept set draws among the same tokens, so every seed must give the same one."""
+    rng = np.random.default_rng(8)
+    for trial in range(25):
+        logits = (rng.normal(size=3000) * rng.uniform(0.2, 5)).astype(np.float32)
+        top_p = float(rng.uniform(0.05, 0.999))
+        count = len(kept_by(logits, 0.8, 0, top_p))
+        for seed in range(5):
+            by_p = drawn(logits, [0], [], GenerationOptions(temperature=0.8, top_p=top_p, seed=seed))
+            assert by_p == drawn(logits, [0], [], GenerationOptions(temperature=0.8, top_k=count, seed=seed)), trial
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 5.5e-309, 1e-30])
+def test_temperatures_whose_inverse_overflows_are_greedy(temperature):
+    logits = np.random.default_rng(2).normal(size=50).astype(np.float32)
+    assert drawn(logits, [0], [], GenerationOptions(temperature=temperature)) == logits.argmax()

@@ -4,8 +4,6 @@
 #include <bit>
 #include <cfloat>
 #include <cmath>
-#include <functional>
-#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -59,7 +57,7 @@ Sampler::Sampler(SamplingOptions options, int vocab, const std::vector<int>& pro
     for (const int id : prompt)
       if (times_[id] < 0) times_[id] = 0, seen_.push_back(id);
   }
-  if (options_.draw.filters()) sorted_.reserve(vocab);
+  if (options_.draw.filters()) kept_.reserve(vocab);
   if (options_.penalises() || !options_.logit_bias.empty() || options_.min_new_tokens) logits_.resize(vocab);
 }
 
@@ -89,25 +87,46 @@ const float* Sampler::adjusted(const float* logits) {
 // The least logit that top-k and top-p leave; `top` is the largest one.
 float Sampler::threshold(const float* logits, float top) {
   const Sampling& draw = options_.draw;
-  sorted_.clear();
-  std::copy_if(logits, logits + vocab_, std::back_inserter(sorted_), [](float logit) { return logit > -INFINITY; });
-  auto end = sorted_.end();
-  if (draw.top_k > 0 && draw.top_k < static_cast<int>(sorted_.size())) {
-    end = sorted_.begin() + draw.top_k;
-    std::nth_element(sorted_.begin(), end - 1, sorted_.end(), std::greater());
-    end = std::partition(end, sorted_.end(), [kth = end[-1]](float logit) { return logit == kth; });
+  kept_.clear();
+  for (int id = 0; id < vocab_; ++id)
+    if (logits[id] > -INFINITY) kept_.push_back({logits[id], 0.0f});
+  Weighed *begin = kept_.data(), *end = begin + kept_.size();
+  float least = -FLT_MAX;
+  if (draw.top_k > 0 && draw.top_k < end - begin) {
+    Weighed* last = begin + draw.top_k - 1;
+    std::nth_element(begin, last, end, [](const Weighed& a, const Weighed& b) { return a.logit > b.logit; });
+    least = last->logit;
+    end = std::partition(last + 1, end, [=](const Weighed& one) { return one.logit == least; });
   }
-  float least = end == sorted_.end() ? -FLT_MAX : *std::min_element(sorted_.begin(), end);
-  if (draw.top_p < 1.0f) {
-    double total = 0.0, reached = 0.0;
-    for (auto logit = sorted_.begin(); logit != end; ++logit) total += draw.weight(*logit, top);
-    std::make_heap(sorted_.begin(), end);
-    while (end != sorted_.begin() && reached < draw.top_p * total) {  // the likeliest move to the back, in order
-      std::pop_heap(sorted_.begin(), end);
-      reached += draw.weight(least = *--end, top);
-    }
+  return draw.top_p < 1.0f ? top_p_threshold(begin, end, top) : least;
+}
+
+// The logit at which the likeliest ones have reached top_p of the whole weight. No sort of them all: a histogram of the
+// weight over equal steps of the logit says in which step that is, and only what lies there is looked at again.
+float Sampler::top_p_threshold(Weighed* begin, Weighed* end, float top) const {
+  constexpr int kSteps = 512, kSorted = 64;
+  double wanted = 0.0;
+  for (Weighed* one = begin; one != end; ++one) wanted += one->weight = options_.draw.weight(one->logit, top);
+  wanted *= options_.draw.top_p;
+  const auto above = [](const Weighed& a, const Weighed& b) { return a.logit > b.logit; };
+  while (end - begin > kSorted) {
+    double low = begin->logit, high = low;
+    for (const Weighed* one = begin; one != end; ++one)
+      low = std::min<double>(low, one->logit), high = std::max<double>(high, one->logit);
+    if (low == high) break;
+    const auto step_of = [high, scale = kSteps / (high - low)](const Weighed& one) {
+      return std::min(kSteps - 1, static_cast<int>((high - one.logit) * scale));
+    };
+    double weights[kSteps] = {};
+    for (const Weighed* one = begin; one != end; ++one) weights[step_of(*one)] += one->weight;
+    int step = 0;
+    while (step < kSteps - 1 && weights[step] < wanted) wanted -= weights[step++];
+    end = std::partition(begin, end, [&](const Weighed& one) { return step_of(one) == step; });
   }
-  return least;
+  std::sort(begin, end, above);
+  const Weighed* last = begin;
+  for (wanted -= last->weight; wanted > 0.0 && last + 1 != end; wanted -= last->weight) ++last;
+  return last->logit;
 }
 
 int Sampler::choose(const float* raw, int position) {

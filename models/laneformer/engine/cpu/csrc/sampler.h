@@ -48,7 +48,11 @@ class Sampler {
 
  private:
   const float* adjusted(const float* logits);
+  struct Weighed {
+    float logit, weight;
+  };
   float threshold(const float* logits, float top);
+  float top_p_threshold(Weighed* begin, Weighed* end, float top) const;
 
   SamplingOptions options_;
   int vocab_;
@@ -56,7 +60,7 @@ class Sampler {
   std::vector<int> seen_;      // distinct ids of the prompt and the output; only kept for penalties
   std::vector<int> times_;     // per id: in the output; -1: neither there nor in the prompt
   std::vector<float> logits_;  // a copy, adjusted
-  std::vector<float> sorted_;  // for the filters
+  std::vector<Weighed> kept_;  // for the filters
 };
 
 }  // namespace laneformer
