@@ -57,8 +57,10 @@ class Engine:
     "auto" is "exact", and "int8" for int4 weights.
     `kv_dtype` is that of cached keys and values: "auto" is "fp32" for fp32 weights, else "fp16"; "bf16" holds values
     beyond 65,504, which fp16 refuses with a ValueError when they come.
-    `isa` is the instruction set: "auto", "avx512_bf16", "avx512", "avx2" or "portable"; the environment variable
-    LANEFORMER_ISA sets the default.
+    `isa` is the instruction set: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or
+    "portable"; the environment variable LANEFORMER_ISA sets the default. A token has the same bits in a prompt's block,
+    a batch, or a draft as alone, but for "amx" with bf16 weights: its passes of four positions and more round
+    otherwise, by about 1e-6.
     On GPUs: `version` "persistent" (one kernel for the whole request) or "graph"; the kernels compute as math="exact"
     does, but for keys and values in 16 bits. Prompts of more than a few tokens, and scores, go through PyTorch.
     """

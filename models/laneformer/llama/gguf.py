@@ -56,7 +56,7 @@ class GgufFile(Mapping[str, Tensor]):
         for tensor in reader.tensors:
             if (kind := tensor.tensor_type.name) not in STORED | QUANTIZED:
                 raise ValueError(f"{path}: {tensor.name} is {kind}; the engine reads {[*STORED, *QUANTIZED]}")
-        self._dtype = dtype
+        self._dtype = self.best_dtype() if dtype == "auto" else dtype
         self.config = self._config_values()
 
     def __getitem__(self, name: str) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,7 +97,9 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def usable_isas(known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable")) -> list[str]:
+@functools.cache
+def usable_isas(known: Sequence[str] = ("amx", "avx512_bf16", "avx512", "avx2", "portable")) -> tuple[str, ...]:
+    """The best first."""
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []
     for isa in known:
@@ -104,4 +108,9 @@ def usable_isas(known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portab
         except ValueError:
             continue
         usable.append(isa)
-    return usable
+    return tuple(usable)
+
+
+def best_below_amx() -> str | None:
+    """The instruction set to test without the matrix unit; None where the automatic or the user's choice is without."""
+    return usable_isas()[1] if "amx" in usable_isas() and "LANEFORMER_ISA" not in os.environ else None

@@ -2,6 +2,7 @@
 // and every kind of request. All plans must agree to the last bit.
 //
 //   _core            runs everything; the last line holds a hash of each case's logits
+//   _core products   only each product alone (check_products.cpp)
 //   _core race       reads results that a running request still writes: ThreadSanitizer must end the program
 //   _core overflow   writes one byte behind the packed weights: AddressSanitizer must end the program
 #include <cstdio>
@@ -12,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "check_products.h"
 #include "content_hash.h"
 #include "decoder.h"
 
@@ -133,10 +135,11 @@ void run_ablation(Decoder& decoder, const ModelSpec& s) {
   finished(decoder);
 }
 
+// The best first, but for the emulated matrix unit, which no CPU would choose.
 std::vector<const char*> usable_isas() {
   std::vector<const char*> names;
   for (const Kernels* kernels : {avx512_bf16_kernels(), avx512_vnni_kernels(), avx512_kernels(), avx2_vnni_kernels(),
-                                 avx2_kernels(), portable_kernels()})
+                                 avx2_kernels(), portable_kernels(), amx_kernels()})
     try {
       if (kernels) names.push_back(choose_kernels(kernels->isa)->isa);
     } catch (const std::exception&) {  // compiled in, but not of this CPU
@@ -158,7 +161,7 @@ std::string product_hash(const Kernels* kernels, DType dtype) {
   const Pages tape(matrix.bytes()), prepared(kColumns * stride);
   pack_rows({weights.data(), DType::fp32, kRows, kInputs}, matrix, tape.bytes());
   how.prepare(x.data(), kStride, matrix.k_pairs(), kColumns, prepared.bytes());
-  how.multiply(tape.bytes(), kRows, matrix.k_pairs(), {prepared.bytes(), stride}, y.data(), kRows, kColumns);
+  how.multiply(tape.bytes(), kRows, matrix.k_pairs(), {prepared.bytes(), stride, 0}, y.data(), kRows, kColumns);
   return content_hash(y.data(), y.size() * sizeof(float), 1);
 }
 
@@ -219,18 +222,20 @@ struct Case {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count > 1) return plant(arguments[1]);
   const std::vector<const char*> isas = usable_isas();
-  std::vector<Case> cases = {{"fp16", "auto", Head::replicate, DType::fp16},
-                             {"fp32", "auto", Head::lane, DType::fp32},
-                             {"rounded", "auto", Head::lane, DType::bf16, Math::bf16},
-                             {"int8", "auto", Head::vocab_parallel, DType::int8},
-                             {"family", "auto", Head::replicate, DType::bf16, Math::exact, true},
-                             {"family_int8", "auto", Head::vocab_parallel, DType::int8, Math::exact, true},
-                             {"int8_rounded", "auto", Head::replicate, DType::int8, Math::int8},
-                             {"int4", "auto", Head::vocab_parallel, DType::int4, Math::int8}};
+  if (count > 1) return std::string(arguments[1]) == "products" ? check_products(isas) : plant(arguments[1]);
+  const char* best = isas.front();
+  std::vector<Case> cases = {{"fp16", best, Head::replicate, DType::fp16},
+                             {"fp32", best, Head::lane, DType::fp32},
+                             {"rounded", best, Head::lane, DType::bf16, Math::bf16},
+                             {"int8", best, Head::vocab_parallel, DType::int8},
+                             {"family", best, Head::replicate, DType::bf16, Math::exact, true},
+                             {"family_int8", best, Head::vocab_parallel, DType::int8, Math::exact, true},
+                             {"int8_rounded", best, Head::replicate, DType::int8, Math::int8},
+                             {"int4", best, Head::vocab_parallel, DType::int4, Math::int8}};
   for (const char* isa : isas) cases.push_back({isa, isa, Head::vocab_parallel});
-  if (isas.size() > 1) {  // else they were the automatic choice already
+  if (std::string(isas.back()) == "amx") cases.push_back({"amx_rounded", "amx", Head::lane, DType::bf16, Math::bf16});
+  if (std::string(best) != "portable") {  // else they were the automatic choice already
     cases.push_back({"portable_fp16", "portable", Head::vocab_parallel, DType::fp16});
     cases.push_back({"portable_rounded", "portable", Head::vocab_parallel, DType::bf16, Math::bf16});
   }

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.slow
 only_when_asked = pytest.mark.skipif("SANITIZE" not in os.environ, reason="minutes: make sanitize, or set SANITIZE")
 
 
-def build(check: str, **definitions: str) -> Path:
-    """The check program with these sanitizers (or "none"); its folder is kept, so what is unchanged stays compiled."""
-    folder = ROOT / "build" / f"check-{check}"
+def build(check: str, name: str = "", **definitions: str) -> Path:
+    """The check program with these sanitizers (or "none"), or with "" the module; what is unchanged stays compiled."""
+    folder = ROOT / "build" / f"check-{name or check}"
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:
@@ -84,7 +84,7 @@ def test_neon_gives_the_bits_of_avx2(watched):
     here = watched[1]
     if "avx2" not in here:
         pytest.skip("this CPU has no AVX2 to compare with")
-    there = hashes(emulator, build("none", **AARCH64))
+    there = hashes(emulator, build("none", "aarch64", **AARCH64))
     assert (there["portable"], there["fp16"], there["fp32"]) == (here["avx2"], here["fp16"], here["fp32"])
     for name in ("product_int8", "product_int4", "int4", "int8_rounded"):
         assert there[name] == here[name]

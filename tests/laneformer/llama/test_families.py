@@ -43,15 +43,16 @@ def test_engine(folder: Path, truth: transformers.PreTrainedModel) -> None:
     """Logits and greedy tokens of prompts longer than the window, for the lanes that each number of threads gets."""
     expected, prompt = logits_of(truth, IDS), IDS[: 3 * WINDOW]
     tokens, _ = hf_greedy(truth, prompt, 24)
-    with Engine.from_pretrained(folder, threads=1, cache=False) as engine:
+    options = {"cache": False, "kv_dtype": "fp32"}
+    with Engine.from_pretrained(folder, threads=1, **options) as engine:
         alone = engine.logits(IDS)
         assert engine.dtype == TYPES[json.loads((folder / "config.json").read_text())["dtype"]]
     assert relative_error(alone, expected) < ALLOWED
     for threads in (2, 3, 4, 5):
-        with Engine.from_pretrained(folder, threads=threads, cache=False) as engine:
+        with Engine.from_pretrained(folder, threads=threads, **options) as engine:
             assert relative_error(engine.logits(IDS), expected) < ALLOWED
             assert engine.generate(prompt, max_new_tokens=24, ignore_eos=True) == tokens
-        with Engine.from_pretrained(folder, threads=threads, lanes=1, cache=False) as engine:
+        with Engine.from_pretrained(folder, threads=threads, lanes=1, **options) as engine:
             assert np.array_equal(engine.logits(IDS), alone), "the number of threads changed bits"
 
 
@@ -66,7 +67,7 @@ def test_pytorch(folder: Path, truth: transformers.PreTrainedModel) -> None:
         assert relative_error(logits_of(model, IDS), logits_of(truth, IDS)) < ALLOWED
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "int8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "int8", "int4"])
 @pytest.mark.parametrize(("threads", "lanes"), [(1, 1), (2, 2), (3, 1)])
 def test_tied_embeddings_are_stored_once(tied: Path, dtype: str, threads: int, lanes: int) -> None:
     """In memory and in the packed cache: the tapes are all there is, and as large as the parameters; twice the same."""
@@ -74,7 +75,7 @@ def test_tied_embeddings_are_stored_once(tied: Path, dtype: str, threads: int, l
         decoder, first = engine._decoder, engine.logits(IDS)
         assert decoder.parts == threads
         rows = sum(len(decoder.part(i)) for i in range(threads))
-        element = {"fp32": 4, "int8": 1}.get(dtype, 2)
+        element = {"fp32": 4, "int8": 1, "int4": 1}.get(dtype, 2)
         assert rows < 1.5 * element * engine.config.parameter_count()["total"]  # tiles of 32 rows are padded
     assert [path.suffix for path in (tied / ".packed").iterdir()].count(".bin") == 1
     with Engine.from_pretrained(tied, dtype=dtype, threads=threads, lanes=lanes) as engine:

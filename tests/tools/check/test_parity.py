@@ -100,7 +100,7 @@ def test_a_difference_is_found_and_explained(tmp_path: Path) -> None:
     report = checked(folder, trust_remote_code=True)
     assert set(report["failed"]) >= {"logits: published code", "layers: published code"}
     assert report["first_wrong"] == {"engine": None, "published code": 2}, "the first layer that adds them"
-    assert report["rebroadcast_early"] is True
+    assert report["agrees_with"] == {"rebroadcast_early": True}
 
 
 def test_import_reads_the_older_spellings(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     w.prepared = Pages(prepared_bytes(dtype, widest_in));
     if (leads) w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32));
     if (leads) w.gated = floats(kMaxColumns * round_up(spec.ff_rows(), 32));
-    w.total = floats(kMaxColumns * hidden);
+    w.total = floats(2 * hidden);
     w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
     w.head_x.resize(plans_[t].head.size());
     for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype, hidden));

@@ -7,7 +7,7 @@
 // ago. Where threads outnumber lanes, a group of threads shares each lane: its members own rows of the lane's matrices,
 // keep a copy each of its residual stream, and meet within a module. Two meetings of all threads a pass: before the
 // first thread samples, and before the next pass. No column's result depends on which other columns it shares the pass
-// with, not in a single bit.
+// with, not in a single bit (on the matrix unit: as long as they are four or more, or fewer; kernels/amx.h).
 #pragma once
 #include <unistd.h>
 

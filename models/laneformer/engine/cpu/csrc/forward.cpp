@@ -99,26 +99,26 @@ void Decoder::join(int t, int layer, Module module, const Pass& pass) {
   const uint64_t global = pass.first_layer + layer;
   const Join how = spec_.join[module][layer];
   const bool delayed = how == Join::past && spec_.adds_delayed[module][layer];
-  const int n = pass.columns * spec_.padded_hidden();
+  const int n = spec_.padded_hidden();
   const uint64_t from = how == Join::present ? global : global - (delayed ? delay_ : 0);
   float* total = workers_[t].total.floats();
   wait_for(t, plan.leader, plan.leader + plan.members, 2 * global + module + 1);  // the rest of the own lane's rows
-  if (how == Join::present || delayed) {
-    wait_for_peers(t, 2 * from + module + 1);
-    const size_t stride = size_t{kMaxColumns} * spec_.padded_hidden();
-    kernels_->sum_rows(mailbox(from, module, 0), stride, spec_.lanes, total, n);
-  }
-  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
-    float* h = stream(t, lane - plan.first_lane, 0);
-    const float* partial = mailbox(global, module, lane);
-    if (how == Join::present)
-      kernels_->add(h, total, n);
-    else if (how == Join::no_reduce)
-      kernels_->add_scaled(h, partial, std::sqrt(static_cast<float>(spec_.lanes)), n);
-    else if (delayed)
-      kernels_->add_past(h, partial, total, mailbox(from, module, lane), n);
-    else
-      kernels_->add(h, partial, n);
+  if (how == Join::present || delayed) wait_for_peers(t, 2 * from + module + 1);
+  for (size_t c = 0; c < size_t(pass.columns); ++c) {  // one after the other, so that sums stay in the first cache
+    if (how == Join::present || delayed)
+      kernels_->sum_rows(mailbox(from, module, 0) + c * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
+    for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+      float* h = stream(t, lane - plan.first_lane, static_cast<int>(c));
+      const float* partial = mailbox(global, module, lane) + c * n;
+      if (how == Join::present)
+        kernels_->add(h, total, n);
+      else if (how == Join::no_reduce)
+        kernels_->add_scaled(h, partial, std::sqrt(static_cast<float>(spec_.lanes)), n);
+      else if (delayed)
+        kernels_->add_past(h, partial, total, mailbox(from, module, lane) + c * n, n);
+      else
+        kernels_->add(h, partial, n);
+    }
   }
 }
 

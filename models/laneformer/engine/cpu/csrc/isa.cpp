@@ -19,8 +19,15 @@ const Kernels* TABLE(LANEFORMER_ISA)() { return &table; }
 #include <string>
 
 #include "kernels.h"
+#if defined(LANEFORMER_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace laneformer {
+
+constexpr int kMatrixUnit = 6;  // the highest level; the others count from portable
 
 #if !defined(LANEFORMER_X86)
 const Kernels* avx2_kernels() { return nullptr; }
@@ -42,17 +49,43 @@ static bool cpu_has(int level) {
 }
 #endif
 
+#if defined(LANEFORMER_AMX)
+// Tiles of bf16, and Linux's permission for this process to use them, as they enlarge what a thread switch saves.
+static bool ask_for_matrix_unit() {
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kTileState = 3u << 17;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, features, saved, high;
+  if (!cpu_has(kMatrixUnit - 1) || !__get_cpuid_count(7, 0, &a, &b, &c, &features)) return false;
+  asm("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if (~features & (kAmxBf16 | kAmxTile) || ~saved & kTileState) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#else
+#if !defined(LANEFORMER_EMULATED_TILES)
+const Kernels* amx_kernels() { return nullptr; }
+#endif
+static bool ask_for_matrix_unit() { return true; }
+#endif
+
+static bool usable(int level) {
+  if (level < kMatrixUnit) return cpu_has(level);
+  static const bool permitted = ask_for_matrix_unit();  // once, and not for those who chose another level
+  return permitted;
+}
+
 const Kernels* choose_kernels(const char* isa) {
-  const Kernels* all[] = {portable_kernels(), avx2_kernels(),        avx2_vnni_kernels(),
-                          avx512_kernels(),   avx512_vnni_kernels(), avx512_bf16_kernels()};
+  const Kernels* all[] = {portable_kernels(),    avx2_kernels(),        avx2_vnni_kernels(), avx512_kernels(),
+                          avx512_vnni_kernels(), avx512_bf16_kernels(), amx_kernels()};
+  static_assert(std::size(all) == kMatrixUnit + 1);
   const std::string wanted = isa;
-  std::string usable;
-  for (int level = static_cast<int>(std::size(all)) - 1; level >= 0; --level) {
-    if (!all[level] || !cpu_has(level)) continue;
-    if (wanted == "auto" || wanted == all[level]->isa) return all[level];
-    usable += std::string(usable.empty() ? "" : ", ") + all[level]->isa;
+  std::string have;
+  for (int level = kMatrixUnit; level >= 0; --level) {
+    const bool asked = wanted == "auto" || (all[level] && wanted == all[level]->isa);
+    if (asked && all[level] && usable(level)) return all[level];
   }
-  throw std::invalid_argument("isa = '" + wanted + "' cannot run here; this CPU and this build have: auto, " + usable);
+  for (int level = kMatrixUnit; level >= 0; --level)
+    if (all[level] && usable(level)) have += std::string(have.empty() ? "" : ", ") + all[level]->isa;
+  throw std::invalid_argument("isa = '" + wanted + "' cannot run here; this CPU and this build have: auto, " + have);
 }
 
 }  // namespace laneformer

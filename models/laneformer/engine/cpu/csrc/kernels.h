@@ -51,7 +51,8 @@ struct Inputs {
   size_t ahead;   // bytes of weights to prefetch ahead; changes no result
 };
 
-// One way to multiply by packed tiles: y[c][r] = sum_k W[r][k] x[c][k]. Every column is computed as if it were alone.
+// One way to multiply by packed tiles: y[c][r] = sum_k W[r][k] x[c][k]. Every column is computed as if it were alone,
+// but for AMX: there, few columns and many round differently (kernels/amx.h).
 struct Product {
   // Bytes of one prepared column; null where `multiply` reads fp32 inputs as they are.
   size_t (*column_bytes)(int k_pairs);
@@ -104,6 +105,7 @@ const Kernels* avx2_vnni_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_bf16_kernels();
+const Kernels* amx_kernels();
 
 // "auto" or a name; throws std::invalid_argument for what this binary or this CPU lacks.
 const Kernels* choose_kernels(const char* isa);

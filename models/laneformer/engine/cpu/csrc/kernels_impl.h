@@ -3,6 +3,10 @@
 // Nothing in these files may use inline functions of other headers: the linker could pick the copy that was compiled for
 // the newest CPU.
 #pragma once
+#if defined(__AMX_BF16__) || defined(LANEFORMER_EMULATED_TILES)
+#define LANEFORMER_MATRIX_UNIT
+#include "kernels/amx.h"
+#endif
 #include "kernels/attention.h"
 #include "kernels/bf16.h"
 #include "kernels/elementwise.h"
@@ -24,6 +28,10 @@ constexpr Kernels kernels_named(const char* isa) {
   k.products[(int)Math::bf16][(int)DType::bf16] = kBf16Product;
   k.products[(int)Math::int8][(int)DType::int8] = kIntegerProduct<DType::int8>;
   k.products[(int)Math::int8][(int)DType::int4] = kIntegerProduct<DType::int4>;
+#if defined(LANEFORMER_MATRIX_UNIT)
+  exact[(int)DType::bf16] = kUnitProduct<3>;
+  k.products[(int)Math::bf16][(int)DType::bf16] = kUnitProduct<1>;
+#endif
   k.rms_norm = rms_norm;
   k.silu_gate = silu_gate;
   k.attend = attend;

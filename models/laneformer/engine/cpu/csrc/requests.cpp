@@ -261,7 +261,7 @@ void Decoder::finish_pass() {
   }
 }
 
-// One token, and one more for each draft token that was right: what a pass of its own would have given, bit for bit.
+// One token, and one more for each draft token that was right: what a pass of its own would have given.
 void Decoder::take_tokens(Sequence& s, int row) {
   const bool timed = &s == &sequences_[0];
   const int before = s.new_tokens();

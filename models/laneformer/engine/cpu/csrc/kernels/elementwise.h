@@ -6,12 +6,14 @@ namespace laneformer {
 namespace {
 
 void rms_norm(const float* h, const float* scale, float eps, int size, int n, float* out) {
-  V16 squares[2] = {splat(0.0f), splat(0.0f)};
-  for (int i = 0; i < n; i += 16) {
-    const V16 v = load(h + i);
-    squares[(i / 16) & 1] = fma(v, v, squares[(i / 16) & 1]);
+  V16 even = splat(0.0f), odd = even;
+  int done = 0;
+  for (; done + 32 <= n; done += 32) {
+    const V16 first = load(h + done), second = load(h + done + 16);
+    even = fma(first, first, even), odd = fma(second, second, odd);
   }
-  const float mean = sum(squares[0] + squares[1]) / (float)size;
+  if (done < n) even = fma(load(h + done), load(h + done), even);
+  const float mean = sum(even + odd) / (float)size;
   const V16 factor = splat(1.0f / __builtin_sqrtf(mean + eps));
   for (int i = 0; i < n; i += 16) store(out + i, load(h + i) * factor * load(scale + i));
 }

@@ -1,0 +1,147 @@
+"""The instruction set `amx`: blocks of four columns and more round otherwise than fewer columns do; all else holds.
+
+Where the CPU has no matrix unit, the last test runs the others on emulated tiles. Speed is not tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.laneformer.engine.assets import (
+    engine_of,
+    float32_error,
+    random_ids,
+    random_model,
+    small_config,
+    torch_logits,
+    usable_isas,
+)
+from tests.laneformer.engine.test_native import build, hashes, run
+
+ROOT = Path(__file__).resolve().parents[3]
+BELOW = os.environ.get("BELOW_AMX", "avx512_bf16")  # whose product few columns take
+LONG = {"max_position_embeddings": 192}
+NEAR = 2e-5  # of log-probabilities: some hundred sums, each rounded otherwise by 1e-7
+needs_unit = pytest.mark.skipif("amx" not in usable_isas(), reason="no matrix unit: see the last test")
+
+
+def long_model(seed: int, dtype: str = "bf16", **overrides: object):
+    return random_model(small_config(**LONG, **overrides), seed=seed, dtype=dtype)
+
+
+@needs_unit
+def test_it_is_chosen_first_and_others_by_name(monkeypatch):
+    monkeypatch.delenv("LANEFORMER_ISA", raising=False)
+    model = random_model(small_config(), dtype="bf16")
+    with engine_of(model) as first, engine_of(model, isa=BELOW) as second:
+        assert (first.isa, second.isa) == ("amx", BELOW)
+    monkeypatch.setenv("LANEFORMER_ISA", "portable")
+    with engine_of(model) as engine:
+        assert engine.isa == "portable"
+
+
+@needs_unit
+@pytest.mark.parametrize("overrides", [{}, {"lm_head_type": "replicate"}, {"intermediate_size": 4 * 23}])
+def test_exact_prompts_are_as_near_to_float64_as_float32(overrides):
+    model = long_model(1, **overrides)
+    ids = random_ids(model.config, 150)  # a block of 128 columns and one of 22
+    reference = torch_logits(model, ids)
+    with engine_of(model, isa="amx") as engine, engine_of(model, isa=BELOW) as below:
+        logits, others = engine.logits(ids), below.logits(ids)
+    assert np.abs(logits - reference).max() <= 4 * float32_error(model, ids, reference)
+    assert np.abs(logits - reference).max() <= 3 * np.abs(others - reference).max()
+    assert np.abs(logits - others).max() > 0, "the same bits: the unit has not been used"
+
+
+@needs_unit
+def test_rounded_prompts_are_as_near_to_float64_as_other_rounded_ones():
+    model = long_model(2)
+    ids = random_ids(model.config, 150)
+    reference = torch_logits(model, ids)
+    with engine_of(model, isa="amx", math="bf16") as engine, engine_of(model, isa=BELOW, math="bf16") as below:
+        error, other = (np.abs(e.logits(ids) - reference) for e in (engine, below))
+    assert 0.5 < error.mean() / other.mean() < 2
+    assert error.max() > 100 * float32_error(model, ids, reference), "not rounded at all"
+
+
+@needs_unit
+@pytest.mark.parametrize("math", ["exact", "bf16"])
+def test_few_columns_have_the_bits_of_the_level_below(math):
+    model = long_model(3)
+    with engine_of(model, isa="amx", math=math) as engine, engine_of(model, isa=BELOW, math=math) as below:
+        new, old = (e.generate_detailed([1, 2, 3], max_new_tokens=60, logprobs=2) for e in (engine, below))
+        assert new.tokens == old.tokens
+        new, old = (e.generate_detailed([1, 2, 3], max_new_tokens=60, logprobs=2, speculate=2) for e in (engine, below))
+        assert new.tokens == old.tokens
+
+
+@needs_unit
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "int8"])
+def test_other_weights_have_the_bits_of_the_level_below(dtype):
+    model = long_model(4, dtype="fp32" if dtype == "int8" else dtype)
+    ids = random_ids(model.config, 100)
+    with engine_of(model, dtype=dtype, isa="amx") as engine, engine_of(model, dtype=dtype, isa=BELOW) as below:
+        np.testing.assert_array_equal(engine.logits(ids), below.logits(ids))
+
+
+@needs_unit
+@pytest.mark.parametrize("math", ["exact", "bf16"])
+def test_a_column_depends_on_neither_threads_nor_its_place_in_a_block(math):
+    model = long_model(5)
+    ids = random_ids(model.config, 180)
+    with engine_of(model, isa="amx", math=math, threads=1) as engine:
+        whole = engine.logprobs(ids, start=1, reuse_prefix=False)
+        for start in (20, 57, 140, 170):  # no block of fewer than four
+            engine.generate(ids[:start], max_new_tokens=1, reuse_prefix=False)
+            np.testing.assert_array_equal(engine.logprobs(ids, start=start), whole[start - 1 :])
+            assert engine.statistics.reused_tokens == start - 1
+        for threads in (2, 5):
+            with engine_of(model, isa="amx", math=math, threads=threads) as other:
+                np.testing.assert_array_equal(other.logprobs(ids, start=1), whole)
+
+
+@needs_unit
+def test_batches_drafts_and_reused_prefixes_give_the_same_tokens():
+    model = long_model(6)
+    prompts = [random_ids(model.config, 5 + 20 * i, seed=i) for i in range(8)]
+    with engine_of(model, isa="amx", threads=2) as engine, engine_of(model, isa=BELOW) as below:
+        alone = [below.generate(prompt, max_new_tokens=20) for prompt in prompts]
+        assert engine.generate_batch(prompts, max_new_tokens=20) == alone
+        for prompt in prompts[:3]:
+            expected = below.generate_detailed(prompt, max_new_tokens=40, logprobs=0, reuse_prefix=False)
+            for options in ({"speculate": 9, "reuse_prefix": False}, {"speculate": 31}, {}):
+                result = engine.generate_detailed(prompt, max_new_tokens=40, logprobs=0, **options)
+                assert result.ids == expected.ids
+                gaps = [a.logprob - b.logprob for a, b in zip(result.tokens, expected.tokens, strict=True)]
+                assert np.abs(gaps).max() < NEAR
+
+
+@pytest.mark.slow
+def test_each_product_alone_and_all_kinds_of_requests_under_sanitizers():
+    program = build("address,undefined", "tiles", LANEFORMER_EMULATED_TILES="ON")
+    assert {"portable", "amx", "amx_rounded"} <= hashes(program).keys()
+    done = run(program, "products")
+    assert done.returncode == 0, done.stdout + done.stderr
+    errors = {(isa, math): float(error) for isa, math, error in map(str.split, done.stdout.splitlines())}
+    assert {isa for isa, _ in errors} == {"amx", "portable"}
+    for (isa, math), error in errors.items():
+        assert error < 5e-7, (isa, math)
+        assert error < 3 * errors["portable", math], (isa, math)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("BELOW_AMX" in os.environ, reason="this is the emulation")
+def test_all_of_it_on_emulated_tiles():
+    core = build("", "tiles-module", LANEFORMER_EMULATED_TILES="ON", Python_EXECUTABLE=sys.executable).parent
+    (module,) = core.glob("_core*.so")
+    command = [sys.executable, "-m", "tests.laneformer.engine.on_emulated_tiles", module, "-rs", "-m", "not slow"]
+    environment = {**os.environ, "BELOW_AMX": "portable"}
+    done = subprocess.run([*command, __file__], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout, done.stdout
