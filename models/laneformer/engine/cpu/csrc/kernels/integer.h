@@ -133,15 +133,13 @@ INLINE void load_words(const char* w, int group, int part, int pairs, I& low, I&
   }
 }
 
-constexpr int kIntegersAhead = 3072;  // bytes that are prefetched ahead
-
 template <DType T>
 constexpr int kLineStep = T == DType::int4 ? 128 : 256;  // eight inputs of a tile
 
 // GROUPS groups of 16 rows of one tile, from `first`, times COLUMNS columns.
 template <DType T, int GROUPS, int COLUMNS>
-INLINE void multiply_rounded(const char* w, int first, int k_pairs, const char* x, size_t stride, float* y,
-                             int y_stride, int valid) {
+INLINE void multiply_rounded(const char* w, int first, int k_pairs, const char* x, size_t stride, size_t ahead,
+                             float* y, int y_stride, int valid) {
   const char* const row_scales = w + (size_t)k_pairs * 64;  // of int8
   constexpr int kBias = T == DType::int4 ? kZeroLevel : kOffset;
   V16 total[GROUPS][COLUMNS];
@@ -155,8 +153,7 @@ INLINE void multiply_rounded(const char* w, int first, int k_pairs, const char* 
       for (int g = 0; g < GROUPS; ++g) EACH_PART sums[g][c][i] = bias;
     }
     for (int k = 0; k < kGroupInputs && (T == DType::int4 || k < 2 * pairs); k += 8, w += kLineStep<T>) {
-      if constexpr (COLUMNS == 1)
-        for (int line = 0; line < kLineStep<T>; line += 64) __builtin_prefetch(w + kIntegersAhead + line);
+      for (int line = 0; line < kLineStep<T>; line += 64) __builtin_prefetch(w + ahead + line);
 #pragma GCC unroll 2
       for (int g = 0; g < GROUPS; ++g) EACH_PART {
         I low, high;
@@ -197,37 +194,28 @@ INLINE void multiply_rounded(const char* w, int first, int k_pairs, const char* 
     }
 }
 
-#if defined(__AVX512F__)
-constexpr int kRoundedGroups = 2, kRoundedColumns = 4;  // what the registers hold
-#else
-constexpr int kRoundedGroups = 1, kRoundedColumns = 2;
-#endif
+constexpr int kRoundedColumns = 4, kRoundedGroups = kParts == 1 ? 2 : 1;  // what the registers hold
 
 template <DType T, int COLUMNS>
-INLINE void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, float* y, int y_stride,
-                                  int valid) {
+void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, float* y,
+                           int y_stride, int valid) {
 #pragma GCC unroll 2
   for (int g = 0; g < 2; g += kRoundedGroups)
-    multiply_rounded<T, kRoundedGroups, COLUMNS>(w, g, k_pairs, x, stride, y, y_stride, valid);
+    multiply_rounded<T, kRoundedGroups, COLUMNS>(w, g, k_pairs, x, stride, ahead, y, y_stride, valid);
 }
 
 template <DType T>
-void multiply_integers(const void* tiles, int rows, int k_pairs, Inputs inputs, float* y, int y_stride, int columns) {
+void multiply_integers(const void* tiles, int rows, int k_pairs, Inputs in, float* y, int y_stride, int columns) {
+  constexpr decltype(&multiply_rounded_tile<T, 1>) kByColumns[] = {
+      multiply_rounded_tile<T, 1>, multiply_rounded_tile<T, 2>, multiply_rounded_tile<T, 3>,
+      multiply_rounded_tile<T, 4>};
   const char* w = (const char*)tiles;
-  for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T)) {
-    const char* x = inputs.data;
-    float* out = y + row;
-    int left = columns;
-    const auto take = [&](int count) {
-      left -= count;
-      x += count * inputs.stride;
-      out += (size_t)count * y_stride;
-    };
-    for (; left >= kRoundedColumns; take(kRoundedColumns))
-      multiply_rounded_tile<T, kRoundedColumns>(w, k_pairs, x, inputs.stride, out, y_stride, rows - row);
-    for (; left > 0; take(1))
-      multiply_rounded_tile<T, 1>(w, k_pairs, x, inputs.stride, out, y_stride, rows - row);
-  }
+  for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T))
+    for (int c = 0, block; c < columns; c += block) {
+      block = block_of(columns - c, kRoundedColumns);
+      kByColumns[block - 1](w, k_pairs, in.data + c * in.stride, in.stride, c ? 0 : in.ahead,
+                            y + (size_t)c * y_stride + row, y_stride, rows - row);
+    }
 }
 
 template <DType T>
