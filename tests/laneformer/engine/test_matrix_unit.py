@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BELOW = os.environ.get("BELOW_AMX", "avx512_bf16")  # whose product few columns take
 LONG = {"max_position_embeddings": 192}
 NEAR = 2e-5  # of log-probabilities: some hundred sums, each rounded otherwise by 1e-7
-needs_unit = pytest.mark.skipif("amx" not in usable_isas(), reason="no matrix unit: see the last test")
+needs_unit = pytest.mark.skipif(not usable_isas(("amx",)), reason="no matrix unit: see the last test")
 
 
 def long_model(seed: int, dtype: str = "bf16", **overrides: object):
