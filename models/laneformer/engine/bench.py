@@ -101,7 +101,7 @@ def measure_barriers(engine: Engine, prompt: list[int], segment: int) -> dict[st
 def after(engine: Engine, prompt: list[int], tokens: int, **fields: Any) -> Any:
     """The CpuDecoder, with its timings, after this many new tokens; `fields`: of Request."""
     request = engine._request([prompt], GenerationOptions(max_new_tokens=tokens, ignore_eos=True))
-    return engine._result(dataclasses.replace(request, **fields), lambda decoder: decoder)
+    return engine._result(engine._start(dataclasses.replace(request, **fields)), lambda decoder: decoder)
 
 
 def bytes_per_token(engine: Engine, positions: float) -> float:

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -163,7 +164,7 @@ class Engine:
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
         request = self._request([self._prompt(prompt_ids, "prompt_ids")], without_logprobs(options))
-        return self._result(request, lambda d: d.outputs())[0]
+        return self._result(self._start(request), lambda d: d.outputs())[0]
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> Stream[int]:
         """The tokens of `generate`, each as soon as it is known; closing the stream cancels the request."""
@@ -180,7 +181,8 @@ class Engine:
         if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MOST_SEQUENCES:
             raise ValueError(f"prompts must be a list of 1 to {MOST_SEQUENCES} prompts, each a list of token ids")
         checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
-        return self._result(self._request(checked, without_logprobs(options)), lambda d: d.outputs())
+        request = self._request(checked, without_logprobs(options))
+        return self._result(self._start(request), lambda d: d.outputs())
 
     def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         """`generate` with log-probabilities (option `logprobs`), the reason of the end, and statistics."""
@@ -194,7 +196,7 @@ class Engine:
             tokens = described(decoder, ids, 0, request.logprobs)
             return Generation(tokens, reason, len(prompt), Statistics(**decoder.statistics()))
 
-        return self._result(request, read, even_cancelled=True)
+        return self._result(self._start(request), read, even_cancelled=True)
 
     def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Stream[GeneratedToken]:
         """The tokens of `generate_detailed`, each as soon as it is known."""
@@ -249,12 +251,12 @@ class Engine:
             greedy = (top_ids[:, :1] == np.array(checked[first:], np.int32)[:, None]).any(1)
             return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)
 
-        return self._result(request, read)
+        return self._result(self._start(request), read)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after every position, float32 (len(ids), V)."""
         request = Request([self._prompt(ids, "ids")], score_from=1, logprobs=0, reuse_prefix=False, keep_logits=True)
-        return self._result(request, lambda d: d.logits()).reshape(-1, self.config.vocab_size)
+        return self._result(self._start(request), lambda d: d.logits()).reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Outputs of each module at some positions (ascending), for checks: float32 (positions, layers, 2, L, D)."""
@@ -265,7 +267,7 @@ class Engine:
         )  # fmt: skip
         c = self.config
         shape = len(positions), c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size
-        return self._result(request, lambda d: d.partials()).reshape(shape)
+        return self._result(self._start(request), lambda d: d.partials()).reshape(shape)
 
     @property
     def statistics(self) -> Statistics:
@@ -331,12 +333,12 @@ class Engine:
         return request
 
     @contextlib.contextmanager
-    def _start(self, request: Request, running: Running) -> Iterator[Decoder]:
+    def _start(self, request: Request, running: Running | None = None) -> Iterator[Decoder]:
         """The decoder at work on the request; what still runs at the end of the block is cancelled and waited for.
 
         RuntimeError while another request has not ended.
         """
-        decoder = self._open()
+        decoder, running = self._open(), running or Running()
         if not self.request_lock.acquire(blocking=False):
             raise RuntimeError("the engine is busy with another request; finish or close its stream first")
         try:
@@ -353,13 +355,14 @@ class Engine:
         finally:
             self.request_lock.release()
 
-    def _result(self, request: Request, read: Callable[[Decoder], T], even_cancelled: bool = False) -> T:
+    def _result(
+        self, started: AbstractContextManager[Decoder], read: Callable[[Decoder], T], even_cancelled: bool = False
+    ) -> T:
         """What `read` finds at the request's end; Cancelled, or with `even_cancelled` what there is by then."""
-        running = Running()
-        with self._start(request, running) as decoder:
+        with started as decoder:
             wait(decoder)
             if not even_cancelled:
-                running.expect_finished()
+                self._running.expect_finished()
             return read(decoder)
 
     def _tokens(

@@ -10,12 +10,9 @@ import os
 import threading
 import weakref
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from .decoder import Decoder
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 T_co = TypeVar("T_co", covariant=True)
 LONGEST_END_S = 10.0  # that the exit waits for a request to end
@@ -83,8 +80,16 @@ class Stream(Iterator[T_co]):
             self._results.close()
 
 
+class Owner(Protocol):
+    """An engine: whoever holds its `request_lock` is at work in it."""
+
+    request_lock: threading.Lock
+
+    def close(self) -> None: ...
+
+
 STREAMS: weakref.WeakSet[Stream[object]] = weakref.WeakSet()
-ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+ENGINES: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 @atexit.register
