@@ -95,7 +95,8 @@ def test_every_type_that_the_package_writes(tmp_path: Path, metadata: Any, kind:
     stored = file["model.layers.1.mlp.up_proj.weight"]
     values = torch.from_numpy(np.array(stored.values)).view(getattr(torch, STORED_TYPES[stored.dtype].torch))
     assert np.array_equal(values.float().numpy(), expected)
-    assert file.best_dtype() == {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}.get(kind, "int8")
+    best = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1": "int4"}.get(kind, "int8")
+    assert file.best_dtype() == best
 
 
 def test_k_quants_are_widened_as_ggml_defines_them() -> None:
