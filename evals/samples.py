@@ -111,7 +111,7 @@ def text_after(scorer: Scorer, ids: list[int], new: list[int]) -> str:
     """The text of new ids behind a prompt, as the engine streams it."""
     from laneformer.engine.text import TextStream
 
-    tokenizer: Any = scorer  # of which it needs `decode`
+    tokenizer: Any = scorer  # of which it needs `decode` and `id_to_token`
     text = TextStream(tokenizer, ids)
     return "".join([*map(text.push, new), text.finish()])
 

@@ -10,11 +10,12 @@ import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from laneformer.llama.config import FAMILIES
+if TYPE_CHECKING:
+    from laneformer import Engine
 
 Kind = Literal["auto", "engine", "transformers"]
 
@@ -53,6 +54,19 @@ class EngineEncoder:
         """The text of ids, without special tokens."""
         return self._tokenizer.decode(list(ids))
 
+    def id_to_token(self, token: int) -> str | None:
+        """The piece of the vocabulary, as the tokenizer writes it."""
+        return self._tokenizer.id_to_token(token)
+
+
+def open_engine(folder: Path, device: str = "auto", **options: Any) -> Engine:
+    """The engine as evaluations use it: on the CPU with keys and values in fp32, so that figures are the model's."""
+    from laneformer import Engine
+    from laneformer.engine.device import cuda_devices
+
+    exact = {} if cuda_devices(device) else {"kv_dtype": "fp32"}
+    return Engine.from_pretrained(folder, device=device, **{**exact, **options})
+
 
 class EngineScorer(EngineEncoder):
     """`laneformer.Engine` with prefix reuse, `max_length` tokens of context.
@@ -61,10 +75,8 @@ class EngineScorer(EngineEncoder):
     """
 
     def __init__(self, folder: Path, **options: Any):
-        from laneformer import Engine
-
         super().__init__(folder)
-        self.engine = Engine.from_pretrained(folder, **options)
+        self.engine = open_engine(folder, **options)
         self.name = f"engine {self.engine.dtype}"
         self.max_length = self.engine.config.max_position_embeddings
 
@@ -101,6 +113,9 @@ class TransformersEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def id_to_token(self, token: int) -> str | None:
+        return self._tokenizer.convert_ids_to_tokens(token)
 
 
 class TransformersScorer(TransformersEncoder):
@@ -212,6 +227,8 @@ def visible_device(device: str) -> str:
 
 def uses_engine(model: Path, device: str = "auto", kind: Kind = "auto") -> bool:
     """Whether `kind` is the engine; "auto" is for a Laneformer, except on CUDA until that engine has run on one."""
+    from laneformer.llama.config import FAMILIES
+
     model_type = read_config(model).get("model_type")
     ours = model_type == "laneformer"
     if kind == "engine" and not ours and model_type not in FAMILIES:

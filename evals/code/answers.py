@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from evals.code.score import Dataset
+from evals.scorer import open_engine
 from records.files import append_line, model_sha256, read_lines, write_atomically
 
 INSTRUCTION = (
@@ -75,11 +76,9 @@ class EngineModel:
     def __init__(self, folder: Path, chat: bool, sampling: Sampling, device: str = "auto"):
         from transformers import PreTrainedTokenizerFast
 
-        from laneformer import Engine  # the compiled part: an endpoint does not need it
-
         self.identity = {"model": folder.resolve().name, "model_sha256": model_sha256(folder)}
         self.sampling = sampling
-        self.engine = Engine.from_pretrained(folder, device=device)
+        self.engine = open_engine(folder, device)
         if self.engine.tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer.json; export the model with its tokenizer")
         self.tokenizer = self.engine.tokenizer

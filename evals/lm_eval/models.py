@@ -25,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from laneformer.engine.engine import Engine
+from evals.scorer import open_engine
 from laneformer.engine.text import StopStrings, TextStream, text_of
 
 MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
@@ -45,7 +45,7 @@ class EngineLM(TemplateLM):
     ):
         super().__init__()
         self.folder = Path(pretrained)
-        self.engine = Engine.from_pretrained(self.folder, device=device, context_tokens=max_length)
+        self.engine = open_engine(self.folder, device, context_tokens=max_length)
         if self.engine.tokenizer is None:
             raise ValueError(f"{self.folder} holds no tokenizer.json, which lm-eval needs; export the model again")
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder)

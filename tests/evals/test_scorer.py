@@ -152,8 +152,7 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    with pytest.raises(ValueError, match="is not a Laneformer"):
-        open_scorer(tmp_path, kind="engine")
+    open_scorer(tmp_path, kind="engine", device="cpu").close()  # a Llama, which the engine reads too
     with pytest.raises(ValueError, match="kind = 'onnx' is unknown"):
         open_scorer(tmp_path, kind="onnx")  # type: ignore[arg-type]
     scorer = open_scorer(tmp_path, device="cpu")

@@ -298,10 +298,9 @@ def lane_alone(session: Session) -> Report:
 
 def one_lane(config: LaneformerConfig) -> LaneformerConfig:
     """A model that is one lane of `config`: its share of everything, the whole stream, the same head dimension."""
-    head_dim, lanes = config.head_dim, config.num_lanes
-    alone: type[LaneformerConfig] = type("OneLane", (LaneformerConfig,), {"head_dim": property(lambda self: head_dim)})
-    shares = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    return alone.from_dict({**config.to_dict(), "num_lanes": 1, **{n: getattr(config, n) // lanes for n in shares}})
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    shares = {name: getattr(config, name) // config.num_lanes for name in names}
+    return LaneformerConfig.from_dict({**config.to_dict(), "head_dim": config.head_dim, "num_lanes": 1, **shares})
 
 
 def first_lane(name: str, tensor: Tensor) -> Tensor:

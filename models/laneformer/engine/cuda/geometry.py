@@ -288,7 +288,7 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         raise ValueError(
             f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
         )
-    config.refuse_borrowed("the CUDA engine")
+    config.refuse_borrowed("the CUDA engine", has=("head_dim",))
     if config.lm_head_type != "vocab_parallel":
         head = config.lm_head_type
         raise ValueError(f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU")
