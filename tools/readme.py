@@ -32,13 +32,13 @@ class Section:
     text: str
     tables: list[list[Row]] = field(default_factory=list)
 
-    def row(self, column: str, name: str) -> Row:
-        """The row whose first cell is `name` in the table that has `column`. Raises ValueError."""
+    def row(self, column: str, *names: str) -> Row:
+        """The row that begins with the cells `names` in the table that has `column`. Raises ValueError."""
         for table in self.tables:
             for row in table:
-                if column in row and next(iter(row.values())).replace("`", "") == name.replace("`", ""):
+                if column in row and tuple(c.strip("`") for c in row.values())[: len(names)] == names:
                     return row
-        raise ValueError(f"section {self.heading!r} has no table with a column {column!r} and a row {name!r}")
+        raise ValueError(f"section {self.heading!r} has no table with a column {column!r} and a row {names}")
 
 
 def newest_page(root: Path, topic: str) -> Path:
@@ -63,7 +63,8 @@ def table(block: str) -> list[Row]:
     """The rows of a Markdown table; of columns with the same header the first one counts."""
     lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().split("\n")]
     header, _, *body = lines
-    return [{header[0]: cells[0]} | dict(reversed(list(zip(header[1:], cells[1:], strict=True)))) for cells in body]
+    named = [(i, name) for i, name in enumerate(header) if name not in header[:i]]
+    return [{name: cells[i] for i, name in named} for cells in body]
 
 
 def newest_with(found: list[Section], needed: str) -> Section:
@@ -92,9 +93,10 @@ def first(pattern: str, text: str) -> str:
 def figures(root: Path = ROOT) -> str:
     """The table of README's first screen, in Markdown."""
     decode, loader = newest_page(root, "cpu-decode"), newest_page(root, "loader")
-    paired = newest_with(sections(decode), "--against llamacpp")
-    ours, ratio = paired.row("% of probe", "laneformer"), paired.row("median", "llamacpp")
-    large = newest_with(sections(decode), "`2b`, depth 0").row("% of probe", "`2b`, depth 0")
+    alone = "decode at depth 0"
+    paired = newest_with(sections(decode), "`300m` in bf16")
+    ours, ratio = paired.row("% of probe", alone, "laneformer"), paired.row("median", alone, "laneformer", "llamacpp")
+    large = newest_with(sections(decode), "`2b` in bf16").row("% of probe", alone, "laneformer")
     loading = sections(loader)[-1]
     speeds = {row["loader"]: float(row["M tokens/s/core"]) for row in loading.tables[0]}
     others = [speed for name, speed in speeds.items() if not name.startswith("Mix")]
@@ -104,7 +106,7 @@ def figures(root: Path = ROOT) -> str:
     rows = [
         (
             f"{ours['% of probe']}%",
-            f"of the machine's read bandwidth, probed in the same run: decoding one request, {setting} "
+            f"of the machine's read bandwidth, probed in the same run: decoding one request, {setting}, {alone[10:]} "
             f"({first(r'^(.+?, [0-9]+ CPUs)', paired.text)}; {rounds} rounds). `2b`: {large['% of probe']}%",
             decode,
         ),

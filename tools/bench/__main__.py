@@ -12,6 +12,7 @@ BENCHMARKS = {
     "text": "filtering and tokenizing text on one core",
     "train": "training speed, alternating with TorchTitan's Llama",
     "train-traffic": "bytes and FLOPs of a training step on an H100, from the compiler's schedule; needs no GPU",
+    "quality": "what 8- and 4-bit weights lose, beside llama.cpp's types",
     "cuda": "correctness and speed of the CUDA engine",
 }
 

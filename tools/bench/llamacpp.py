@@ -20,7 +20,7 @@ from tools.bench.harness import version
 
 FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
-FILE_TYPES = {"bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}
+FILE_TYPES = {"bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "iq4_nl": "IQ4_NL", "q4_k_m": "Q4_K_M"}
 BATCH_POSITIONS = 512  # of each sequence
 MOST_SEQUENCES = 8
 MOST_CONTEXT = 8192  # its keys and values are allocated at once
@@ -129,8 +129,23 @@ class LlamaCpp(Baseline):
         return [self.best(way, i) for i in range(len(ids))]
 
     def best(self, way: Any, index: int) -> int:
-        logits = self.api.llama_get_logits_ith(way, index)
-        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+        return int(self._logits(way, index).argmax())
+
+    def _logits(self, way: Any, index: int) -> np.ndarray:
+        return np.ctypeslib.as_array(self.api.llama_get_logits_ith(way, index), (self.vocab_size,))
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        """After every position, float32 (len(ids), V), by its automatic choice of attention."""
+        way = self.context(self.api.LLAMA_FLASH_ATTN_TYPE_AUTO, several=False)
+        batch = self.api.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i], batch.seq_id[i][0] = token, i, 1, 1, 0
+        self.check(self.api.llama_decode(way, batch))
+        found = np.stack([self._logits(way, i).copy() for i in range(len(ids))])
+        self.api.llama_batch_free(batch)
+        self.api.llama_free(way)
+        return found
 
     def check(self, status: int) -> None:
         if status:
