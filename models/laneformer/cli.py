@@ -17,6 +17,7 @@ from .engine import Engine, GenerationOptions
 from .tensors import MatrixDtype
 
 Dtype = Literal["auto"] | MatrixDtype
+Math = Literal["auto", "exact", "bf16", "int8"]
 KvDtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 
@@ -68,12 +69,17 @@ class Generate:
     dtype: Dtype = "auto"
     """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits, int4 not much more than a
     quarter; the output may change."""
+    math: Math = "auto"
+    """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact, and int8 for
+    int4 weights. CPU only."""
     kv_dtype: KvDtype = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
-    pin: bool = False
-    """Keep each thread on a CPU of its own."""
+    pin: bool | None = None
+    """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
+    lanes: int | None = None
+    """Lanes of a Llama-family model; default: as suit the threads. A Laneformer has its own."""
     cache: bool = True
     """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start."""
 
@@ -90,7 +96,7 @@ class Bench:
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Dtype = "auto"
     """Type of the matrices; auto: the checkpoint's, or bf16 for random weights."""
-    math: Literal["auto", "exact", "bf16", "int8"] = "auto"
+    math: Math = "auto"
     """bf16 and int8 round activations before every matrix product; auto: exact, and int8 for int4 weights."""
     kv_dtype: KvDtype = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
@@ -100,8 +106,10 @@ class Bench:
     """Also measure decoding with a barrier after every module, alternating with normal decoding. CPU only."""
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
-    pin: bool = False
-    """Keep each thread on a CPU of its own."""
+    pin: bool | None = None
+    """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
+    lanes: int | None = None
+    """Lanes of a Llama-family model; default: as suit the threads. A Laneformer has its own."""
     cache: bool = True
     """Keep the packed weights of a folder on disk for the next start."""
     json: bool = False
@@ -131,7 +139,7 @@ def generate(command: Generate) -> None:
         raise ValueError("--system is a message of a conversation; add --chat")
     if command.greedy and options.get("temperature"):
         raise ValueError(f"--greedy and --temperature {command.temperature} contradict each other; give one of them")
-    names = ["device", "dtype", "kv_dtype", "threads", "pin", "cache"]
+    names = ["device", "dtype", "math", "kv_dtype", "threads", "pin", "cache", "lanes"]
     wanted: dict[str, Any] = {name: getattr(command, name) for name in names}
     with Engine.from_pretrained(command.hf_dir, **wanted) as engine:
         prompt = conversation(engine, command.prompt, command.system) if command.chat else command.prompt
@@ -188,7 +196,8 @@ def open_engine(command: Bench) -> Engine:
         name: getattr(command, name) for name in ("device", "threads", "math", "pin", "kv_dtype")
     }
     if command.hf_dir is not None:
-        return Engine.from_pretrained(command.hf_dir, dtype=command.dtype, cache=command.cache, **options)
+        options |= {"dtype": command.dtype, "cache": command.cache, "lanes": command.lanes}
+        return Engine.from_pretrained(command.hf_dir, **options)
     dtype = "bf16" if command.dtype == "auto" else command.dtype
     return Engine.random(command.random_weights or "", dtype, **options)
 

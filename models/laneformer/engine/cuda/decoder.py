@@ -41,7 +41,7 @@ class CudaDecoder:
         threads: int | None = None,
         isa: str | None = None,
         math: str = "auto",
-        pin: bool = False,
+        pin: bool | None = None,
         kv_dtype: str = "auto",
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
