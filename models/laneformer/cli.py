@@ -70,8 +70,8 @@ class Generate:
     """Type of the matrices; auto: the checkpoint's. int8 reads half the bytes of 16 bits, int4 not much more than a
     quarter; the output may change."""
     math: Math = "auto"
-    """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact, and int8 for
-    int4 weights. CPU only."""
+    """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact, and int8
+    for int4 weights. CPU only."""
     kv_dtype: KvDtype = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     threads: int | None = None
