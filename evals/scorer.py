@@ -115,7 +115,7 @@ class TransformersEncoder:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def id_to_token(self, token: int) -> str | None:
-        return self._tokenizer.convert_ids_to_tokens(token)
+        return str(self._tokenizer.convert_ids_to_tokens(token))
 
 
 class TransformersScorer(TransformersEncoder):

@@ -198,7 +198,10 @@ def ratio(rounds: list[Result], ours: str, baseline: str) -> Result:
 def section(options: Options, result: Result) -> tuple[str, str]:
     bench, found = result["bench"], result["candidates"]
     probes = spread([probe for load in result["workloads"] for r in load["rounds"] for probe in r["probes"]])
-    listed = [f"- {name}: {c['version']}; {c['settings']}" for name, c in found.items()]
+    listed = [
+        f"- {name}: " + "; ".join(dict.fromkeys(filter(None, (c["version"], c.get("about"), c["settings"]))))
+        for name, c in found.items()
+    ]
     listed += [f"- {name}: left out, {reason}" for name, reason in result["missing"].items()]
     parts = [
         "\n".join(listed),

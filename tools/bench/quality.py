@@ -74,9 +74,9 @@ def measure(options: Options, console: Any) -> Result:
         console.print(f"{name}: {rows[name]}", style="dim")
     for kind in LLAMACPP if options.llamacpp else ():
         with console.status(f"llama.cpp {kind}"):
-            engine = LlamaCpp(None, options.model, kind, options.threads)
-            logits = [engine.logits(ids) for ids in windows]
-        bits = 8 * engine.weight_bytes / parameters
+            rival = LlamaCpp(None, options.model, kind, options.threads)
+            logits = [rival.logits(ids) for ids in windows]
+        bits = 8 * rival.weight_bytes / parameters
         rows[f"llama.cpp {kind}"] = compared(reference, logits, windows, text_bytes) | {"bits": bits}
         console.print(f"llama.cpp {kind}: {rows[f'llama.cpp {kind}']}", style="dim")
     return {"model": str(options.model), "tokens": sum(map(len, windows)), "types": rows}
@@ -106,7 +106,7 @@ def compared(
         nats -= float(q[np.arange(len(ids) - 1), ids[1:]].sum())
     return {
         "kl": float(np.concatenate(kl).mean()), "same_best": float(np.concatenate(same).mean()),
-        "bits_per_byte": nats / np.log(2) / text_bytes,
+        "bits_per_byte": float(nats / np.log(2) / text_bytes),
     }  # fmt: skip
 
 
