@@ -29,8 +29,8 @@ def test_a_folder_is_checked_and_measured(prepared_data, tmp_path, capsys):
     windows, categories = load_windows(prepared_data, 1)
     kl, same = [], []
     with (
-        Engine.from_pretrained(tmp_path, dtype="bf16") as half,
-        Engine.from_pretrained(tmp_path, dtype="int8") as small,
+        Engine.from_pretrained(tmp_path, dtype="bf16", kv_dtype="fp32") as half,
+        Engine.from_pretrained(tmp_path, dtype="int8", kv_dtype="fp32") as small,
     ):
         for window in np.concatenate(list(windows.values())):
             p, q = (e.logits(window[:-1].tolist()).astype(np.float64) for e in (half, small))
