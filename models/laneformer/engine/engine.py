@@ -121,7 +121,7 @@ class Engine:
     ) -> Engine:
         """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what is wrong with it.
 
-        dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5 bits.
+        dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5 bits, int4 for 4.
 
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start: the
         four combinations of threads and dtype that were used last.

@@ -60,14 +60,25 @@ AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block,
   const KvCache& cache = shared.caches[first.cache];
   const size_t base = cache_at(shared, layer, own * kv_heads + block.head);
   AttendArgs a{};
-  a.query = w.query.floats(), a.keys = cache.keys.bytes() + base, a.values = cache.values.bytes() + base;
-  a.dtype = spec_.kv_dtype, a.queries = block.count * group, a.heads = group, a.dim = dim;
-  a.slots = spec_.cache_slots(layer), a.position = first.position, a.window = window;
+  a.query = w.query.floats();
+  a.keys = cache.keys.bytes() + base;
+  a.values = cache.values.bytes() + base;
+  a.dtype = spec_.kv_dtype;
+  a.queries = block.count * group;
+  a.heads = group;
+  a.dim = dim;
+  a.slots = spec_.cache_slots(layer);
+  a.position = first.position;
+  a.window = window;
   a.first_chunk = window ? std::max(0, first.position - window + 1) / kChunkPositions : 0;
   a.last_chunk = (first.position + block.count - 1) / kChunkPositions;
   a.scale = 1.0f / std::sqrt(static_cast<float>(d));
-  a.states = w.states.floats(), a.scores = w.scores.floats(), a.mixed = w.mixed.floats();
-  a.tops = w.totals.floats(), a.totals = a.tops + a.queries, a.widened = w.widened.floats();
+  a.states = w.states.floats();
+  a.scores = w.scores.floats();
+  a.mixed = w.mixed.floats();
+  a.tops = w.totals.floats();
+  a.totals = a.tops + a.queries;
+  a.widened = w.widened.floats();
   return a;
 }
 
