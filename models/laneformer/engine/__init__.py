@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .batch import Batch, Update
 from .decoder import GeneratedToken, Generation, PromptLogprobs, Statistics
 from .options import GenerationOptions
 from .running import Cancelled
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 __all__ = [
+    "Batch",
     "Cancelled",
     "Engine",
     "GeneratedToken",
@@ -26,6 +28,7 @@ __all__ = [
     "Statistics",
     "StopStrings",
     "TextStream",
+    "Update",
 ]
 
 

@@ -9,7 +9,7 @@ import ctypes
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Request:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()
+    masked: bool = False  # joined requests: each token is drawn among the ids that `allow` names
     # scoring
     score_from: int = 0
     keep_logits: bool = False  # the logits of every position as well
@@ -53,6 +54,24 @@ class Request:
     # measurements (bench.py)
     probe_every: int = 0  # read-bandwidth probe before every this many decoded tokens; 0: none
     compare_barriers: bool = False  # every second segment of `probe_every` tokens: a barrier after every module
+
+
+# of scored tokens: log p (count,) float32, likeliest ids int32 and their log p float32, flat
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Collected(NamedTuple):
+    """News of one joined request: tokens first, first + 1, ...; `statistics` (those of `Statistics`) once it has ended.
+
+    scores: of these tokens where the request has `logprobs`; of a scoring request, all of them at its end.
+    """
+
+    ticket: int
+    first: int
+    tokens: list[int]
+    scores: Scores | None = None
+    statistics: dict[str, int] | None = None
+    error: str | None = None  # it ended because of this
 
 
 class Decoder(Protocol):
@@ -88,14 +107,39 @@ class Decoder(Protocol):
 
     def cancel(self) -> None: ...
     def outputs(self) -> list[list[int]]: ...
-    def scores(self, from_index: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of scored tokens: log p (count,), likeliest ids and their log p, flat."""
-        ...
+    def scores(self, from_index: int, count: int) -> Scores: ...
 
     def logits(self) -> np.ndarray: ...
     def partials(self) -> np.ndarray: ...
     def statistics(self) -> dict[str, int]:
         """The fields of `Statistics`."""
+        ...
+
+    # Requests of one prompt that run side by side (batch.py), in place of `start` and `poll`. Any thread may call
+    # these, but only one at a time `collect`.
+
+    most_joined: int
+
+    def join(self, request: Request) -> int:
+        """Begin a request between two tokens of the others; returns its ticket, which is never used again.
+
+        RuntimeError where `most_joined` run whose end has not been collected, or a request of `start` does.
+        """
+        ...
+
+    def collect(self, timeout_s: float) -> list[Collected]:
+        """News of every joined request since the last call; waits until there are some, or the time is up."""
+        ...
+
+    def leave(self, ticket: int) -> None:
+        """End a joined request at the next token; nothing where it has ended."""
+        ...
+
+    def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
+        """New token `index` (from 0) of a masked request is one of these ids: bits, uint32 (ceil(V / 32),).
+
+        The draw waits for it; the other requests do not. Nothing where the request has ended.
+        """
         ...
 
     def close(self) -> None: ...
@@ -111,6 +155,15 @@ class GeneratedToken:
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+    @staticmethod
+    def described(ids: Sequence[int], scores: Scores | None) -> list[GeneratedToken]:
+        """Tokens with their scores, where they have such."""
+        if scores is None or not ids:
+            return [GeneratedToken(i) for i in ids]
+        logprobs, top_ids, top_logprobs = (values.tolist() for values in scores)
+        pairs, top = list(zip(top_ids, top_logprobs, strict=True)), len(top_ids) // len(ids)
+        return [GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top])) for n, i in enumerate(ids)]
 
 
 @dataclass(frozen=True)
@@ -155,3 +208,11 @@ class PromptLogprobs:
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     is_greedy: np.ndarray
+
+    @staticmethod
+    def of(ids: Sequence[int], scores: Scores, top: int) -> PromptLogprobs:
+        """From a decoder's scores of these ids."""
+        logprobs, *tops = scores
+        top_ids, top_logprobs = (values.reshape(len(ids), top) for values in tops)
+        greedy = (top_ids[:, :1] == np.array(ids, np.int32)[:, None]).any(1)
+        return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)

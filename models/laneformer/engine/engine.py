@@ -20,6 +20,7 @@ import numpy as np
 
 from ..config import MODULES, LaneformerConfig
 from ..tensors import MATRIX_DTYPES, Tensor, dtype_name
+from .batch import Batch
 from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
@@ -90,6 +91,7 @@ class Engine:
         self.eos_ids = tuple(eos_ids)
         self.request_lock = threading.Lock()  # held while weights load, and from a request's start until it is read
         self._running = Running()  # the last request
+        self._batch: Batch | None = None  # the last one
         self._decoder: Decoder | None = None
         self._process = os.getpid()
         dtype = dtype_name(dtype)
@@ -193,7 +195,7 @@ class Engine:
             ids = decoder.outputs()[0]
             ended = "stop" if ids and ids[-1] in request.stop_ids else "length"
             reason = "cancelled" if self._running.cancelled else ended
-            tokens = described(decoder, ids, 0, request.logprobs)
+            tokens = described(decoder, ids, 0, request)
             return Generation(tokens, reason, len(prompt), Statistics(**decoder.statistics()))
 
         return self._result(self._start(request), read, even_cancelled=True)
@@ -203,7 +205,7 @@ class Engine:
         prompt = self._prompt(prompt_ids, "prompt_ids")
         request = self._request([prompt], GenerationOptions.from_kwargs(options))
         running = Running()
-        tokens = self._tokens(request, running, lambda d, ids, first: described(d, ids, first, request.logprobs))
+        tokens = self._tokens(request, running, lambda d, ids, first: described(d, ids, first, request))
         return Stream(tokens, running)
 
     def generate_text(self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any) -> str:
@@ -236,20 +238,11 @@ class Engine:
         The last id is only predicted, never read. A later `start` saves the head's work, and that of the positions
         before it that are still in the KV cache, as when many continuations follow one context.
         """
-        checked = self._prompt(ids, "ids", self.config.max_position_embeddings + 1)
-        first = in_range("start", start, int, 1, len(checked))
-        count = 0 if top is None else in_range("top", top, int, 0, min(MOST_LOGPROBS, self.config.vocab_size))
-        if not isinstance(reuse_prefix, bool):
-            raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
-        request = Request([checked], score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
+        request = self._scoring(ids, start, top or 0, reuse_prefix)
 
         def read(decoder: Decoder) -> np.ndarray | PromptLogprobs:
-            logprobs, top_ids, top_logprobs = decoder.scores(0, len(checked) - first)
-            if top is None:
-                return logprobs
-            top_ids, top_logprobs = (a.reshape(len(logprobs), count) for a in (top_ids, top_logprobs))
-            greedy = (top_ids[:, :1] == np.array(checked[first:], np.int32)[:, None]).any(1)
-            return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)
+            scores = decoder.scores(0, len(request.prompts[0]) - start)
+            return scores[0] if top is None else PromptLogprobs.of(request.prompts[0][start:], scores, top)
 
         return self._result(self._start(request), read)
 
@@ -268,6 +261,16 @@ class Engine:
         c = self.config
         shape = len(positions), c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size
         return self._result(self._start(request), lambda d: d.partials()).reshape(shape)
+
+    def batch(self) -> Batch:
+        """For requests that run side by side, as a server's do. Until it is closed, the engine takes no others.
+
+        RuntimeError while another request has not ended.
+        """
+        decoder = self._open()
+        self._acquire()
+        self._batch = Batch(decoder, self._joining, self._scoring, self.request_lock.release)
+        return self._batch
 
     @property
     def statistics(self) -> Statistics:
@@ -298,6 +301,8 @@ class Engine:
     def close(self) -> None:
         """Cancel the running request, stop the threads and free the weights; from any thread, safe to call twice."""
         decoder, self._decoder = self._decoder, None
+        if self._batch is not None:
+            self._batch.close()
         if decoder is not None:
             self.cancel()
             decoder.close()
@@ -327,10 +332,26 @@ class Engine:
             raise ValueError(f"{what} has {len(checked)} tokens, more than the {context} that fit; shorten it")
         return checked
 
+    def _scoring(self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool) -> Request:
+        checked = self._prompt(ids, "ids", self.config.max_position_embeddings + 1)
+        first = in_range("start", start, int, 1, len(checked))
+        count = in_range("top", top, int, 0, min(MOST_LOGPROBS, self.config.vocab_size))
+        if not isinstance(reuse_prefix, bool):
+            raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
+        return Request([checked], score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
+
     def _request(self, prompts: list[list[int]], options: GenerationOptions) -> Request:
         request = options.request(prompts, self.config.vocab_size, self.eos_ids)
         self._open().check(request)
         return request
+
+    def _joining(self, prompt_ids: Sequence[int], masked: bool, options: dict[str, Any]) -> Request:
+        request = self._request([self._prompt(prompt_ids, "prompt_ids")], GenerationOptions.from_kwargs(options))
+        return dataclasses.replace(request, masked=masked)
+
+    def _acquire(self) -> None:
+        if not self.request_lock.acquire(blocking=False):
+            raise RuntimeError("the engine is busy with another request; finish or close its stream first")
 
     @contextlib.contextmanager
     def _start(self, request: Request, running: Running | None = None) -> Iterator[Decoder]:
@@ -339,8 +360,7 @@ class Engine:
         RuntimeError while another request has not ended.
         """
         decoder, running = self._open(), running or Running()
-        if not self.request_lock.acquire(blocking=False):
-            raise RuntimeError("the engine is busy with another request; finish or close its stream first")
+        self._acquire()
         try:
             self._running = running
             decoder.start(request)
@@ -390,10 +410,6 @@ def without_logprobs(options: dict[str, Any]) -> GenerationOptions:
     return GenerationOptions.from_kwargs(options)
 
 
-def described(decoder: Decoder, ids: list[int], first: int, top: int | None) -> list[GeneratedToken]:
-    """Tokens first, first + 1, ... of the running request, with their log-probabilities where they were asked for."""
-    if top is None:
-        return [GeneratedToken(i) for i in ids]
-    logprobs, top_ids, top_logprobs = (values.tolist() for values in decoder.scores(first, len(ids)))
-    pairs = list(zip(top_ids, top_logprobs, strict=True))
-    return [GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top])) for n, i in enumerate(ids)]
+def described(decoder: Decoder, ids: list[int], first: int, request: Request) -> list[GeneratedToken]:
+    """Tokens first, first + 1, ... of the running request."""
+    return GeneratedToken.described(ids, None if request.logprobs is None else decoder.scores(first, len(ids)))

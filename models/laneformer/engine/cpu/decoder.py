@@ -25,6 +25,7 @@ from ...config import (
 from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import Request
 from ..folder import rope_tables
+from ..joined import OneAtATime
 from ..machine import this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
@@ -38,7 +39,7 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
 }
 
 
-class CpuDecoder(_core.Decoder):
+class CpuDecoder(OneAtATime, _core.Decoder):
     """The C++ decoder with its weights loaded; it has every option, and its loop runs on threads of its own.
 
     Options as in Engine. `packed` maps the packed weights of an earlier start, or keeps them for the next one.
@@ -79,6 +80,7 @@ class CpuDecoder(_core.Decoder):
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
+        self._prepare_joined()
         self._load(config, tensors, packed)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
 

@@ -13,6 +13,7 @@ import torch
 from ...config import LaneformerConfig
 from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import CUDA, Request, Sampling
+from ..joined import OneAtATime
 from .geometry import DTYPES, MOST_STOPS
 from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder
@@ -23,7 +24,7 @@ CPU_ONLY = (
 )  # fmt: skip
 
 
-class CudaDecoder:
+class CudaDecoder(OneAtATime):
     """Decodes on one or more GPUs that share the lanes; the prompts of a batch one after the other.
 
     The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few new tokens,
@@ -60,6 +61,7 @@ class CudaDecoder:
                 raise ValueError(f"{name} = {value!r}: {USE_CPU}")
         self.dtype, self.math, self.kv_dtype, self.isa = dtype, "exact", dtype, CUDA
         self.gpu = SequenceDecoder(config, tensors, dtype, devices, version)
+        self._prepare_joined()
         self._request = Request([])
         self._outputs: list[list[int]] = []
         self._running = self._cancelled = False

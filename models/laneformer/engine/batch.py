@@ -1,0 +1,139 @@
+"""Batch: requests that decode side by side, joining and leaving between two tokens (continuous batching).
+
+Each draws the tokens that it would draw alone. One thread collects the updates of all; every other call may come from
+any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .decoder import Collected, Decoder, GeneratedToken, PromptLogprobs, Request, Statistics
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of one request since the last `updates`.
+
+    finish_reason: None while it runs; then "stop" (a stop id, or all scored), "length", "cancelled" (`Batch.leave`), or
+    "error" with `error`. scores: of a scoring request that has finished. statistics: of any that has.
+    """
+
+    ticket: int
+    tokens: list[GeneratedToken]
+    finish_reason: str | None = None
+    scores: PromptLogprobs | None = None
+    statistics: Statistics | None = None
+    error: str | None = None
+
+
+@dataclass
+class Joined:
+    """A request that runs."""
+
+    request: Request
+    left: bool = False  # it was told to end
+    last_id: int | None = None
+
+    def finish_reason(self, error: str | None) -> str:
+        if error is not None:
+            return "error"
+        if self.last_id in self.request.stop_ids:
+            return "stop"
+        if self.left:
+            return "cancelled"
+        return "stop" if self.request.score_from else "length"
+
+
+class Batch:
+    """The engine's decoder, for many requests at a time (`Engine.batch`); closing it ends them all.
+
+    Up to `most_joined` decode together; a further `join` raises RuntimeError until `updates` has told that one ended.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        joining: Callable[[Sequence[int], bool, dict[str, Any]], Request],
+        scoring: Callable[[Sequence[int], int, int, bool], Request],
+        release: Callable[[], None],
+    ):
+        self._decoder, self._joining, self._scoring, self._release = decoder, joining, scoring, release
+        self._joined: dict[int, Joined] = {}  # by ticket
+        self._lock, self._collecting = threading.Lock(), threading.Lock()
+        self._closed = False
+        self.most_joined = decoder.most_joined
+
+    def join(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> int:
+        """Begin to generate after a prompt; returns the request's ticket. `options` as of `Engine.generate_detailed`.
+
+        masked: before each new token is drawn, `allow` must have said which ids are possible.
+        """
+        return self._join(self._joining(prompt_ids, masked, options))
+
+    def score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> int:
+        """Begin to score ids[start:], as `Engine.logprobs` does; returns the ticket."""
+        return self._join(self._scoring(ids, start, top, True))
+
+    def _join(self, request: Request) -> int:
+        with self._lock:
+            if self._closed:
+                raise ValueError("this batch is closed")
+            ticket = self._decoder.join(request)
+            self._joined[ticket] = Joined(request)
+        return ticket
+
+    def leave(self, ticket: int) -> None:
+        """End a request at the next token; its last update says "cancelled", unless it had ended by then."""
+        with self._lock:
+            if ticket in self._joined:
+                self._joined[ticket].left = True
+                self._decoder.leave(ticket)
+
+    def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
+        """The ids among which new token `index` (from 0) of a masked request is drawn.
+
+        mask: bit id % 32 of word id // 32, uint32 (ceil(V / 32),). It may come while the pass before the draw runs.
+        """
+        self._decoder.allow(ticket, index, mask)
+
+    def updates(self, timeout_s: float) -> list[Update]:
+        """What has come since the last call, in order; waits until there is something, or the time is up."""
+        with self._collecting:
+            return [self._update(collected) for collected in self._decoder.collect(timeout_s)]
+
+    def _update(self, c: Collected) -> Update:
+        with self._lock:  # `join` holds it until the ticket is known
+            joined = self._joined[c.ticket] if c.statistics is None else self._joined.pop(c.ticket)
+        request, scores = joined.request, c.scores
+        joined.last_id = c.tokens[-1] if c.tokens else joined.last_id
+        tokens = [] if request.score_from else GeneratedToken.described(c.tokens, scores)
+        if c.statistics is None:
+            return Update(c.ticket, tokens)
+        reason, statistics = joined.finish_reason(c.error), Statistics(**c.statistics)
+        if not request.score_from or reason != "stop" or scores is None:
+            return Update(c.ticket, tokens, reason, None, statistics, c.error)
+        scored = PromptLogprobs.of(request.prompts[0][request.score_from :], scores, request.logprobs or 0)
+        return Update(c.ticket, tokens, reason, scored, statistics)
+
+    def close(self) -> None:
+        """End all requests and wait until they have; the engine then takes others. Safe to call twice."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        for ticket in tuple(self._joined):
+            self.leave(ticket)
+        while self._joined:
+            self.updates(1.0)
+        if not closed:
+            self._release()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
