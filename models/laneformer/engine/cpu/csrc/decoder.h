@@ -16,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "kv_pool.h"
 #include "model.h"
 #include "pace.h"
 #include "sequence.h"
@@ -32,18 +33,6 @@ constexpr int kHeadShareTiles = 2;  // what a thread takes of the head at a time
 #endif
 constexpr size_t kProbeBytes = size_t{LANEFORMER_PROBE_MIB} << 20;
 double now_s();
-
-// The ids whose keys and values a cache holds, positions 0 .. ids.size() - 1.
-struct KvContents {
-  std::vector<int> ids;
-  int written = 0;         // positions ever written since position 0: a sliding-window ring holds the last ones
-  uint64_t last_used = 0;  // request number
-
-  // How many leading positions of `prompt` (at most `most`) need not be computed again: the common prefix, unless a
-  // ring has already overwritten keys that the next position's window needs; then none, as a layer's keys depend on
-  // every position that the layers below it see.
-  int reusable(const ModelSpec& spec, const std::vector<int>& prompt, int most) const;
-};
 
 class Decoder {
  public:
@@ -123,9 +112,6 @@ class Decoder {
   struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 fetches together
     std::atomic<uint64_t> value{0};
   };
-  struct KvCache {
-    Pages keys, values;
-  };
   struct Attended {  // what one call of the kernel computes: a KV head's query heads for some columns of a sequence
     int head, column, count;
   };
@@ -143,9 +129,6 @@ class Decoder {
     std::vector<Pages> head_prepared;  // by head matrix, as the product reads them
     std::vector<Inputs> head_x;        // one of the two
     Counter head_ready, head_taken;    // number of the pass whose inputs are there; shares of the head begun in it
-    std::vector<KvCache> caches;  // per sequence; of the leader, too
-    std::vector<size_t> cache_offset;  // per layer, in keys' (or values') elements
-    size_t cache_elements = 0;
   };
 
   // decoder.cpp: threads, loading, the loop over passes
@@ -162,8 +145,6 @@ class Decoder {
   void wake(std::unique_lock<std::mutex>& lock);
   Sequence* find(int64_t ticket);
   void begin_sequence(Sequence& sequence);
-  int take_cache(const std::vector<int>& prompt, int most);
-  void add_cache();
 
   // passes.cpp: what a pass holds, and what its logits lead to
   Pass next_pass();
@@ -182,7 +163,6 @@ class Decoder {
   void run_layers(int t, const Pass& pass);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
   void cache_position(int t, int layer, int own, const float* key, const float* value, Column at);
-  size_t cache_at(const Worker& w, int layer, int head) const;
   AttendArgs queries_of(int t, int layer, int own, const Attended& block, const Pass& pass) const;
   void attend_from_nothing(const AttendArgs& a) const;
   void finish_attention(int t, const Attended& block, const float* states) const;
@@ -233,6 +213,7 @@ class Decoder {
   const std::vector<int> cpus_;
   std::vector<ThreadPlan> plans_;
   std::vector<Worker> workers_;
+  std::unique_ptr<KvPool> caches_;
   Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
@@ -247,11 +228,10 @@ class Decoder {
   // the requests: while they run, only the first thread writes these, between two meetings
   std::shared_ptr<const Request> request_;  // of `start`; of joined ones an empty one: each sequence has its own
   Pass pass_;
-  std::vector<Sequence*> running_;    // places of a pass's columns
-  std::vector<KvContents> contents_;  // of each KV cache
+  std::vector<Sequence*> running_;  // places of a pass's columns
   std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
   bool probed_ = false;
-  uint64_t layers_run_ = 0, requests_ = 0;
+  uint64_t layers_run_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;
   int passes_ = 0;

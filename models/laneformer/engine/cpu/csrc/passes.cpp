@@ -41,9 +41,11 @@ bool Decoder::change_sequences() {
     std::lock_guard lock(team_->mutex);
     for (const auto& s : sequences_)
       if (s->stage == Sequence::Stage::waiting) admit(*s);
-    std::erase_if(running_, [](Sequence* s) {
-      if (s->finished || s->left) s->stage = Sequence::Stage::ended;
-      return s->stage == Sequence::Stage::ended;
+    std::erase_if(running_, [this](Sequence* s) {
+      if (!s->finished && !s->left) return false;
+      caches_->end(s->cache);
+      s->stage = Sequence::Stage::ended;
+      return true;
     });
     has_news_ = joined_ && std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
     if (has_news_) team_->changed.notify_all();
@@ -122,21 +124,19 @@ void Decoder::finish_pass() {
   const uint32_t overflowed = overflowed_.exchange(0), kv_overflowed = kv_overflowed_.exchange(0);
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& s = *running_[i];
-    KvContents& contents = contents_[s.cache];
     if (overflowed & (every | 1u << i)) {
-      contents = {};  // nobody may start from its keys and values
+      caches_->forget(s.cache);
       s.error = kv_overflowed & (every | 1u << i) ? kKvOverflow : kOverflow;
       s.finished = true;
     }
     if (s.finished || !s.columns) continue;
-    contents.written = std::max(contents.written, s.position + s.columns);
+    const int written = s.position + s.columns;
     s.position += s.columns - static_cast<int>(s.drafts.size());
     if (s.request->scores())
       s.finished = s.position >= s.end;
     else if (s.head_columns)
       take_tokens(s);
-    contents.ids.insert(contents.ids.end(), s.ids.begin() + static_cast<ptrdiff_t>(contents.ids.size()),
-                        s.ids.begin() + s.position);
+    caches_->ran(s.cache, s.ids, s.position, written);
   }
 }
 

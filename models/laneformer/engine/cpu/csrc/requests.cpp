@@ -9,16 +9,6 @@
 
 namespace laneformer {
 
-int KvContents::reusable(const ModelSpec& spec, const std::vector<int>& prompt, int most) const {
-  const auto common = std::mismatch(ids.begin(), ids.end(), prompt.begin(), prompt.end()).first - ids.begin();
-  const int kept = std::min(static_cast<int>(common), most);
-  for (int layer = 0; layer < spec.layers; ++layer) {
-    const int lost = written - spec.cache_slots(layer);  // positions below this one are overwritten
-    if (lost > 0 && spec.window[layer] && lost > kept - spec.window[layer] + 1) return 0;
-  }
-  return std::max(kept, 0);
-}
-
 // --- one request ------------------------------------------------------------------------------------------------
 
 void Decoder::expect(const Request& r) const {
@@ -63,6 +53,7 @@ void Decoder::start(Request request) {
       begin_sequence(*sequences_.back());
     }
   } catch (...) {
+    for (const Sequence* s : running_) caches_->end(s->cache);
     running_.clear(), sequences_.clear();
     throw;
   }
@@ -188,58 +179,16 @@ void Decoder::allow(int64_t ticket, int index, Sequence::Mask mask) {
   wake(lock);
 }
 
-// --- KV caches --------------------------------------------------------------------------------------------------
-
 void Decoder::begin_sequence(Sequence& s) {
   const Request& request = *s.request;
   // Generating needs the logits of the last prompt id; scoring those of the id before the first scored one.
   const int needed = request.keep_logits ? 0 : (request.scores() ? request.score_from : s.prompt_length) - 1;
-  const int most = request.reuse_prefix ? needed : 0;
-  s.cache = take_cache(s.ids, most);
-  KvContents& contents = contents_[s.cache];
-  s.position = s.statistics.reused = contents.reusable(spec_, s.ids, most);
-  contents.ids.resize(s.position);
-  contents.ids.reserve(spec_.context);
-  if (s.position == 0) contents.written = 0;
+  const KvPool::Start start = caches_->begin(s.ids, request.reuse_prefix ? needed : 0);
+  s.cache = start.cache;
+  s.position = s.statistics.reused = start.position;
   s.finished = s.end <= s.position;
   s.stage = Sequence::Stage::running;
   running_.push_back(&s);
-}
-
-// The free cache with the longest prefix of the prompt, the least recently used one of several; else a new one.
-int Decoder::take_cache(const std::vector<int>& prompt, int most) {
-  int best = -1, best_reused = -1;
-  for (int i = 0; i < static_cast<int>(contents_.size()); ++i) {
-    if (std::any_of(running_.begin(), running_.end(), [&](const Sequence* s) { return s->cache == i; })) continue;
-    const int reused = contents_[i].reusable(spec_, prompt, most);
-    const bool older = best >= 0 && contents_[i].last_used < contents_[best].last_used;
-    if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
-  }
-  if (best < 0) {
-    add_cache();
-    best = static_cast<int>(contents_.size());
-    contents_.emplace_back();
-  }
-  contents_[best].last_used = ++requests_;
-  return best;
-}
-
-// For one more sequence; all threads get theirs, or none.
-void Decoder::add_cache() {
-  std::vector<KvCache> caches;
-  size_t total = 0;
-  try {
-    for (const Worker& w : workers_) {
-      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
-      total += 2 * bytes;
-      caches.push_back({Pages(bytes, true), Pages(bytes, true)});
-    }
-  } catch (const std::bad_alloc&) {
-    throw std::invalid_argument("keys and values of " + std::to_string(spec_.context) + " positions need more than " +
-                                std::to_string(total >> 20) + " MiB, which the system does not give; use a smaller " +
-                                "context_tokens, or kv_dtype = 'fp16'");
-  }
-  for (size_t t = 0; t < workers_.size(); ++t) workers_[t].caches.push_back(std::move(caches[t]));
 }
 
 }  // namespace laneformer
