@@ -20,30 +20,23 @@ void Decoder::rotate(const float* from, float* to, int position) const {
 // Keys and values (kv_rows,) of one position into the ring.
 void Decoder::cache_position(int t, int layer, int own, const float* key, const float* value, Column at) {
   Worker& w = workers_[t];
-  const KvCache& cache = w.caches[at.cache];
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), heads = spec_.kv_heads / spec_.lanes;
   const int slots = spec_.cache_slots(layer), slot = at.position % slots, bytes = bytes_of(spec_.kv_dtype);
   float* rotated = w.mixed.floats();
   char* narrow = w.scores.bytes();
   for (int head = 0; head < heads; ++head) {
-    const size_t base = cache_at(w, layer, own * heads + head);
+    const int index = own * heads + head;
     rotate(key + head * d, rotated, rope_position(layer, at.position));
     bool fits = convert(rotated, DType::fp32, d, narrow, spec_.kv_dtype);
-    char* to = cache.keys.bytes() + base + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
+    char* to = caches_->keys(t, at.cache, layer, index) + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
     for (int j = 0; j < d; ++j) std::memcpy(to + size_t(j) * 16 * bytes, narrow + j * bytes, bytes);
-    fits &= convert(value + head * d, DType::fp32, d, cache.values.bytes() + base + size_t(slot) * dim * bytes,
-                    spec_.kv_dtype);
+    fits &= convert(value + head * d, DType::fp32, d,
+                    caches_->values(t, at.cache, layer, index) + size_t(slot) * dim * bytes, spec_.kv_dtype);
     if (!fits && spec_.kv_dtype == DType::fp16) {
       kv_overflow_.store(true, std::memory_order_relaxed);
       overflowed_.store(true, std::memory_order_relaxed);
     }
   }
-}
-
-// Bytes from the start of a cache's keys, and of its values, to those of one KV head of the worker's.
-size_t Decoder::cache_at(const Worker& w, int layer, int head) const {
-  const size_t head_values = size_t(spec_.cache_slots(layer)) * spec_.padded_head_dim();
-  return (w.cache_offset[layer] + head * head_values) * bytes_of(spec_.kv_dtype);
 }
 
 // The query heads of one KV head, of `count` columns of one sequence that follow each other.
@@ -57,12 +50,11 @@ AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block,
     for (int q = 0; q < group; ++q)
       rotate(shared.y.floats() + size_t(block.column + c) * stride + (block.head * group + q) * d,
              w.query.floats() + size_t(c * group + q) * dim, rope_position(layer, first.position + c));
-  const KvCache& cache = shared.caches[first.cache];
-  const size_t base = cache_at(shared, layer, own * kv_heads + block.head);
+  const int leader = plans_[t].leader, head = own * kv_heads + block.head;
   AttendArgs a{};
   a.query = w.query.floats();
-  a.keys = cache.keys.bytes() + base;
-  a.values = cache.values.bytes() + base;
+  a.keys = caches_->keys(leader, first.cache, layer, head);
+  a.values = caches_->values(leader, first.cache, layer, head);
   a.dtype = spec_.kv_dtype;
   a.queries = block.count * group;
   a.heads = group;

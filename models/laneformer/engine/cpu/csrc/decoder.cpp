@@ -51,9 +51,10 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
   logits_ = floats(kMaxColumns * vocab);
   if (spec.head == Head::lane) lane_logits_ = floats(spec.lanes * kMaxColumns * vocab);
   if (spec.head == Head::replicate) final_streams_ = floats(spec.lanes * kMaxColumns * hidden);
+  std::vector<int> heads;
   for (size_t t = 0; t < plans_.size(); ++t) {
     Worker& w = workers_[t];
-    const size_t own = plans_[t].last_lane - plans_[t].first_lane, heads = own * (spec.kv_heads / spec.lanes);
+    const size_t own = plans_[t].last_lane - plans_[t].first_lane;
     const bool leads = plans_[t].leader == static_cast<int>(t);  // what a lane's group shares lies with its leader
     w.tape = Pages(plans_[t].tape_bytes, true);
     w.streams = floats(own * kMaxColumns * hidden);
@@ -72,11 +73,9 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     w.widened = floats(2 * kChunkPositions * dim);
     if (leads && plans_[t].members > 1)
       w.partials = floats(chunks * kMaxSequences * (spec.query_heads / spec.lanes) * (dim + kStateExtra));
-    for (int layer = 0; layer < spec.layers; ++layer) {
-      w.cache_offset.push_back(w.cache_elements);
-      w.cache_elements += heads * spec.cache_slots(layer) * spec.padded_head_dim();
-    }
+    heads.push_back(leads ? static_cast<int>(own) * (spec.kv_heads / spec.lanes) : 0);
   }
+  caches_ = std::make_unique<KvPool>(spec_, std::move(heads));
   team_ = std::make_unique<Team>(threads, [cpus = cpus_](int t) {
     if (!cpus.empty()) pin_to(cpus[t % cpus.size()]);
   });

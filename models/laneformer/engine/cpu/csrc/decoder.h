@@ -16,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "kv_pool.h"
 #include "model.h"
 #include "sampler.h"
 #include "system.h"
@@ -62,18 +63,6 @@ struct Scores {
   void record(size_t index, const float* logits, int vocab, int token, double log_sum_exp);
 };
 
-// The ids whose keys and values a cache holds, positions 0 .. ids.size() - 1.
-struct KvContents {
-  std::vector<int> ids;
-  int written = 0;         // positions ever written since position 0: a sliding-window ring holds the last ones
-  uint64_t last_used = 0;  // request number
-
-  // How many leading positions of `prompt` (at most `most`) need not be computed again: the common prefix, unless a
-  // ring has already overwritten keys that the next position's window needs; then none, as a layer's keys depend on
-  // every position that the layers below it see.
-  int reusable(const ModelSpec& spec, const std::vector<int>& prompt, int most) const;
-};
-
 struct Sequence {
   Sequence(std::vector<int> prompt, const SamplingOptions& sampling, int vocab)
       : ids(std::move(prompt)), prompt_length(static_cast<int>(ids.size())), sampler(sampling, vocab, ids) {}
@@ -81,7 +70,7 @@ struct Sequence {
   std::vector<int> ids;  // the prompt, then the new tokens; also read by poll, under the mutex
   int prompt_length;
   int end = 0;       // ids.size() at which the sequence is over; when scoring, positions to run
-  int cache = 0;     // its KV cache
+  int cache = -1;    // its KV cache
   int position = 0;  // positions that have run through the layers
   bool finished = false;
   Sampler sampler;
@@ -170,9 +159,6 @@ class Decoder {
   struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 fetches together
     std::atomic<uint64_t> value{0};
   };
-  struct KvCache {
-    Pages keys, values;
-  };
   struct Attended {  // what one call of the kernel computes: a KV head's query heads for some columns of a sequence
     int head, column, count;
   };
@@ -190,9 +176,6 @@ class Decoder {
     std::vector<Pages> head_prepared;  // by head matrix, as the product reads them
     std::vector<Inputs> head_x;        // one of the two
     Counter head_ready, head_taken;    // number of the pass whose inputs are there; shares of the head begun in it
-    std::vector<KvCache> caches;  // per sequence; of the leader, too
-    std::vector<size_t> cache_offset;  // per layer, in keys' (or values') elements
-    size_t cache_elements = 0;
   };
 
   // decoder.cpp: threads, loading, the loop over passes
@@ -207,8 +190,6 @@ class Decoder {
   // requests.cpp: what a pass holds, and what its logits lead to
   void expect(const Request& request) const;
   void begin_sequence(Sequence& sequence);
-  int take_cache(const std::vector<int>& prompt, int most);
-  void add_cache();
   Pass next_pass();
   Pass plan_pass();
   void finish_pass();
@@ -221,7 +202,6 @@ class Decoder {
   void run_layers(int t, const Pass& pass);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
   void cache_position(int t, int layer, int own, const float* key, const float* value, Column at);
-  size_t cache_at(const Worker& w, int layer, int head) const;
   AttendArgs queries_of(int t, int layer, int own, const Attended& block, const Pass& pass) const;
   void attend_from_nothing(const AttendArgs& a) const;
   void finish_attention(int t, const Attended& block, const float* states) const;
@@ -272,6 +252,7 @@ class Decoder {
   const std::vector<int> cpus_;
   std::vector<ThreadPlan> plans_;
   std::vector<Worker> workers_;
+  std::unique_ptr<KvPool> caches_;
   Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
   Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
@@ -287,11 +268,10 @@ class Decoder {
   Request request_;
   Pass pass_;
   std::vector<Sequence> sequences_;
-  std::vector<KvContents> contents_;  // of each KV cache
   std::atomic<bool> cancel_{false}, overflowed_{false};
   std::atomic<bool> kv_overflow_{false};  // ... because a key or value was too large for fp16
   bool probed_ = false;
-  uint64_t layers_run_ = 0, requests_ = 0;
+  uint64_t layers_run_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;
   Statistics statistics_;

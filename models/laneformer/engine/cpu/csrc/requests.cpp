@@ -32,16 +32,6 @@ void Scores::record(size_t index, const float* logits, int vocab, int token, dou
     top_logprobs[index * top + i] = static_cast<float>(logits[ids[i]] - log_sum_exp);
 }
 
-int KvContents::reusable(const ModelSpec& spec, const std::vector<int>& prompt, int most) const {
-  const auto common = std::mismatch(ids.begin(), ids.end(), prompt.begin(), prompt.end()).first - ids.begin();
-  const int kept = std::min(static_cast<int>(common), most);
-  for (int layer = 0; layer < spec.layers; ++layer) {
-    const int lost = written - spec.cache_slots(layer);  // positions below this one are overwritten
-    if (lost > 0 && spec.window[layer] && lost > kept - spec.window[layer] + 1) return 0;
-  }
-  return std::max(kept, 0);
-}
-
 void Sequence::draft(int most) {
   const int length = static_cast<int>(ids.size());
   for (int phrase = kLongestPhrase; phrase >= kShortestPhrase && most > 0; --phrase)
@@ -86,8 +76,8 @@ void Decoder::start(Request request) {
   if (team_->busy())
     throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
   request_ = std::move(request);
-  ++requests_;
   statistics_ = {}, timings_ = {};
+  for (const Sequence& s : sequences_) caches_->end(s.cache);
   sequences_.clear(), sequences_.reserve(request_.prompts.size());
   SamplingOptions sampling = request_.sampling;
   for (size_t i = 0; i < request_.prompts.size(); ++i) {
@@ -108,12 +98,8 @@ void Decoder::start(Request request) {
 void Decoder::begin_sequence(Sequence& s) {
   // Generating needs the logits of the last prompt id; scoring those of the id before the first scored one.
   const int most = request_.keep_logits ? 0 : (request_.scores() ? request_.score_from : s.prompt_length) - 1;
-  s.cache = take_cache(s.ids, request_.reuse_prefix ? most : 0);
-  KvContents& contents = contents_[s.cache];
-  s.position = contents.reusable(spec_, s.ids, request_.reuse_prefix ? most : 0);
-  contents.ids.resize(s.position);
-  contents.ids.reserve(spec_.context);
-  if (s.position == 0) contents.written = 0;
+  const KvPool::Start start = caches_->begin(s.ids, request_.reuse_prefix ? most : 0);
+  s.cache = start.cache, s.position = start.position;
   statistics_.reused += s.position;
 
   const int room = spec_.context - s.prompt_length + 1, wanted = std::min(request_.max_new_tokens, room);
@@ -125,42 +111,6 @@ void Decoder::begin_sequence(Sequence& s) {
     s.ids.reserve(s.end);
   if (!request_.scores() && request_.top_logprobs >= 0) s.scores.resize(wanted, request_.top_logprobs);
   s.drafts.reserve(kMaxColumns);
-}
-
-// The free cache with the longest prefix of the prompt, the least recently used one of several; else a new one.
-int Decoder::take_cache(const std::vector<int>& prompt, int most) {
-  int best = -1, best_reused = -1;
-  for (int i = 0; i < static_cast<int>(contents_.size()); ++i) {
-    if (contents_[i].last_used == requests_) continue;
-    const int reused = contents_[i].reusable(spec_, prompt, most);
-    const bool older = best >= 0 && contents_[i].last_used < contents_[best].last_used;
-    if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
-  }
-  if (best < 0) {
-    add_cache();
-    best = static_cast<int>(contents_.size());
-    contents_.emplace_back();
-  }
-  contents_[best].last_used = requests_;
-  return best;
-}
-
-// For one more sequence; all threads get theirs, or none.
-void Decoder::add_cache() {
-  std::vector<KvCache> caches;
-  size_t total = 0;
-  try {
-    for (const Worker& w : workers_) {
-      const size_t bytes = w.cache_elements * bytes_of(spec_.kv_dtype);
-      total += 2 * bytes;
-      caches.push_back({Pages(bytes, true), Pages(bytes, true)});
-    }
-  } catch (const std::bad_alloc&) {
-    throw std::invalid_argument("keys and values of " + std::to_string(spec_.context) + " positions need more than " +
-                                std::to_string(total >> 20) + " MiB, which the system does not give; use a smaller " +
-                                "context_tokens, or kv_dtype = 'fp16'");
-  }
-  for (size_t t = 0; t < workers_.size(); ++t) workers_[t].caches.push_back(std::move(caches[t]));
 }
 
 std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
@@ -200,7 +150,7 @@ Decoder::Pass Decoder::next_pass() {
   if (pass_.step == Step::layers) {
     layers_run_ += spec_.layers;
     if (overflowed_.load(std::memory_order_relaxed))
-      for (const Sequence& s : sequences_) contents_[s.cache] = {};  // nobody may start from its keys and values
+      for (const Sequence& s : sequences_) caches_->forget(s.cache);
     else
       finish_pass();
   }
@@ -248,16 +198,14 @@ void Decoder::finish_pass() {
   int row = 0;
   for (Sequence& s : sequences_) {
     if (s.finished || !s.columns) continue;
-    KvContents& contents = contents_[s.cache];
-    contents.written = std::max(contents.written, s.position + s.columns);
+    const int written = s.position + s.columns;
     s.position += s.columns - static_cast<int>(s.drafts.size());
     if (request_.scores())
       s.finished = s.position >= s.end;
     else if (s.head_columns)
       take_tokens(s, row);
     row += s.head_columns;
-    contents.ids.insert(contents.ids.end(), s.ids.begin() + static_cast<ptrdiff_t>(contents.ids.size()),
-                        s.ids.begin() + s.position);
+    caches_->ran(s.cache, s.ids, s.position, written);
   }
 }
 
