@@ -80,6 +80,14 @@ class Batch:
         """Begin to score ids[start:], as `Engine.logprobs` does; returns the ticket."""
         return self._join(self._scoring(ids, start, top, True))
 
+    def check(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> None:
+        """ValueError where `join` would raise one."""
+        self._joining(prompt_ids, masked, options)
+
+    def check_score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> None:
+        """ValueError where `score` would raise one."""
+        self._scoring(ids, start, top, True)
+
     def _join(self, request: Request) -> int:
         with self._lock:
             if self._closed:

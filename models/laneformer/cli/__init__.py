@@ -1,0 +1,25 @@
+"""The `laneformer` command: generate text from a model, and measure decode speed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import tyro
+
+from .bench import Bench
+from .generate import Generate
+
+Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Bench, tyro.conf.subcommand("bench")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one subcommand; a user error prints one line and exits with status 2."""
+    command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
+    try:
+        command.run()
+    except ValueError as error:
+        print(f"laneformer: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

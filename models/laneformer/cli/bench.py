@@ -1,0 +1,61 @@
+"""laneformer bench: decode speed beside the read bandwidth of the same machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from ..engine import Engine
+from .options import ModelFlags, ModelOptions
+
+
+@dataclass
+class Bench:
+    """Measure decode speed and, in between, read bandwidth; the last line of stdout is JSON."""
+
+    hf_dir: tyro.conf.Positional[Path | None] = None
+    """Model folder or GGUF file; or use --random-weights."""
+    random_weights: Literal["2b", "300m", "tiny"] | None = None
+    """Random weights of this flavor instead of a model folder."""
+    depth: tuple[int, ...] = (0,)
+    """Cached positions before the measured tokens; given several, the JSON has all but the first under "depths"."""
+    barriers: bool = False
+    """Also measure decoding with a barrier after every module, alternating with normal decoding. CPU only."""
+    json: bool = False
+    """Print nothing but the JSON line."""
+    model: ModelFlags = field(default_factory=ModelOptions)
+
+    def run(self) -> None:
+        from ..engine.bench import benchmark
+
+        console = Console(stderr=True, quiet=self.json)
+        with console.status("loading weights"):
+            engine = self.engine()
+        with engine, console.status("measuring"):
+            figures, *deeper = [
+                benchmark(engine, depth, lambda line: console.print(line, style="dim"), self.barriers)
+                for depth in self.depth or (0,)
+            ]
+        figures |= {"depths": deeper} if deeper else {}
+        figures["model"] = self.random_weights or str(self.hf_dir)
+        if not self.json:
+            reader = f"{figures['threads']} threads" if "threads" in figures else figures["device"]
+            console.print(
+                f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = "
+                f"[bold]{figures['percent_of_probe']:.0f}%[/] of the {figures['probe_bytes_per_s'] / 1e9:.1f} GB/s "
+                f"that {reader} read just then; "
+                f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
+            )
+        print(json.dumps(figures))
+
+    def engine(self) -> Engine:
+        if self.hf_dir is not None and self.random_weights is None:
+            return self.model.load(self.hf_dir)
+        if self.random_weights is not None and self.hf_dir is None:
+            return self.model.random(self.random_weights)
+        raise ValueError("give either a model folder or --random-weights")

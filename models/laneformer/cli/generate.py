@@ -1,0 +1,66 @@
+"""laneformer generate: the continuation of one prompt, or the reply to one message."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from ..chat import SYSTEM, USER, ChatTemplate
+from ..engine import Engine, GenerationOptions
+from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
+
+
+@dataclass
+class Generate:
+    """Stream text from a model: the prompt's continuation, as it is decoded.
+
+    Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json, as in
+    Transformers, and without one to greedy decoding; --greedy turns that file's sampling off.
+    """
+
+    hf_dir: tyro.conf.Positional[Path]
+    """Folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file."""
+    prompt: str
+    """Text to continue, or with --chat the message to reply to."""
+    chat: bool = False
+    """Send the prompt as a user's message in the model's own chat template."""
+    system: str | None = None
+    """With --chat: a system message before it."""
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    """No end of text before this many tokens."""
+    ignore_eos: bool = False
+    """Continue after the model's end-of-text token."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to end before; may be given several times."""
+    sampling: SamplingFlags = field(default_factory=SamplingOptions)
+    model: ModelFlags = field(default_factory=ModelOptions)
+
+    def run(self) -> None:
+        lengths = {name: getattr(self, name) for name in ("max_new_tokens", "min_new_tokens", "ignore_eos")}
+        GenerationOptions(**lengths, **self.sampling.given())  # errors show before the weights are loaded
+        if self.system is not None and not self.chat:
+            raise ValueError("--system is a message of a conversation; add --chat")
+        with self.model.load(self.hf_dir) as engine:
+            prompt = conversation(engine, self.prompt, self.system) if self.chat else self.prompt
+            for piece in engine.stream_text(prompt, stop=self.stop, **lengths, **self.sampling.of(engine)):
+                print(piece, end="", flush=True)
+            print(flush=True)
+            if self.sampling.speculate:
+                figures = engine.statistics
+                print(
+                    f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right", file=sys.stderr
+                )
+
+
+def conversation(engine: Engine, prompt: str, system: str | None) -> list[int]:
+    """The ids of one user's message, after a system message, up to where the model replies."""
+    messages = [{"role": SYSTEM, "content": system}] if system is not None else []
+    messages.append({"role": USER, "content": prompt})
+    text = ChatTemplate(engine.tokenizer_config).render(messages, add_generation_prompt=True)
+    if engine.tokenizer is None:
+        raise ValueError("a conversation needs a tokenizer, but the model has none")
+    return engine.tokenizer.encode(text, add_special_tokens=False).ids

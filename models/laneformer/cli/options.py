@@ -1,0 +1,93 @@
+"""Options that several commands share: how a model is loaded, and how its tokens are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ..engine import Engine, GenerationOptions
+from ..tensors import MatrixDtype
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    device: str = "auto"
+    """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
+    dtype: Literal["auto"] | MatrixDtype = "auto"
+    """Type of the matrices; auto: the checkpoint's, or bf16 for random weights. int8 reads half the bytes of 16 bits,
+    int4 not much more than a quarter; the output may change."""
+    math: Literal["auto", "exact", "bf16", "int8"] = "auto"
+    """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact, and int8
+    for int4 weights. CPU only."""
+    kv_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
+    threads: int | None = None
+    """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
+    pin: bool | None = None
+    """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
+    lanes: int | None = None
+    """Lanes of a Llama-family model; default: as suit the threads. A Laneformer has its own."""
+    cache: bool = True
+    """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start."""
+
+    def load(self, path: Path) -> Engine:
+        return Engine.from_pretrained(path, **dataclasses.asdict(self))
+
+    def random(self, flavor: str) -> Engine:
+        options = dataclasses.asdict(self)
+        for name in ("lanes", "cache"):  # there is no folder, and a flavor has its own lanes
+            del options[name]
+        return Engine.random(flavor, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json."""
+
+    greedy: bool = False
+    """Always the likeliest token, whatever the model's generation_config.json says."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_k: int | None = None
+    """0 is off."""
+    top_p: float | None = None
+    """Draw from the fewest likely tokens that reach this probability; 1 is off."""
+    min_p: float | None = None
+    """Draw from tokens at least this many times as likely as the likeliest; 0 is off."""
+    repetition_penalty: float | None = None
+    """Divides the logits of tokens in the prompt or the output; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it is in the output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the output."""
+    seed: int = 0
+    """The same seed and prompt give the same text."""
+    speculate: int = 0
+    """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same. CPU only."""
+
+    def given(self) -> dict[str, Any]:
+        """What the user asked for, as options of a generation; ValueError for values that they do not have."""
+        options = {n: value for n, value in dataclasses.asdict(self).items() if n != "greedy" and value is not None}
+        GenerationOptions(**options)
+        if self.greedy and self.temperature:
+            raise ValueError(f"--greedy and --temperature {self.temperature} contradict each other; give one of them")
+        return options
+
+    def of(self, engine: Engine) -> dict[str, Any]:
+        """The options of a generation with this model: its own defaults, said on stderr, and what the user gave."""
+        given = self.given()
+        defaults = {} if self.greedy else {n: v for n, v in engine.sampling_defaults.items() if n not in given}
+        if defaults:
+            listing = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            print(f"from the model's generation_config.json: {listing} (--greedy turns it off)", file=sys.stderr)
+        return defaults | given
+
+
+# fields of a command, whose flags have no prefix
+ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
+SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]

@@ -1,0 +1,74 @@
+"""What a server may be told, validated in one place."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, fields
+
+RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "max_waiting": (0, 10_000),
+    "deadline_s": (0.001, 1e9),
+    "grace_s": (0, 1e6),
+    "max_body_bytes": (1, 2**40),
+    "keep_alive_s": (0.01, 1e6),
+}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of `run` and `create_app`. ValueError for invalid values.
+
+    model: the name that clients see. host, port: where to listen; port 0 is a free one. api_key: what clients must send
+    as "Authorization: Bearer KEY"; default: the environment variable LANEFORMER_API_KEY, without one nobody is asked.
+    host_names: names beside localhost and addresses by which browsers may call the server.
+    max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest time of a
+    request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of one request.
+    keep_alive_s: longest silence of a stream before a comment is sent.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    host_names: tuple[str, ...] = ()
+    max_waiting: int = 16
+    deadline_s: float = 600.0
+    grace_s: float = 10.0
+    max_body_bytes: int = 4 * 2**20
+    keep_alive_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.api_key is None:
+            object.__setattr__(self, "api_key", os.environ.get("LANEFORMER_API_KEY"))
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""):
+            raise ValueError("the API key must be ASCII text without spaces around it, at least one character")
+        for name in ("model", "host"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be a text of at least one character")
+        kinds = {field.name: field.type for field in fields(self)}
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            allowed = (int,) if kinds[name] == "int" else (int, float)
+            if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
+                raise ValueError(f"{name} = {value!r} must be {kinds[name]} from {low:g} to {high:g}")
+
+    def listen(self) -> socket.socket:
+        """A bound socket, so that nobody else takes the port; ValueError says why there is none."""
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listening = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise ValueError(f"host = {self.host!r} is no address of this machine: {error.strerror}") from None
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except OSError as error:
+            listening.close()
+            raise ValueError(
+                f"cannot listen on port {self.port} of {self.host}: {error.strerror}; choose another with --port"
+            ) from None
+        return listening

@@ -1,0 +1,418 @@
+"""Scheduler: requests wait in a bounded queue, one thread decodes them side by side, an event loop reads their tokens.
+
+Only that thread joins requests to the engine's batch and collects what comes of them. It wakes the loop once for
+everything that the loop has not read yet: a busy loop reads longer runs of tokens, never a longer queue of wake-ups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs, Statistics, Update
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..engine import Engine
+
+COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
+RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
+LONGEST_RETRY_S = 60
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+log = logging.getLogger("laneformer.serve")
+
+
+class Busy(RuntimeError):
+    """The queue is full; in about `retry_after_s` seconds it has room."""
+
+    def __init__(self, most_waiting: int, retry_after_s: int):
+        super().__init__(f"{most_waiting} requests are waiting, which is the limit; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class Stopping(RuntimeError):
+    """The server is shutting down."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """The request took longer than it may."""
+
+
+class EngineError(RuntimeError):
+    """The engine could not finish the request; not the client's fault."""
+
+
+class Grammar(Protocol):
+    """Which tokens may come next; called on the engine's thread."""
+
+    def mask(self, index: int) -> np.ndarray:
+        """The ids that new token `index` may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
+        ...
+
+    def accept(self, token_id: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request to generate. deadline_s: from now to its end, waiting included; None: the scheduler's default."""
+
+    prompt_ids: Sequence[int]
+    options: GenerationOptions
+    deadline_s: float | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A request to score ids[start:], as `Engine.logprobs` does."""
+
+    ids: Sequence[int]
+    start: int = 1
+    top: int = 0
+    deadline_s: float | None = None
+
+
+@dataclass
+class Distribution:
+    """How many values were at most each of SECONDS, beyond the one before; the last count: above all of them."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    sum_s: float = 0.0
+
+    def add(self, value_s: float) -> None:
+        self.counts[bisect_left(SECONDS, value_s)] += 1
+        self.sum_s += value_s
+
+
+@dataclass
+class Totals:
+    """Of all requests so far. tokens_per_s, passes_per_s: while the request decoded that ended last."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    first_token: Distribution = field(default_factory=Distribution)  # from the submission
+    gap: Distribution = field(default_factory=Distribution)  # between tokens of one request
+    ended: dict[str, int] = field(default_factory=dict)  # by finish reason
+    tokens_per_s: float = 0.0
+    passes_per_s: float = 0.0
+
+
+class Running:
+    """A request that waits, runs, or has ended: `async for tokens in running` yields the tokens that have come.
+
+    The iteration raises DeadlineExceeded, Stopping, EngineError or ValueError where one of these ended it, and just
+    ends after `cancel`. finish_reason and statistics are those of `Update`, None before the end; times are of
+    time.monotonic(). All methods are for the event loop's thread.
+    """
+
+    def __init__(self, scheduler: Scheduler, wanted: Wanted | Scored):
+        self.wanted = wanted
+        self.submitted_s = time.monotonic()
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.ended_s: float | None = None
+        self.generated_tokens = 0
+        self.finish_reason: str | None = None
+        self.statistics: Statistics | None = None
+        self.scores: PromptLogprobs | None = None
+        self.error: Exception | None = None
+        self._scheduler = scheduler
+        self._tokens: list[GeneratedToken] = []
+        self._news = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
+        # of the engine's thread, and under the scheduler's lock
+        self.ticket: int | None = None
+        self.left = False
+        self.last_token_s = 0.0
+
+    def __aiter__(self) -> Running:
+        return self
+
+    async def __anext__(self) -> list[GeneratedToken]:
+        while not self._tokens:
+            if self.finish_reason is not None:
+                if self.error is not None:
+                    raise self.error
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+    def cancel(self, because: Exception | None = None) -> None:
+        """End it at the next token, or its waiting now; nothing where it has ended."""
+        if self.finish_reason is None:
+            self.error = self.error or because
+            self._scheduler._leave(self)
+
+    def _receive(self, update: Update) -> None:
+        self._tokens += update.tokens
+        if update.finish_reason is not None:
+            self.finish_reason = update.finish_reason
+            self.statistics, self.scores = update.statistics, update.scores
+            if update.finish_reason == "error":
+                self.error = self.error or EngineError(f"the engine could not finish the request: {update.error}")
+            elif update.finish_reason != "cancelled":
+                self.error = None  # it ended by itself before it was cancelled
+            if self._deadline is not None:
+                self._deadline.cancel()
+        self._news.set()
+
+
+class Scheduler:
+    """Runs requests on an engine, in the order of their submission; `close` gives the engine back.
+
+    Up to `most_joined` decode side by side, `most_waiting` wait. deadline_s: of requests that name none; None: none.
+    """
+
+    def __init__(self, engine: Engine, most_waiting: int = 16, deadline_s: float | None = None):
+        """RuntimeError while the engine runs a request of somebody else."""
+        self.engine, self.most_waiting, self.deadline_s = engine, most_waiting, deadline_s
+        self._batch = engine.batch()
+        self.most_joined = self._batch.most_joined
+        self.totals = Totals()
+        self.failure: str | None = None  # of the thread: nothing runs any more
+        self._waiting: deque[Running] = deque()
+        self._admitted: set[Running] = set()  # they left the queue and have not ended
+        self._joined: dict[int, Running] = {}  # by ticket; of the engine's thread alone
+        self._closing = False
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: list[tuple[Running, Update]] = []  # that the loop has not read yet
+        self._request_s = 1.0  # mean time that a request takes
+        self._thread = threading.Thread(target=self._serve, name="laneformer-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def stopping(self) -> bool:
+        return self._closing
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._admitted)
+
+    def submit(self, wanted: Wanted | Scored) -> Running:
+        """Queue a request. ValueError for what the engine would refuse, Busy, Stopping, EngineError; on a loop."""
+        self._check(wanted)
+        self._loop = asyncio.get_running_loop()
+        running = Running(self, wanted)
+        with self._changed:
+            if self.failure is not None:
+                raise EngineError(self.failure)
+            if self._closing:
+                raise Stopping("the server is shutting down and takes no more requests")
+            if len(self._waiting) + len(self._admitted) >= self.most_waiting + self.most_joined:
+                raise Busy(self.most_waiting, self.retry_after_s())
+            self._waiting.append(running)
+            self._changed.notify()
+        deadline_s = self.deadline_s if wanted.deadline_s is None else wanted.deadline_s
+        if deadline_s is not None:
+            late = DeadlineExceeded(f"the request was not finished within its deadline of {deadline_s:g} s")
+            running._deadline = self._loop.call_later(deadline_s, running.cancel, late)
+        return running
+
+    async def score(
+        self, ids: Sequence[int], start: int = 1, top: int = 0, deadline_s: float | None = None
+    ) -> PromptLogprobs:
+        """`Engine.logprobs` in the queue; errors as of `submit` and of reading a Running."""
+        running = self.submit(Scored(ids, start, top, deadline_s))
+        try:
+            async for _ in running:
+                pass
+        finally:
+            running.cancel()
+        assert running.scores is not None, f"a scoring request ended with {running.finish_reason} and no scores"
+        return running.scores
+
+    def retry_after_s(self) -> int:
+        """Seconds until the queue has room, from the mean time of recent requests."""
+        return max(1, min(LONGEST_RETRY_S, math.ceil(self._request_s / self.most_joined)))
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more requests, let those that run or wait end for `grace_s`, then cancel them."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        end_s = time.monotonic() + grace_s
+        while (self._waiting or self._admitted) and time.monotonic() < end_s:
+            await asyncio.sleep(0.02)
+        for running in [*self._waiting, *self._admitted]:
+            running.cancel(Stopping("the server is shutting down; it has cancelled the request"))
+
+    def close(self) -> None:
+        """End everything and wait for the thread; the engine then takes other requests."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        for running in [*self._waiting, *self._admitted]:
+            self._leave(running)
+        self._thread.join()
+
+    def _check(self, wanted: Wanted | Scored) -> None:
+        if isinstance(wanted, Scored):
+            self._batch.check_score(wanted.ids, start=wanted.start, top=wanted.top)
+        else:
+            self._batch.check(wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options))
+
+    def _leave(self, running: Running) -> None:
+        with self._lock:
+            running.left = True
+            if running.ticket is not None:
+                self._batch.leave(running.ticket)
+            elif running in self._waiting:
+                self._waiting.remove(running)
+                running._receive(Update(-1, [], "cancelled"))
+
+    # The engine's thread
+
+    def _serve(self) -> None:
+        try:
+            while self._admit():
+                self._hand_over(self._collect())
+        except BaseException as error:
+            log.exception("the engine's thread has failed")
+            self._fail(f"the engine's thread has failed: {error!r}")
+        finally:
+            self._batch.close()
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            self.failure = reason
+            left = [*self._waiting, *self._admitted]
+            self._waiting.clear()
+            self._admitted.clear()
+        self._hand_over([(running, Update(-1, [], "error", error=reason)) for running in left])
+
+    def _admit(self) -> bool:
+        """Join whoever is first in the queue while there is room; waits for a request where none runs. False: stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._admitted or self._closing)
+            room = self.most_joined - len(self._admitted)
+            first = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            self._admitted.update(first)
+        for running in first:
+            self._join(running)
+        return bool(self._admitted or not self._closing)
+
+    def _join(self, running: Running) -> None:
+        wanted, batch = running.wanted, self._batch
+        try:
+            if isinstance(wanted, Scored):
+                ticket = batch.score(wanted.ids, start=wanted.start, top=wanted.top)
+            else:
+                ticket = batch.join(wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options))
+        except ValueError as error:
+            self._end(running, error)
+            return
+        running.started_s = time.monotonic()
+        self._joined[ticket] = running
+        with self._lock:
+            running.ticket = ticket
+            if running.left:
+                batch.leave(ticket)
+        self._allow(running, [])
+
+    def _end(self, running: Running, error: Exception) -> None:
+        """A request that cannot be joined."""
+        with self._lock:
+            self._admitted.discard(running)
+        running.error = error
+        self._hand_over([(running, Update(-1, [], "error", error=str(error)))])
+
+    def _collect(self) -> list[tuple[Running, Update]]:
+        news = []
+        for update in self._batch.updates(COLLECT_S):
+            running, now_s = self._joined[update.ticket], time.monotonic()
+            if update.tokens:
+                self._count(running, len(update.tokens), now_s)
+                if update.finish_reason is None:
+                    self._allow(running, update.tokens)
+            if update.finish_reason is not None:
+                running.ended_s = now_s
+                self._count_ended(running, update)
+                del self._joined[update.ticket]
+                with self._lock:
+                    self._admitted.discard(running)
+            news.append((running, update))
+        return news
+
+    def _allow(self, running: Running, tokens: Sequence[GeneratedToken]) -> None:
+        """The mask of the next token, where a grammar says what it may be."""
+        wanted = running.wanted
+        if isinstance(wanted, Scored) or wanted.grammar is None:
+            return
+        assert running.ticket is not None
+        try:
+            for token in tokens:
+                wanted.grammar.accept(token.id)
+            mask = wanted.grammar.mask(running.generated_tokens)
+            self._batch.allow(running.ticket, running.generated_tokens, mask)
+        except Exception as error:
+            log.exception("the grammar of a request has failed")
+            running.error = EngineError(f"the grammar of the request has failed: {error}")
+            self._batch.leave(running.ticket)
+
+    def _count(self, running: Running, tokens: int, now_s: float) -> None:
+        if running.first_token_s is None:
+            running.first_token_s = now_s
+            self.totals.first_token.add(now_s - running.submitted_s)
+        else:
+            self.totals.gap.add(now_s - running.last_token_s)
+        running.last_token_s = now_s
+        running.generated_tokens += tokens
+        self.totals.generated_tokens += tokens
+
+    def _count_ended(self, running: Running, update: Update) -> None:
+        totals, statistics, wanted = self.totals, update.statistics, running.wanted
+        totals.ended[str(update.finish_reason)] = totals.ended.get(str(update.finish_reason), 0) + 1
+        assert running.started_s is not None
+        assert running.ended_s is not None
+        self._request_s += RATE_WEIGHT * (running.ended_s - running.started_s - self._request_s)
+        totals.prompt_tokens += len(wanted.ids if isinstance(wanted, Scored) else wanted.prompt_ids)
+        if statistics is not None:
+            totals.reused_tokens += statistics.reused_tokens
+            totals.proposed_tokens += statistics.proposed_tokens
+            totals.accepted_tokens += statistics.accepted_tokens
+        if running.first_token_s is not None and running.last_token_s > running.first_token_s:
+            decode_s = running.last_token_s - running.first_token_s
+            decoded = running.generated_tokens - 1
+            totals.tokens_per_s = decoded / decode_s
+            totals.passes_per_s = (decoded - (statistics.accepted_tokens if statistics else 0)) / decode_s
+
+    def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
+        """Give news to the event loop, with one wake-up for all that it has not read yet."""
+        if not news:
+            return
+        with self._lock:
+            first = not self._news
+            self._news += news
+            loop = self._loop
+        if first and loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        """On the event loop's thread."""
+        with self._lock:
+            news, self._news = self._news, []
+        for running, update in news:
+            running._receive(update)

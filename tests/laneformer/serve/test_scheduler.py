@@ -1,0 +1,151 @@
+"""The scheduler on a real engine: order, room, cancel, deadlines, hand-over, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from laneformer.engine import Engine, GenerationOptions
+from laneformer.serve.scheduler import Busy, DeadlineExceeded, EngineError, Running, Scheduler, Stopping, Wanted
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+
+LONG = GenerationOptions(max_new_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with engine_of(random_model(small_config(max_position_embeddings=512)), threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+def scheduler(engine: Engine) -> Iterator[Scheduler]:
+    scheduler = Scheduler(engine, most_waiting=3)
+    yield scheduler
+    scheduler.close()
+
+
+async def ids_of(running: Running) -> list[int]:
+    return [token.id async for tokens in running for token in tokens]
+
+
+def wanted(seed: int = 0, tokens: int = 20, **fields) -> Wanted:
+    options = GenerationOptions(max_new_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True)
+    return Wanted([1 + seed % 90, 2, 3], options, **fields)
+
+
+def test_answers_are_those_of_the_engine_alone(engine: Engine) -> None:
+    expected = [engine.generate(w.prompt_ids, **vars(w.options)) for w in map(wanted, range(4))]
+    scheduler = Scheduler(engine)
+
+    async def all_at_once() -> list[list[int]]:
+        return await asyncio.gather(*(ids_of(scheduler.submit(wanted(i))) for i in range(4)))
+
+    try:
+        assert asyncio.run(all_at_once()) == expected
+        assert asyncio.run(all_at_once()) == expected  # another loop
+    finally:
+        scheduler.close()
+    assert engine.generate([1, 2, 3], max_new_tokens=3)  # given back
+
+
+def test_a_request_reports_its_end_and_times(scheduler: Scheduler) -> None:
+    async def one() -> Running:
+        running = scheduler.submit(wanted(tokens=7))
+        assert len(await ids_of(running)) == 7
+        return running
+
+    running = asyncio.run(one())
+    assert running.finish_reason == "length"
+    assert running.statistics is not None
+    assert running.submitted_s <= running.started_s <= running.first_token_s <= running.ended_s
+    assert scheduler.totals.generated_tokens == 7
+    assert scheduler.totals.prompt_tokens == 3
+    assert scheduler.totals.ended == {"length": 1}
+
+
+def test_scores(engine: Engine) -> None:
+    ids = random_ids(engine.config, 40)
+    expected = engine.logprobs(ids, start=5, top=2)
+    scheduler = Scheduler(engine)
+    found = asyncio.run(_score(scheduler, ids))
+    scheduler.close()
+    assert found.logprobs.tolist() == expected.logprobs.tolist()
+    assert found.top_ids.tolist() == expected.top_ids.tolist()
+
+
+async def _score(scheduler: Scheduler, ids: list[int]):
+    return await scheduler.score(ids, start=5, top=2)
+
+
+def test_beyond_its_room_it_is_busy_and_says_when_to_come_back(scheduler: Scheduler) -> None:
+    async def fill() -> None:
+        room = scheduler.most_joined + scheduler.most_waiting
+        running = [scheduler.submit(Wanted([1, 2], LONG)) for _ in range(room)]
+        with pytest.raises(Busy, match="3 requests are waiting") as busy:
+            scheduler.submit(wanted())
+        assert 1 <= busy.value.retry_after_s <= 60
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*map(ids_of, running))
+        assert {one.finish_reason for one in running} == {"cancelled"}
+        assert len(await ids_of(scheduler.submit(wanted()))) == 20
+
+    asyncio.run(fill())
+
+
+def test_first_come_first_served(scheduler: Scheduler) -> None:
+    async def three() -> list[Running]:
+        running = [scheduler.submit(wanted(i, 30)) for i in range(scheduler.most_joined + 3)]
+        await asyncio.gather(*map(ids_of, running))
+        return running
+
+    started = [running.started_s for running in asyncio.run(three())]
+    assert started == sorted(started)
+
+
+def test_wrong_requests_are_refused_at_once(scheduler: Scheduler) -> None:
+    async def submit(wrong: Wanted) -> None:
+        scheduler.submit(wrong)
+
+    for ids, match in (([], "prompt_ids is empty"), ([100], "holds 100"), ([1] * 600, "has 600 tokens")):
+        with pytest.raises(ValueError, match=match):
+            asyncio.run(submit(Wanted(ids, LONG)))
+
+
+def test_deadline(scheduler: Scheduler) -> None:
+    async def late() -> None:
+        running = scheduler.submit(Wanted([1, 2], GenerationOptions(max_new_tokens=510, ignore_eos=True), 0.01))
+        with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.01 s"):
+            await ids_of(running)
+        assert running.finish_reason == "cancelled"
+
+    asyncio.run(late())
+
+
+def test_stop_lets_running_requests_end_and_then_cancels(scheduler: Scheduler) -> None:
+    async def stop() -> None:
+        running = scheduler.submit(wanted(tokens=5))
+        await scheduler.stop(grace_s=20)
+        assert len(await ids_of(running)) == 5
+        with pytest.raises(Stopping):
+            scheduler.submit(wanted())
+
+    asyncio.run(stop())
+
+
+def test_a_dead_thread_ends_every_request_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def die() -> None:
+        scheduler = Scheduler(engine)
+        monkeypatch.setattr(scheduler, "_collect", lambda: 1 // 0)
+        running = [scheduler.submit(Wanted([1, 2], LONG)) for _ in range(5)]
+        for one in running:
+            with pytest.raises(EngineError, match="ZeroDivisionError"):
+                await ids_of(one)
+        with pytest.raises(EngineError):
+            scheduler.submit(wanted())
+        scheduler.close()
+
+    asyncio.run(die())
