@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
 RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
+PACE_S = 0.001  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
 LONGEST_RETRY_S = 60
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -194,6 +195,7 @@ class Scheduler:
         self._changed = threading.Condition(self._lock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: list[tuple[Running, Update]] = []  # that the loop has not read yet
+        self._handed_s = 0.0  # when there was news
         self._request_s = 1.0  # mean time that a request takes
         self._thread = threading.Thread(target=self._serve, name="laneformer-engine", daemon=True)
         self._thread.start()
@@ -210,8 +212,11 @@ class Scheduler:
     def running(self) -> int:
         return len(self._admitted)
 
-    def submit(self, wanted: Wanted | Scored) -> Running:
-        """Queue a request. ValueError for what the engine would refuse, Busy, Stopping, EngineError; on a loop."""
+    def submit(self, wanted: Wanted | Scored, admitted: bool = False) -> Running:
+        """Queue a request. ValueError for what the engine would refuse; Busy, Stopping, EngineError. On a loop.
+
+        admitted: it belongs to an answer that has been let in, so there is room for it.
+        """
         self._check(wanted)
         self._loop = asyncio.get_running_loop()
         running = Running(self, wanted)
@@ -220,7 +225,7 @@ class Scheduler:
                 raise EngineError(self.failure)
             if self._closing:
                 raise Stopping("the server is shutting down and takes no more requests")
-            if len(self._waiting) + len(self._admitted) >= self.most_waiting + self.most_joined:
+            if not admitted and self.waiting + self.running >= self.most_waiting + self.most_joined:
                 raise Busy(self.most_waiting, self.retry_after_s())
             self._waiting.append(running)
             self._changed.notify()
@@ -339,6 +344,8 @@ class Scheduler:
         self._hand_over([(running, Update(-1, [], "error", error=str(error)))])
 
     def _collect(self) -> list[tuple[Running, Update]]:
+        if not any(isinstance(r.wanted, Wanted) and r.wanted.grammar for r in self._joined.values()):
+            time.sleep(max(0.0, self._handed_s + PACE_S - time.monotonic()))  # draws that wait for a mask cannot
         news = []
         for update in self._batch.updates(COLLECT_S):
             running, now_s = self._joined[update.ticket], time.monotonic()
@@ -402,6 +409,7 @@ class Scheduler:
         """Give news to the event loop, with one wake-up for all that it has not read yet."""
         if not news:
             return
+        self._handed_s = time.monotonic()
         with self._lock:
             first = not self._news
             self._news += news
