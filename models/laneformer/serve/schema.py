@@ -197,7 +197,8 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """For a template: content as one text, a developer as the system, arguments as values."""
-        found = self.model_dump(exclude_defaults=True)
+        without = {"annotations"} if self.tool_calls else {"annotations", "tool_calls"}
+        found = self.model_dump(exclude_none=True, exclude=without)
         found["role"] = SYSTEM if self.role == "developer" else self.role
         parts = self.content if isinstance(self.content, list) else [{"text": self.content or ""}]
         found["content"] = "\n".join(part["text"] for part in parts)
