@@ -105,11 +105,10 @@ class Terminal:
                 continue
             if not lines and line.startswith('"""'):
                 quoted, line = True, line[3:]
-            ended = line.rstrip().endswith('"""') if quoted else not line.endswith("\\")
-            lines.append(
-                line.rstrip().removesuffix('"""') if quoted and ended else line if quoted or ended else line[:-1]
-            )
-            if ended:
+            mark = '"""' if quoted else "\\"
+            marked = line.rstrip().endswith(mark)
+            lines.append(line.rstrip().removesuffix(mark) if marked else line)
+            if marked == quoted:  # three quotes end a message, and so does a line without a backslash
                 return "\n".join(lines).strip("\n")
 
     def line(self, prompt: str) -> str:
