@@ -10,9 +10,11 @@ import tyro
 from .bench import Bench
 from .chat import Chat
 from .generate import Generate
+from .serve import Serve
 
 Command = (
     Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )

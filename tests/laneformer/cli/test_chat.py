@@ -17,37 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer
 
 from laneformer.cli import main
 from laneformer.cli.chat import CONTROLS
 from laneformer.cli.conversation import Conversation
 from laneformer.engine import Engine
-from tests.laneformer.engine.assets import byte_tokenizer, random_model, small_config, write_folder
-
-BEGIN, END = 266, 267
-TEMPLATE = (
-    "{% for m in messages %}<|begin|>{{ m.role[0] + '\n' + m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|begin|>a\n{% endif %}"
-)
-
-
-def tokenizer() -> Tokenizer:
-    made = byte_tokenizer()
-    made.add_tokens(["c", "d", "e", "f"])
-    made.add_special_tokens([AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)])
-    assert made.token_to_id("<|end|>") == END
-    return made
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that talks nonsense: bytes and letters, one in 268 of them the end of its message."""
-    config = small_config(vocab_size=268, max_position_embeddings=4096)
-    path = write_folder(tmp_path_factory.mktemp("chat"), random_model(config), eos_token_id=END)
-    tokenizer().save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return path
+from tests.laneformer.cli.conftest import BEGIN, END, talker
+from tests.laneformer.engine.assets import random_model, small_config
 
 
 def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
@@ -178,9 +154,7 @@ def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
     model = random_model(config)
     with torch.no_grad():
         model.lm_head.weight[-1, -1] = 0  # its logit is never the highest: the model does not come to an end
-    folder = write_folder(tmp_path / "chat", model, eos_token_id=END)
-    tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    folder = talker(tmp_path / "chat", model)
     terminal = PseudoTerminal(
         sys.executable, "-m", "laneformer.cli", "chat", str(folder), "--threads=1", "--greedy", "--no-cache"
     )
