@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,20 +166,22 @@ def add_error_handlers(app: FastAPI) -> None:
 class Server(uvicorn.Server):
     """Uvicorn that says where it listens, and for which a signal is an orderly end."""
 
-    def __init__(self, app: FastAPI, options: ServerOptions):
+    def __init__(self, app: FastAPI, options: ServerOptions, on_start: Callable[[str], None] | None):
         longest_s = round(options.grace_s) + 5  # the scheduler has cancelled the answers by then
         super().__init__(
             uvicorn.Config(
                 app, log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=longest_s
             )
         )
-        self.options, self.scheduler = options, app.state.scheduler
+        self.options, self.scheduler, self.on_start = options, app.state.scheduler, on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = (sockets or [])[0].getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"laneformer serves {self.options.model} at {address}", flush=True)
+        if self.on_start is not None:
+            self.on_start(address)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = asyncio.create_task(self.scheduler.stop(self.options.grace_s))
@@ -192,11 +194,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def run(engine: Engine, options: ServerOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end; ValueError where the port is in use."""
+def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then let running requests end; ValueError where the port is in use.
+
+    on_start: is told the address as soon as it can be called.
+    """
     with options.listen() as listening:
         if options.host not in LOOPBACK and options.api_key is None:
             print(
                 f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it", file=sys.stderr
             )
-        Server(create_app(engine, options), options).run(sockets=[listening])
+        Server(create_app(engine, options), options, on_start).run(sockets=[listening])
