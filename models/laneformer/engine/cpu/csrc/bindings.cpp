@@ -325,6 +325,10 @@ NB_MODULE(_core, m) {
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
+  nb::class_<Pace>(m, "Pace")  // for tests
+      .def(nb::init<>())
+      .def("columns", &Pace::columns)
+      .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
   m.attr("MOST_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);

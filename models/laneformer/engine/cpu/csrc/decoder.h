@@ -230,7 +230,7 @@ class Decoder {
   Pass pass_;
   std::vector<Sequence*> running_;  // places of a pass's columns
   std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
-  bool probed_ = false;
+  bool probed_ = false, tells_news_ = false;
   uint64_t layers_run_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;

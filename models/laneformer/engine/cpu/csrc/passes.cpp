@@ -48,7 +48,7 @@ bool Decoder::change_sequences() {
       return true;
     });
     has_news_ = joined_ && std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
-    if (has_news_) team_->changed.notify_all();
+    tells_news_ |= has_news_;
     if (!std::all_of(running_.begin(), running_.end(), waits)) return true;
     const auto drawable = [](const Sequence* s) { return s->masks.count(s->new_tokens()) > 0; };
     if (std::none_of(running_.begin(), running_.end(), drawable)) return serving_ = false;
@@ -90,7 +90,9 @@ Decoder::Pass Decoder::plan_pass() {
   const int places = static_cast<int>(running_.size());
   for (int i = 0; i < places; ++i)
     if (running_[i]->decodes() && !running_[i]->awaits_mask) add_columns(pass, i, share);
-  const int decoding_columns = pass.columns, most = std::min(kMaxColumns, decoding_columns + prompts);
+  // no pass is empty, as one where all that decode wait for their masks would be
+  const int decoding_columns = pass.columns;
+  const int most = std::clamp(decoding_columns + prompts, 1, kMaxColumns);
   for (int i = 0; i < places; ++i)
     if (!running_[i]->decodes()) add_columns(pass, i, most - pass.columns);
   pass.prompt_columns = pass.columns - decoding_columns;
@@ -185,7 +187,7 @@ bool Decoder::take_token(Sequence& s, const float* logits) {
   {
     std::lock_guard lock(team_->mutex);
     s.ids.push_back(token);
-    if (wants_tokens_) team_->changed.notify_all();
+    if (wants_tokens_ && !joined_) team_->changed.notify_all();
   }
   s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
   return true;
