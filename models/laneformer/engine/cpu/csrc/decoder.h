@@ -142,6 +142,7 @@ class Decoder {
   const ModelSpec& spec() const { return spec_; }
   int threads() const { return static_cast<int>(plans_.size()); }
   size_t weight_bytes() const;  // read per decoded token, all threads
+  KvPool& caches() { return *caches_; }  // its limit and size, while no request runs
 
  private:
   enum class Step { layers, probe, end };

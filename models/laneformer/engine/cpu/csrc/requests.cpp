@@ -149,6 +149,7 @@ bool Decoder::over() const {
 Decoder::Pass Decoder::next_pass() {
   if (pass_.step == Step::layers) {
     layers_run_ += spec_.layers;
+    caches_->copied();
     if (overflowed_.load(std::memory_order_relaxed))
       for (const Sequence& s : sequences_) caches_->forget(s.cache);
     else
