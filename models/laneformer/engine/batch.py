@@ -136,7 +136,7 @@ class Batch:
         for ticket in tuple(self._joined):
             self.leave(ticket)
         while self._joined:
-            self.updates(1.0)
+            self.updates(0.1)  # another thread may collect them
         if not closed:
             self._release()
 

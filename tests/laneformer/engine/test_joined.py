@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from laneformer.engine import Batch, GeneratedToken, Update
+from laneformer.engine import Batch, Engine, GeneratedToken, Update
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+
+LONG = {"max_position_embeddings": 20_000}
+ENDLESS: dict[str, Any] = {"max_new_tokens": 19_900, "ignore_eos": True}
 
 
 def collect(batch: Batch, *tickets: int) -> dict[int, list[Update]]:
-    """The updates of these requests until they have ended."""
+    """The updates of all requests until these have ended."""
     found: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
-    while any(not updates or updates[-1].finish_reason is None for updates in found.values()):
+    while any(not found[ticket] or found[ticket][-1].finish_reason is None for ticket in tickets):
         for update in batch.updates(10.0):
-            found[update.ticket].append(update)
+            found.setdefault(update.ticket, []).append(update)
     return found
 
 
@@ -46,9 +53,9 @@ def test_a_scoring_request_joins_as_well() -> None:
 
 
 def test_a_request_that_leaves_is_cancelled_and_the_engine_goes_on() -> None:
-    with engine_of(random_model(small_config())) as engine:
+    with engine_of(random_model(small_config(**LONG))) as engine:
         with engine.batch() as batch:
-            ticket = batch.join(random_ids(engine.config, 4), max_new_tokens=100_000, ignore_eos=True)
+            ticket = batch.join(random_ids(engine.config, 4), **ENDLESS)
             batch.leave(ticket)
             assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
             with pytest.raises(RuntimeError, match="busy with another request"):
@@ -59,7 +66,251 @@ def test_a_request_that_leaves_is_cancelled_and_the_engine_goes_on() -> None:
 def test_an_engine_that_closes_ends_its_batch() -> None:
     engine = engine_of(random_model(small_config()))
     batch = engine.batch()
-    batch.join(random_ids(engine.config, 4), max_new_tokens=100_000, ignore_eos=True)
+    batch.join(random_ids(engine.config, 4), **ENDLESS)
     engine.close()
     with pytest.raises(ValueError, match="closed"):
         batch.join([1, 2])
+
+
+def random_request(rng: np.random.Generator, vocab: int) -> tuple[list[int], dict[str, Any]]:
+    """A prompt, often one that begins as others do, and any mixture of options."""
+    shared = np.random.default_rng(rng.integers(3)).integers(0, vocab, 50)
+    prompt = [*shared[: rng.integers(51)], *rng.integers(0, vocab, 1 + rng.integers(20))]
+    options: dict[str, Any] = {"max_new_tokens": int(rng.integers(1, 25))}
+    for name, value in {
+        "temperature": 1.0, "top_p": 0.9, "seed": int(rng.integers(2**63)), "repetition_penalty": 1.3,
+        "presence_penalty": 0.5, "logprobs": 3, "speculate": 5, "stop_ids": rng.integers(0, vocab, 3).tolist(),
+        "logit_bias": {int(rng.integers(vocab)): 5.0}, "reuse_prefix": False,
+    }.items():  # fmt: skip
+        if rng.random() < 0.4:
+            options[name] = value
+    return [int(i) for i in prompt], options
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_forty_requests_give_what_each_gives_alone(threads: int) -> None:
+    rng, model = np.random.default_rng(threads), random_model(small_config(), dtype="bf16")
+    with engine_of(model, threads=threads) as engine, engine_of(model, threads=1) as alone:
+        requests = [random_request(rng, 100) for _ in range(40)]
+        leaving = {number: int(rng.integers(6)) for number in range(0, 40, 5)}  # after so many tokens
+        waiting, found = list(range(40)), {n: list[GeneratedToken]() for n in range(40)}
+        numbers: dict[int, int] = {}  # by ticket
+        ended: dict[int, Update] = {}
+        with engine.batch() as batch:
+            while len(ended) < 40:
+                for _ in range(int(rng.integers(4))):
+                    if waiting and len(numbers) - len(ended) < batch.most_joined:
+                        prompt, options = requests[waiting[0]]
+                        numbers[batch.join(prompt, **options)] = waiting.pop(0)
+                for update in batch.updates(0.01):
+                    number = numbers[update.ticket]
+                    found[number] += update.tokens
+                    if update.finish_reason:
+                        ended[number] = update
+                    elif number in leaving and len(found[number]) >= leaving[number]:
+                        batch.leave(update.ticket)
+        for number, (prompt, options) in enumerate(requests):
+            expected = alone.generate_detailed(prompt, **{**options, "reuse_prefix": False})
+            if ended[number].finish_reason == "cancelled":
+                assert found[number] == expected.tokens[: len(found[number])]
+                continue
+            assert (found[number], ended[number].finish_reason) == (expected.tokens, expected.finish_reason)
+
+
+def test_scores_beside_other_requests_are_those_alone() -> None:
+    with engine_of(random_model(small_config()), threads=2) as engine:
+        texts = [random_ids(engine.config, 97, seed=i) for i in range(4)]
+        alone = [engine.logprobs(text, top=2, start=1 + 20 * i, reuse_prefix=False) for i, text in enumerate(texts)]
+        with engine.batch() as batch:
+            others = [batch.join([i], max_new_tokens=90, ignore_eos=True, logprobs=1) for i in range(4)]
+            tickets = [batch.score(text, top=2, start=1 + 20 * i) for i, text in enumerate(texts)]
+            updates = collect(batch, *tickets, *others)
+        for ticket, expected in zip(tickets, alone, strict=True):
+            scores = updates[ticket][-1].scores
+            assert scores is not None
+            np.testing.assert_array_equal(scores.logprobs, expected.logprobs)
+            np.testing.assert_array_equal(scores.top_ids, expected.top_ids)
+        assert tokens_of(updates[others[3]]) == engine.generate_detailed(
+            [3], max_new_tokens=90, ignore_eos=True, logprobs=1).tokens  # fmt: skip
+
+
+def test_a_ninth_request_is_refused_until_one_has_been_collected() -> None:
+    with engine_of(random_model(small_config())) as engine, engine.batch() as batch:
+        tickets = [batch.join([i], max_new_tokens=1 if i == 0 else 90, ignore_eos=True) for i in range(8)]
+        with pytest.raises(RuntimeError, match="8 requests; collect the end of one first"):
+            batch.join([1])
+        collect(batch, tickets[0])
+        batch.join([1])
+
+
+def test_a_batch_decodes_all_in_the_same_passes() -> None:
+    with engine_of(random_model(small_config())) as engine, engine.batch() as batch:
+        tickets = [batch.join([i], max_new_tokens=80, ignore_eos=True) for i in range(8)]
+        for updates in collect(batch, *tickets).values():
+            assert updates[-1].statistics is not None
+            assert updates[-1].statistics.passes == 80
+            assert len(tokens_of(updates)) == 80
+
+
+def test_requests_from_many_threads() -> None:
+    """Eight threads join and leave at any time, one collects; nothing is lost and nothing mixed up."""
+    model = random_model(small_config())
+    with engine_of(model, threads=2) as engine:
+        expected = {i: engine.generate([i], max_new_tokens=40, ignore_eos=True) for i in range(8)}
+        owner: dict[int, tuple[int, bool]] = {}
+        ended: dict[int, tuple[str, list[int]]] = {}
+        has_ended = threading.Condition()
+
+        def client(i: int) -> None:
+            def has_its_end() -> bool:
+                return ticket in ended
+
+            for turn in range(20):
+                ticket = batch.join([i], max_new_tokens=40, ignore_eos=True)
+                owner[ticket] = i, turn % 2 == 1
+                if turn % 2:
+                    batch.leave(ticket)
+                with has_ended:
+                    assert has_ended.wait_for(has_its_end, 60.0)
+
+        with engine.batch() as batch:
+            clients = [threading.Thread(target=client, args=[i]) for i in range(8)]
+            for thread in clients:
+                thread.start()
+            tokens: dict[int, list[int]] = {}
+            while any(thread.is_alive() for thread in clients):
+                for update in batch.updates(0.05):
+                    tokens.setdefault(update.ticket, []).extend(token.id for token in update.tokens)
+                    if update.finish_reason:
+                        with has_ended:
+                            ended[update.ticket] = update.finish_reason, tokens[update.ticket]
+                            has_ended.notify_all()
+        assert len(ended) == 160
+        for ticket, (reason, ids) in ended.items():
+            number, left = owner[ticket]
+            assert ids == expected[number][: len(ids)]
+            assert reason == "cancelled" if left and len(ids) < 40 else len(ids) == 40
+
+
+def failing_at(token: int) -> Engine:
+    """One whose activations overflow after this token."""
+    model = random_model(small_config())
+    with torch.no_grad():
+        model.tok_embeddings.weight[token] = 1e30
+    return engine_of(model, threads=3)
+
+
+def test_an_overflow_ends_one_request_alone() -> None:
+    with failing_at(7) as engine:
+        expected = engine.generate([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0})
+        for _ in range(2):
+            with engine.batch() as batch:
+                good = batch.join([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0})
+                bad = [batch.join([5, i, 7], max_new_tokens=60) for i in range(3)]
+                scored = batch.score([5, 6, 7, 8])
+                updates = collect(batch, good, *bad, scored)
+            for ticket in (*bad, scored):
+                assert updates[ticket][-1].finish_reason == "error"
+                assert "infinite, NaN" in (updates[ticket][-1].error or "")
+            assert [token.id for token in tokens_of(updates[good])] == expected
+        assert engine.generate([3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0}) == expected
+
+
+def mask_of(*ids: int) -> np.ndarray:
+    mask = np.zeros(4, np.uint32)
+    for i in ids:
+        mask[i // 32] |= np.uint32(1 << i % 32)
+    return mask
+
+
+ALLOWED = [(2, 50, 99), (31, 32), (7,), (0, 64, 96), *[tuple(range(i, 100, 3)) for i in range(8)]]
+MASKED: dict[str, Any] = {"max_new_tokens": len(ALLOWED), "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
+
+
+@pytest.mark.parametrize("when", ["early", "with each token", "late"])
+def test_masks_say_what_may_come_whenever_they_come(when: str) -> None:
+    with engine_of(random_model(small_config()), threads=2) as engine:
+        others = {i: engine.generate([i], max_new_tokens=90, ignore_eos=True) for i in range(3)}
+        results = []
+        for beside in (0, 3):
+            with engine.batch() as batch:
+                tickets = [batch.join([i], max_new_tokens=90, ignore_eos=True) for i in range(beside)]
+                masked = batch.join([1, 2, 3], masked=True, speculate=4, seed=6, **MASKED)
+                tokens: dict[int, list[GeneratedToken]] = {ticket: [] for ticket in (*tickets, masked)}
+                sent = 0
+                while len(tokens[masked]) < len(ALLOWED) or any(len(tokens[ticket]) < 90 for ticket in tickets):
+                    late = when == "late" and any(len(tokens[ticket]) < 20 for ticket in tickets)
+                    while not late and sent < len(ALLOWED) and (when == "early" or sent <= len(tokens[masked])):
+                        batch.allow(masked, sent, mask_of(*ALLOWED[sent]))
+                        sent += 1
+                    for update in batch.updates(0.02):
+                        assert update.error is None
+                        tokens[update.ticket] += update.tokens
+            assert all(token.id in ids for token, ids in zip(tokens[masked], ALLOWED, strict=True))
+            for i, ticket in enumerate(tickets):
+                assert [token.id for token in tokens[ticket]] == others[i]
+            results.append(tokens[masked])
+        assert results[0] == results[1]
+
+
+def test_a_mask_without_a_possible_id_ends_its_request_with_an_error() -> None:
+    with engine_of(random_model(small_config(**LONG))) as engine, engine.batch() as batch:
+        options: dict[str, Any] = {"masked": True, "max_new_tokens": 5, "stop_ids": [9], "min_new_tokens": 2}
+        empty, stops = batch.join([1, 2], **options), batch.join([1, 2], **options)
+        batch.allow(empty, 0, mask_of(3, 4))
+        batch.allow(empty, 1, mask_of())
+        batch.allow(stops, 0, mask_of(9))  # which may not come yet
+        updates = collect(batch, empty, stops)
+        assert len(tokens_of(updates[empty])) == 1
+        for ticket in (empty, stops):
+            assert updates[ticket][-1].finish_reason == "error"
+            assert "leaves no id" in (updates[ticket][-1].error or "")
+        batch.allow(empty, 2, mask_of(1))  # it has ended: nothing
+        plain = batch.join([1], **ENDLESS)
+        with pytest.raises(ValueError, match="without masked"):
+            batch.allow(plain, 19_000, mask_of(1))
+        with pytest.raises(ValueError, match="a mask has 4 words, not 3"):
+            batch.allow(plain, 0, np.zeros(3, np.uint32))
+
+
+def test_a_request_may_leave_while_it_waits_for_its_mask() -> None:
+    with engine_of(random_model(small_config())) as engine:
+        with engine.batch() as batch:
+            ticket = batch.join([1, 2], masked=True)
+            assert batch.updates(0.05) == []
+            batch.leave(ticket)
+            assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
+            batch.join([1, 2], masked=True)  # left to `close`
+        assert len(engine.generate([1], max_new_tokens=3, ignore_eos=True)) == 3
+
+
+def test_a_long_prompt_is_read_in_parts_beside_others() -> None:
+    """Alone it is one pass. Beside another, its parts begin with one column and grow by half at most."""
+    with engine_of(random_model(small_config(**LONG)), threads=2) as engine:
+        prompt = random_ids(engine.config, 90)
+        with engine.batch() as batch:
+            ticket = batch.join(prompt, max_new_tokens=1, reuse_prefix=False)
+            alone = collect(batch, ticket)[ticket][-1].statistics
+            other = batch.join([1], **ENDLESS)
+            while not batch.updates(10.0):
+                pass
+            ticket = batch.join(prompt, max_new_tokens=1, reuse_prefix=False)
+            beside = collect(batch, ticket)[ticket][-1].statistics
+            batch.leave(other)
+        assert alone is not None
+        assert beside is not None
+        assert alone.passes == 1
+        assert 6 <= beside.passes <= 90
+
+
+def test_an_engine_may_close_while_requests_run_and_wait() -> None:
+    engine = engine_of(random_model(small_config(**LONG)), threads=2)
+    batch = engine.batch()
+    for i in range(7):
+        batch.join([i], **ENDLESS)
+    batch.join([9], masked=True)
+    batch.updates(5.0)
+    collecting = threading.Thread(target=batch.updates, args=[0.5])
+    collecting.start()
+    engine.close()
+    collecting.join()

@@ -23,9 +23,8 @@ from ...config import (
     LaneformerConfig,
 )
 from ...tensors import FIRST_MATRIX, Tensor
-from ..decoder import Request
+from ..decoder import Collected, Request
 from ..folder import rope_tables
-from ..joined import OneAtATime
 from ..machine import free_memory_bytes, this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
@@ -40,11 +39,13 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
 }
 
 
-class CpuDecoder(OneAtATime, _core.Decoder):
+class CpuDecoder(_core.Decoder):
     """The C++ decoder with its weights loaded; it has every option, and its loop runs on threads of its own.
 
     Options as in Engine. `packed` maps the packed weights of an earlier start, or keeps them for the next one.
     """
+
+    most_joined = _core.MOST_SEQUENCES
 
     def __init__(
         self,
@@ -84,13 +85,15 @@ class CpuDecoder(OneAtATime, _core.Decoder):
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
-        self._prepare_joined()
         self._load(config, tensors, packed)
         self.set_cache_limit(free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
 
     def check(self, request: Request) -> None:
         """Every option is supported."""
+
+    def collect(self, timeout_s: float) -> list[Collected]:
+        return [Collected(*news) for news in super().collect(timeout_s)]
 
     def close(self) -> None:
         """End the request, if one runs; threads and weights go with the object."""

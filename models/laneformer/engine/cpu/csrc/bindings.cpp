@@ -107,7 +107,7 @@ struct nanobind::detail::type_caster<Request> {
   bool from_python(handle r, uint8_t, cleanup_list*) noexcept try {
     const auto field = [&](const char* name, auto& to) { to = nb::cast<std::decay_t<decltype(to)>>(r.attr(name)); };
     field("prompts", value.prompts), field("max_new_tokens", value.max_new_tokens);
-    field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate);
+    field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate), field("masked", value.masked);
     field("score_from", value.score_from), field("keep_logits", value.keep_logits);
     field("keep_partials", value.keep_partials), field("probe_every", value.probe_every);
     field("compare_barriers", value.compare_barriers);
@@ -204,23 +204,42 @@ nb::tuple poll(Decoder& decoder, size_t from, double timeout_s, bool until_done)
   return nb::make_tuple(tokens, finished);
 }
 
-// Scores of tokens from .. from + count - 1: log-probabilities, best ids, and theirs, flat.
-nb::tuple scores(const Decoder& decoder, size_t from, size_t count) {
-  const Scores& s = decoder.scores();
-  if (from > s.logprobs.size() || count > s.logprobs.size() - from) throw std::invalid_argument("no such scores");
-  const auto part = [&](const auto& values, size_t each) {
-    const auto begin = values.begin() + static_cast<ptrdiff_t>(from * each);
-    return to_numpy(std::vector(begin, begin + static_cast<ptrdiff_t>(count * each)));
-  };
-  return nb::make_tuple(part(s.logprobs, 1), part(s.top_ids, s.top), part(s.top_logprobs, s.top));
+// Log-probabilities, best ids, and theirs, flat.
+nb::tuple as_tuple(Scores s) {
+  return nb::make_tuple(to_numpy(std::move(s.logprobs)), to_numpy(std::move(s.top_ids)),
+                        to_numpy(std::move(s.top_logprobs)));
 }
 
-nb::dict statistics(const Decoder& decoder) {
-  const Statistics& s = decoder.statistics();
+nb::tuple scores(const Decoder& decoder, size_t from, size_t count) {
+  return as_tuple(decoder.scores().part(from, count));
+}
+
+nb::dict as_dict(const Statistics& s) {
   nb::dict d;
   d["reused_tokens"] = s.reused, d["passes"] = s.passes;
   d["proposed_tokens"] = s.proposed, d["accepted_tokens"] = s.accepted;
   return d;
+}
+
+// The fields of decoder.py's Collected, of each request.
+nb::list collect(Decoder& decoder, double timeout_s) {
+  std::vector<News> all;
+  {
+    nb::gil_scoped_release release;
+    all = decoder.collect(timeout_s);
+  }
+  nb::list found;
+  for (News& news : all) {
+    const nb::object error = news.error.empty() ? nb::none() : nb::cast(news.error);
+    const nb::object scores = news.scores ? nb::object(as_tuple(std::move(*news.scores))) : nb::none();
+    const nb::object statistics = news.statistics ? nb::object(as_dict(*news.statistics)) : nb::none();
+    found.append(nb::make_tuple(news.ticket, news.first, news.tokens, scores, statistics, error));
+  }
+  return found;
+}
+
+void allow(Decoder& decoder, int64_t ticket, int index, nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig> mask) {
+  decoder.allow(ticket, index, Sequence::Mask(mask.data(), mask.data() + mask.size()));
 }
 
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
@@ -290,10 +309,14 @@ NB_MODULE(_core, m) {
       .def("tune", &Decoder::tune, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
       .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
-      .def("cancel", &Decoder::cancel)
+      .def("cancel", &Decoder::cancel, nb::call_guard<nb::gil_scoped_release>())
+      .def("join", &Decoder::join, "request"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("collect", &collect, "timeout_s"_a)
+      .def("leave", &Decoder::leave, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("allow", &allow, "ticket"_a, "index"_a, "mask"_a)
       .def("outputs", &Decoder::outputs)
       .def("scores", &scores, "from_index"_a, "count"_a)
-      .def("statistics", &statistics)
+      .def("statistics", [](const Decoder& d) { return as_dict(d.statistics()); })
       .def("logits", [](Decoder& d) { return to_numpy(d.take_logits()); })
       .def("partials", [](Decoder& d) { return to_numpy(d.take_partials()); })
       .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
@@ -304,6 +327,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
+  m.attr("MOST_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
   m.def("content_hash", &hash_of, "data"_a);

@@ -231,7 +231,7 @@ void Decoder::read_tape(int t, size_t most) {
 // --- passes -----------------------------------------------------------------------------------------------------
 
 void Decoder::serve(int t) {
-  if (request_.probe_every)  // untouched pages would all be the same zero page
+  if (request_->probe_every)  // untouched pages would all be the same zero page
     std::memset(probe_buffer_.bytes() + kProbeBytes / plans_.size() * t, 1, kProbeBytes / plans_.size());
   meet(t);
   uint64_t seen = pass_issued_.value.load(std::memory_order_acquire);

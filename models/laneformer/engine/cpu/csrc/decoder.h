@@ -1,4 +1,4 @@
-// One request at a time on T persistent threads that own lanes.
+// Requests on T persistent threads that own lanes: one at a time (`start`), or up to eight that come and go (`join`).
 //
 // A pass sends a block of columns through all layers; a column is one position of one sequence: a part of a prompt,
 // one new token of each sequence of a batch, or a new token and draft tokens after it. A thread runs its lanes'
@@ -18,7 +18,8 @@
 
 #include "kv_pool.h"
 #include "model.h"
-#include "sampler.h"
+#include "pace.h"
+#include "sequence.h"
 #include "system.h"
 #include "team.h"
 
@@ -32,69 +33,6 @@ constexpr int kHeadShareTiles = 2;  // what a thread takes of the head at a time
 #endif
 constexpr size_t kProbeBytes = size_t{LANEFORMER_PROBE_MIB} << 20;
 double now_s();
-
-struct Request {
-  std::vector<std::vector<int>> prompts;  // 1 to kMaxSequences; one when scoring
-  SamplingOptions sampling;
-  std::vector<uint64_t> seeds;  // of each prompt; none: that of `sampling`
-  int max_new_tokens = 0;
-  bool reuse_prefix = true;  // start from what a KV cache still holds
-  int speculate = 0;         // most draft tokens, from earlier text, to verify in one pass
-  int top_logprobs = -1;     // best ids to record for each token; -1: no log-probabilities
-  int score_from = 0;        // log-probabilities of the prompt's ids from this index on; 0: generate instead
-  bool keep_logits = false;  // scoring: the logits of every position as well
-  std::vector<int> keep_partials;  // with keep_logits: positions, ascending, whose modules' outputs are kept as well
-  int probe_every = 0;       // read-bandwidth probe before every this many decoded tokens; 0: none
-  bool compare_barriers = false;  // every second segment of `probe_every` tokens: a barrier after every module
-
-  bool scores() const { return score_from > 0; }
-  // Scoring: all of the prompt, but for its last id where that is only something to predict.
-  int positions() const { return static_cast<int>(prompts[0].size()) - (scores() && !keep_logits); }
-};
-
-// Log-probabilities by the model itself: of the raw logits, before penalties and temperature.
-struct Scores {
-  int top = 0;                     // number of likeliest ids kept for each scored token
-  std::vector<float> logprobs;     // (tokens,): of the token that came
-  std::vector<int> top_ids;        // (tokens, top): the likeliest first
-  std::vector<float> top_logprobs;  // (tokens, top)
-
-  void resize(size_t tokens, int best);
-  void record(size_t index, const float* logits, int vocab, int token, double log_sum_exp);
-};
-
-struct Sequence {
-  Sequence(std::vector<int> prompt, const SamplingOptions& sampling, int vocab)
-      : ids(std::move(prompt)), prompt_length(static_cast<int>(ids.size())), sampler(sampling, vocab, ids) {}
-
-  std::vector<int> ids;  // the prompt, then the new tokens; also read by poll, under the mutex
-  int prompt_length;
-  int end = 0;       // ids.size() at which the sequence is over; when scoring, positions to run
-  int cache = -1;    // its KV cache
-  int position = 0;  // positions that have run through the layers
-  bool finished = false;
-  Sampler sampler;
-  Scores scores;
-  // its part of the running pass
-  int columns = 0, head_columns = 0;
-  std::vector<int> drafts;  // draft tokens: the last columns, ids that may come next
-
-  int new_tokens() const { return static_cast<int>(ids.size()) - prompt_length; }
-  // Prompt lookup: what followed the latest earlier place of the last few ids, `most` ids, into `drafts`.
-  void draft(int most);
-};
-
-struct Statistics {
-  int reused = 0;                  // prompt positions found in a KV cache
-  int proposed = 0, accepted = 0;  // draft tokens
-  int passes = 0;
-};
-
-struct Timings {
-  double first_token_s = 0;               // from the start of the request
-  std::vector<double> token_s;            // decoding time of each token after the first
-  std::vector<double> probe_bytes_per_s;  // before tokens 0, probe_every, 2 probe_every, ... and after the last
-};
 
 class Decoder {
  public:
@@ -123,20 +61,33 @@ class Decoder {
   // not negative. It changes no result. Returns the distance.
   size_t tune(int64_t bytes);
 
-  // Throws std::runtime_error while another request runs, and std::invalid_argument where a size or an id would lead
-  // beyond a buffer; what the values mean is Python's to check (options.py).
+  // One request that has the decoder to itself. Throws std::runtime_error while another one runs, and
+  // std::invalid_argument where a size or an id would lead beyond a buffer; what the values mean is Python's to check
+  // (options.py).
   void start(Request request);
   // New tokens of the first sequence since `from`; waits until there are some or the request is over (`until_done`:
   // only for the end).
   std::vector<int> poll(size_t from, double timeout_s, bool until_done, bool& finished);
   std::vector<std::vector<int>> outputs();  // new tokens of every sequence
-  void cancel() { cancel_.store(true, std::memory_order_relaxed); }
+  void cancel();  // ends all requests
 
-  // Of the last request; while one runs, scores are valid for the tokens that poll has returned.
-  const Scores& scores() const { return sequences_.at(0).scores; }
+  // Requests of one prompt side by side, each with the results that it has alone. They begin and end between two
+  // passes; where nothing can run, the threads sleep. All of these may be called from any thread, at any time.
+  // Returns the request's ticket, which is never used again; throws as `start`, where kMaxSequences have not been
+  // collected to their end, too.
+  int64_t join(Request request);
+  // Of all joined requests since the last call; waits until there is something, but not longer than the timeout.
+  std::vector<News> collect(double timeout_s);
+  void leave(int64_t ticket);
+  // New token `index` (from 0) of a masked request is one of these ids. Where it could be drawn before this comes, its
+  // logits are kept and the others go on.
+  void allow(int64_t ticket, int index, Sequence::Mask mask);
+
+  // Of the last request of `start`; while it runs, scores are valid for the tokens that poll has returned.
+  const Scores& scores() const { return sequences_.at(0)->scores; }
   std::vector<float> take_logits() { return std::move(kept_logits_); }
   std::vector<float> take_partials() { return std::move(kept_partials_); }  // [position][layer][module][lane][hidden]
-  const Statistics& statistics() const { return statistics_; }
+  Statistics statistics() const;  // all its sequences together
   const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
   const ModelSpec& spec() const { return spec_; }
@@ -147,13 +98,15 @@ class Decoder {
  private:
   enum class Step { layers, probe, end };
   struct Column {
-    int token, position, cache;
+    int token, position, cache, sequence;
   };
   struct Pass {
     Step step = Step::end;
     uint64_t first_layer = 0;  // layers run before this pass, over all requests
     int columns = 0, head_columns = 0;
     bool barriers = false;  // all threads meet after every module
+    bool scores = false;    // some head columns are of sequences that score
+    int decoding = 0, prompt_columns = 0;  // sequences that wait for their next token; columns of others
     Column column[kMaxColumns] = {};
     int head[kMaxColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
   };
@@ -188,15 +141,24 @@ class Decoder {
   void probe(int t);
   void read_tape(int t, size_t most);
 
-  // requests.cpp: what a pass holds, and what its logits lead to
+  // requests.cpp: from and to Python
   void expect(const Request& request) const;
+  void wake(std::unique_lock<std::mutex>& lock);
+  Sequence* find(int64_t ticket);
   void begin_sequence(Sequence& sequence);
+
+  // passes.cpp: what a pass holds, and what its logits lead to
   Pass next_pass();
+  bool change_sequences();
+  void end_sequences();
+  void admit(Sequence& sequence);
+  bool probe_is_due(bool over) const;
   Pass plan_pass();
+  void add_columns(Pass& pass, int sequence, int most);
   void finish_pass();
-  void take_tokens(Sequence& sequence, int row);
-  void take_token(Sequence& sequence, const float* logits);
-  bool over() const;
+  void take_tokens(Sequence& sequence);
+  bool take_mask(Sequence& sequence, Sequence::Mask& mask);
+  bool take_token(Sequence& sequence, const float* logits);
   void score_positions(int t, const Pass& pass);
 
   // forward.cpp, attention.cpp, head.cpp: one pass
@@ -209,14 +171,14 @@ class Decoder {
   void attend(int t, int layer, int own, const Pass& pass);
   void attend_chunks(int t, int layer, int own, const Pass& pass);
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
-  void join(int t, int layer, Module module, const Pass& pass);
+  void join_lanes(int t, int layer, Module module, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);
   void run_head(int t, const Pass& pass);
   void replicated_inputs(int t, const Pass& pass);
   void lane_inputs(int t, const Pass& pass);
   void prepare_head(int t, const Pass& pass);
   void share_head(int t, const Pass& pass);
-  void expect_finite(const float* values, int count);
+  void expect_finite(const float* values, int count, const Pass& pass, int row);
   bool multiply_head_share(int owner, uint64_t share, const Pass& pass);
   void sum_lane_logits(int t, const Pass& pass);
   const Product& product(DType dtype) const { return kernels_->products[int(math_)][int(dtype)]; }
@@ -265,18 +227,25 @@ class Decoder {
   const int spin_turns_;  // before the core is given up: none where threads outnumber the processors
   Counter pass_issued_;
 
-  // the request: while it runs, only the first thread writes these, between two meetings
-  Request request_;
+  // the requests: while they run, only the first thread writes these, between two meetings
+  std::shared_ptr<const Request> request_;  // of `start`; of joined ones an empty one: each sequence has its own
   Pass pass_;
-  std::vector<Sequence> sequences_;
-  std::atomic<bool> cancel_{false}, overflowed_{false};
-  std::atomic<bool> kv_overflow_{false};  // ... because a key or value was too large for fp16
+  std::vector<Sequence*> running_;  // places of a pass's columns
+  std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
   bool probed_ = false;
   uint64_t layers_run_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;
-  Statistics statistics_;
+  int passes_ = 0;
+  Pace pace_;
   Timings timings_;
+
+  // under the team's mutex
+  std::vector<std::unique_ptr<Sequence>> sequences_;  // of the last `start`, or joined and not collected to the end
+  bool joined_ = false;                               // they have joined
+  bool serving_ = false;                              // the threads will look for more work
+  bool has_news_ = false;                             // for `collect`
+  int64_t tickets_ = 0;
 
   // jobs are handed over under its mutex; within a request only counters are used. Ends before all that its jobs use
   std::unique_ptr<Team> team_;

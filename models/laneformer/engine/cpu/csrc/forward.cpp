@@ -70,8 +70,8 @@ void Decoder::run_layers(int t, const Pass& pass) {
       }
       modules_done_[t].value.store(2 * global + module + 1, std::memory_order_release);
       if (pass.barriers) meet(t);
-      join(t, layer, module, pass);
-      if (!request_.keep_partials.empty()) keep_partials(t, layer, module, pass);
+      join_lanes(t, layer, module, pass);
+      if (!request_->keep_partials.empty()) keep_partials(t, layer, module, pass);
     }
   }
 }
@@ -95,7 +95,7 @@ void Decoder::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
 }
 
 // The update table of config.Join for the own lanes; sums over lanes are always in lane order.
-void Decoder::join(int t, int layer, Module module, const Pass& pass) {
+void Decoder::join_lanes(int t, int layer, Module module, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
   const uint64_t global = pass.first_layer + layer;
   const Join how = spec_.join[module][layer];
@@ -127,7 +127,7 @@ void Decoder::join(int t, int layer, Module module, const Pass& pass) {
 // overwrites them waits until this thread has finished the next module.
 void Decoder::keep_partials(int t, int layer, Module module, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
-  const std::vector<int>& chosen = request_.keep_partials;
+  const std::vector<int>& chosen = request_->keep_partials;
   for (int c = 0; t == plan.leader && c < pass.columns; ++c) {
     const auto found = std::lower_bound(chosen.begin(), chosen.end(), pass.column[c].position);
     if (found == chosen.end() || *found != pass.column[c].position) continue;

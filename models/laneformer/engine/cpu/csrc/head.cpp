@@ -8,8 +8,8 @@
 namespace laneformer {
 
 // A norm of values whose squares overflow gives zeros, and the head then makes all tokens equally likely: the request
-// must end with an error (`poll`).
-void Decoder::expect_finite(const float* values, int count) {
+// of that row of the logits must end with an error.
+void Decoder::expect_finite(const float* values, int count, const Pass& pass, int row) {
   constexpr int kChains = 16;  // independent sums, which the compiler keeps in vectors
   float squares[kChains] = {}, total = 0.0f;
   int i = 0;
@@ -17,12 +17,12 @@ void Decoder::expect_finite(const float* values, int count) {
     for (int k = 0; k < kChains; ++k) squares[k] += values[i + k] * values[i + k];
   for (; i < count; ++i) total += values[i] * values[i];
   for (const float sum : squares) total += sum;
-  if (!std::isfinite(total)) overflowed_.store(true, std::memory_order_relaxed);
+  if (!std::isfinite(total)) overflowed_.fetch_or(1u << pass.column[pass.head[row]].sequence);
 }
 
 void Decoder::run_head(int t, const Pass& pass) {
   for (int own = 0; own < plans_[t].last_lane - plans_[t].first_lane; ++own)
-    for (int c = 0; c < pass.head_columns; ++c) expect_finite(stream(t, own, pass.head[c]), spec_.hidden);
+    for (int c = 0; c < pass.head_columns; ++c) expect_finite(stream(t, own, pass.head[c]), spec_.hidden, pass, c);
   if (spec_.head == Head::replicate)
     replicated_inputs(t, pass);
   else
@@ -30,7 +30,7 @@ void Decoder::run_head(int t, const Pass& pass) {
   prepare_head(t, pass);
   share_head(t, pass);
   if (spec_.head == Head::lane) sum_lane_logits(t, pass);
-  if (!request_.scores()) return;
+  if (!pass.scores) return;
   meet(t);
   score_positions(t, pass);
 }
@@ -76,7 +76,7 @@ bool Decoder::multiply_head_share(int owner, uint64_t share, const Pass& pass) {
     if (spec_.head == Head::lane) out = lane_logits_.floats() + lane * kMaxColumns * vocab;
     const Matrix tiles = head.tiles_from(share * kHeadShareTiles, kHeadShareTiles);
     multiply(owner, tiles, workers_[owner].head_x[i], out, static_cast<int>(vocab), pass.head_columns);
-    for (int c = 0; c < pass.head_columns; ++c) expect_finite(out + c * vocab + tiles.first_row, tiles.rows);
+    for (int c = 0; c < pass.head_columns; ++c) expect_finite(out + c * vocab + tiles.first_row, tiles.rows, pass, c);
     return true;
   }
   return false;

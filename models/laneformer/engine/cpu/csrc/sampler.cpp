@@ -68,8 +68,9 @@ void Sampler::accept(int token) {
   ++times_[token];
 }
 
-const float* Sampler::adjusted(const float* logits) {
-  if (logits_.empty()) return logits;
+const float* Sampler::adjusted(const float* logits, const std::vector<uint32_t>& mask) {
+  if (logits_.empty() && mask.empty()) return logits;
+  logits_.resize(vocab_);
   const SamplingOptions& o = options_;
   std::copy(logits, logits + vocab_, logits_.begin());
   for (const int id : seen_) {
@@ -79,6 +80,8 @@ const float* Sampler::adjusted(const float* logits) {
     logits_[id] = static_cast<float>(x);
   }
   for (const auto& [id, bias] : o.logit_bias) logits_[id] = static_cast<float>(logits_[id] + bias);
+  for (int id = 0; !mask.empty() && id < vocab_; ++id)
+    if (!(mask[id / 32] >> id % 32 & 1)) logits_[id] = -std::numeric_limits<float>::infinity();
   if (made_ < o.min_new_tokens)
     for (const int id : o.stop_ids) logits_[id] = -std::numeric_limits<float>::infinity();
   return logits_.data();
@@ -129,10 +132,11 @@ float Sampler::top_p_threshold(Weighed* begin, Weighed* end, float top) const {
   return last->logit;
 }
 
-int Sampler::choose(const float* raw, int position) {
+int Sampler::choose(const float* raw, int position, const std::vector<uint32_t>& mask) {
   const Sampling& draw = options_.draw;
-  const float* logits = adjusted(raw);
+  const float* logits = adjusted(raw, mask);
   const int best = best_id(logits, vocab_);
+  if (!mask.empty() && logits[best] == -std::numeric_limits<float>::infinity()) return -1;
   if (draw.greedy() || !std::isfinite(logits[best])) return best;  // weights that overflow leave no distribution
   const float top = logits[best], least = draw.filters() ? threshold(logits, top) : -FLT_MAX;
   Candidate chosen{draw.score(top, position, best), best};

@@ -3,8 +3,9 @@
 //   1. repetition penalty (Hugging Face's): ids of the prompt and the output; logit / penalty, or * where negative
 //   2. frequency and presence penalty (OpenAI's): ids of the output; logit - frequency * count - presence
 //   3. logit bias, added
-//   4. stop ids are impossible before min_new_tokens
-//   5. the draw (sampling.h): greedy, or from the softmax at a temperature, filtered
+//   4. ids outside a mask (a grammar's) are impossible
+//   5. stop ids are impossible before min_new_tokens
+//   6. the draw (sampling.h): greedy, or from the softmax at a temperature, filtered
 #pragma once
 #include <math.h>
 
@@ -38,16 +39,18 @@ int best_id(const float* logits, int vocab);
 // The n largest logits, largest first; the lowest id first in a tie, NaN last. n <= vocab.
 void best_ids(const float* logits, int vocab, int n, int* ids);
 
-// One sequence's sampler; `choose` and `accept` allocate nothing.
+// One sequence's sampler; `choose` and `accept` allocate nothing, but for the first mask.
 class Sampler {
  public:
   Sampler(SamplingOptions options, int vocab, const std::vector<int>& prompt);
-  int choose(const float* logits, int position);  // after the token at `position`
+  // After the token at `position`; with a mask, one of the ids whose bits it holds (id % 32 of word id / 32), or -1
+  // where none of them is possible.
+  int choose(const float* logits, int position, const std::vector<uint32_t>& mask = {});
   void accept(int token);                         // the token is part of the output now
   const SamplingOptions& options() const { return options_; }
 
  private:
-  const float* adjusted(const float* logits);
+  const float* adjusted(const float* logits, const std::vector<uint32_t>& mask);
   struct Weighed {
     float logit, weight;
   };
