@@ -75,7 +75,9 @@ class CpuDecoder(_core.Decoder):
         if kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
         if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
-            raise ValueError(f"cache_bytes = {cache_bytes!r} must be an integer from 0, or None for a share of the memory")
+            raise ValueError(
+                f"cache_bytes = {cache_bytes!r} must be an integer from 0, or None for a share of the memory"
+            )
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding = tensors[EMBEDDING].dtype if self.dtype in ("int8", "int4") else self.dtype
         machine = this_machine()
