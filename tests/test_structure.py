@@ -21,10 +21,11 @@ INSIDE = {
     "hf": {"config", "model", "llama", "published"},
     "titan": {"config", "model"},
     "chat": {"config"},
+    "prompts": {"chat"},
     "engine": {"config", "llama", "published", "tensors"},
     "engine/cuda": {"config", "model", "engine", "tensors"},
-    "serve": {"chat", "config", "engine"},
-    "cli": {"chat", "config", "engine", "serve", "tensors"},
+    "serve": {"chat", "config", "engine", "prompts"},
+    "cli": {"chat", "config", "engine", "prompts", "serve", "tensors"},
 }
 ONLY_IN = {
     "torchtitan": {"titan"},

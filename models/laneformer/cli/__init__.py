@@ -1,4 +1,4 @@
-"""The `laneformer` command: generate text from a model, and measure decode speed."""
+"""The `laneformer` command: talk with a model, serve it, generate text, and measure decode speed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Annotated
 import tyro
 
 from .bench import Bench
+from .chat import Chat
 from .generate import Generate
+from .serve import Serve
 
-Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Bench, tyro.conf.subcommand("bench")]
+Command = (
+    Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import tyro
 
-from ..chat import SYSTEM, USER, ChatTemplate
+from ..chat import SYSTEM, USER
 from ..engine import Engine, GenerationOptions
+from ..prompts import PromptEncoder
 from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
 
 
@@ -58,9 +59,8 @@ class Generate:
 
 def conversation(engine: Engine, prompt: str, system: str | None) -> list[int]:
     """The ids of one user's message, after a system message, up to where the model replies."""
-    messages = [{"role": SYSTEM, "content": system}] if system is not None else []
-    messages.append({"role": USER, "content": prompt})
-    text = ChatTemplate(engine.tokenizer_config).render(messages, add_generation_prompt=True)
     if engine.tokenizer is None:
         raise ValueError("a conversation needs a tokenizer, but the model has none")
-    return engine.tokenizer.encode(text, add_special_tokens=False).ids
+    messages = [{"role": SYSTEM, "content": system}] if system is not None else []
+    messages.append({"role": USER, "content": prompt})
+    return PromptEncoder(engine.tokenizer, engine.tokenizer_config).conversation(messages)

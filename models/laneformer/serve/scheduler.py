@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
 RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
+PACE_S = 0.001  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
 LONGEST_RETRY_S = 60
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -83,12 +84,11 @@ class Scored:
     deadline_s: float | None = None
 
 
-@dataclass
 class Distribution:
-    """How many values were at most each of SECONDS, beyond the one before; the last count: above all of them."""
+    """How many values were at most each of SECONDS and above the one before; the last count: above all of them."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
-    sum_s: float = 0.0
+    def __init__(self) -> None:
+        self.counts, self.sum_s = [0] * (len(SECONDS) + 1), 0.0
 
     def add(self, value_s: float) -> None:
         self.counts[bisect_left(SECONDS, value_s)] += 1
@@ -122,22 +122,18 @@ class Running:
     def __init__(self, scheduler: Scheduler, wanted: Wanted | Scored):
         self.wanted = wanted
         self.submitted_s = time.monotonic()
-        self.started_s: float | None = None
-        self.first_token_s: float | None = None
-        self.ended_s: float | None = None
+        self.started_s = self.first_token_s = self.last_token_s = self.ended_s = None  # type: float | None
         self.generated_tokens = 0
         self.finish_reason: str | None = None
         self.statistics: Statistics | None = None
         self.scores: PromptLogprobs | None = None
         self.error: Exception | None = None
+        self.ticket: int | None = None  # this and `left` under the scheduler's lock
+        self.left = False
         self._scheduler = scheduler
         self._tokens: list[GeneratedToken] = []
         self._news = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
-        # of the engine's thread, and under the scheduler's lock
-        self.ticket: int | None = None
-        self.left = False
-        self.last_token_s = 0.0
 
     def __aiter__(self) -> Running:
         return self
@@ -176,7 +172,7 @@ class Running:
 class Scheduler:
     """Runs requests on an engine, in the order of their submission; `close` gives the engine back.
 
-    Up to `most_joined` decode side by side, `most_waiting` wait. deadline_s: of requests that name none; None: none.
+    Up to `most_joined` decode side by side, `most_waiting` wait. deadline_s: of requests that name none; None: no end.
     """
 
     def __init__(self, engine: Engine, most_waiting: int = 16, deadline_s: float | None = None):
@@ -186,6 +182,7 @@ class Scheduler:
         self.most_joined = self._batch.most_joined
         self.totals = Totals()
         self.failure: str | None = None  # of the thread: nothing runs any more
+        self.stopping = False  # takes no more answers
         self._waiting: deque[Running] = deque()
         self._admitted: set[Running] = set()  # they left the queue and have not ended
         self._joined: dict[int, Running] = {}  # by ticket; of the engine's thread alone
@@ -194,13 +191,10 @@ class Scheduler:
         self._changed = threading.Condition(self._lock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: list[tuple[Running, Update]] = []  # that the loop has not read yet
+        self._handed_s = 0.0  # when there was news
         self._request_s = 1.0  # mean time that a request takes
         self._thread = threading.Thread(target=self._serve, name="laneformer-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def stopping(self) -> bool:
-        return self._closing
 
     @property
     def waiting(self) -> int:
@@ -210,18 +204,25 @@ class Scheduler:
     def running(self) -> int:
         return len(self._admitted)
 
-    def submit(self, wanted: Wanted | Scored) -> Running:
-        """Queue a request. ValueError for what the engine would refuse, Busy, Stopping, EngineError; on a loop."""
-        self._check(wanted)
+    def submit(self, wanted: Wanted | Scored, admitted: bool = False) -> Running:
+        """Queue a request. ValueError for what the engine would refuse; Busy, Stopping, EngineError. On a loop.
+
+        admitted: it belongs to an answer that has been let in, so there is room for it.
+        """
+        if isinstance(wanted, Scored):
+            self._batch.check_score(wanted.ids, start=wanted.start, top=wanted.top)
+        else:
+            self._batch.check(wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options))
         self._loop = asyncio.get_running_loop()
         running = Running(self, wanted)
         with self._changed:
             if self.failure is not None:
                 raise EngineError(self.failure)
-            if self._closing:
+            if self._closing or (self.stopping and not admitted):
                 raise Stopping("the server is shutting down and takes no more requests")
-            if len(self._waiting) + len(self._admitted) >= self.most_waiting + self.most_joined:
-                raise Busy(self.most_waiting, self.retry_after_s())
+            if not admitted and self.waiting + self.running >= self.most_waiting + self.most_joined:
+                one_ends_s = math.ceil(self._request_s / self.most_joined)
+                raise Busy(self.most_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
             self._waiting.append(running)
             self._changed.notify()
         deadline_s = self.deadline_s if wanted.deadline_s is None else wanted.deadline_s
@@ -230,48 +231,25 @@ class Scheduler:
             running._deadline = self._loop.call_later(deadline_s, running.cancel, late)
         return running
 
-    async def score(
-        self, ids: Sequence[int], start: int = 1, top: int = 0, deadline_s: float | None = None
-    ) -> PromptLogprobs:
-        """`Engine.logprobs` in the queue; errors as of `submit` and of reading a Running."""
-        running = self.submit(Scored(ids, start, top, deadline_s))
-        try:
-            async for _ in running:
-                pass
-        finally:
-            running.cancel()
-        assert running.scores is not None, f"a scoring request ended with {running.finish_reason} and no scores"
-        return running.scores
-
-    def retry_after_s(self) -> int:
-        """Seconds until the queue has room, from the mean time of recent requests."""
-        return max(1, min(LONGEST_RETRY_S, math.ceil(self._request_s / self.most_joined)))
-
     async def stop(self, grace_s: float) -> None:
-        """Take no more requests, let those that run or wait end for `grace_s`, then cancel them."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        """Take no more answers, let those that run or wait end for `grace_s`, then cancel them."""
+        self.stopping = True
         end_s = time.monotonic() + grace_s
         while (self._waiting or self._admitted) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
-        for running in [*self._waiting, *self._admitted]:
-            running.cancel(Stopping("the server is shutting down; it has cancelled the request"))
+        self._cancel_all(Stopping("the server is shutting down; it has cancelled the request"))
 
     def close(self) -> None:
         """End everything and wait for the thread; the engine then takes other requests."""
         with self._changed:
-            self._closing = True
+            self.stopping = self._closing = True
             self._changed.notify()
-        for running in [*self._waiting, *self._admitted]:
-            self._leave(running)
+        self._cancel_all(None)
         self._thread.join()
 
-    def _check(self, wanted: Wanted | Scored) -> None:
-        if isinstance(wanted, Scored):
-            self._batch.check_score(wanted.ids, start=wanted.start, top=wanted.top)
-        else:
-            self._batch.check(wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options))
+    def _cancel_all(self, because: Exception | None) -> None:
+        for running in [*self._waiting, *self._admitted]:
+            running.cancel(because)
 
     def _leave(self, running: Running) -> None:
         with self._lock:
@@ -290,17 +268,14 @@ class Scheduler:
                 self._hand_over(self._collect())
         except BaseException as error:
             log.exception("the engine's thread has failed")
-            self._fail(f"the engine's thread has failed: {error!r}")
+            with self._lock:
+                self.failure = f"the engine's thread has failed: {error!r}"
+                left = [*self._waiting, *self._admitted]
+                self._waiting.clear()
+                self._admitted.clear()
+            self._hand_over([(running, Update(-1, [], "error", error=self.failure)) for running in left])
         finally:
             self._batch.close()
-
-    def _fail(self, reason: str) -> None:
-        with self._lock:
-            self.failure = reason
-            left = [*self._waiting, *self._admitted]
-            self._waiting.clear()
-            self._admitted.clear()
-        self._hand_over([(running, Update(-1, [], "error", error=reason)) for running in left])
 
     def _admit(self) -> bool:
         """Join whoever is first in the queue while there is room; waits for a request where none runs. False: stop."""
@@ -321,7 +296,10 @@ class Scheduler:
             else:
                 ticket = batch.join(wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options))
         except ValueError as error:
-            self._end(running, error)
+            running.error = error
+            with self._lock:
+                self._admitted.discard(running)
+            self._hand_over([(running, Update(-1, [], "error"))])
             return
         running.started_s = time.monotonic()
         self._joined[ticket] = running
@@ -331,27 +309,22 @@ class Scheduler:
                 batch.leave(ticket)
         self._allow(running, [])
 
-    def _end(self, running: Running, error: Exception) -> None:
-        """A request that cannot be joined."""
-        with self._lock:
-            self._admitted.discard(running)
-        running.error = error
-        self._hand_over([(running, Update(-1, [], "error", error=str(error)))])
-
     def _collect(self) -> list[tuple[Running, Update]]:
+        if not any(isinstance(r.wanted, Wanted) and r.wanted.grammar for r in self._joined.values()):
+            time.sleep(max(0.0, self._handed_s + PACE_S - time.monotonic()))  # a draw that waits for a mask cannot
         news = []
         for update in self._batch.updates(COLLECT_S):
             running, now_s = self._joined[update.ticket], time.monotonic()
             if update.tokens:
                 self._count(running, len(update.tokens), now_s)
-                if update.finish_reason is None:
-                    self._allow(running, update.tokens)
             if update.finish_reason is not None:
                 running.ended_s = now_s
                 self._count_ended(running, update)
                 del self._joined[update.ticket]
                 with self._lock:
                     self._admitted.discard(running)
+            elif update.tokens:
+                self._allow(running, update.tokens)
             news.append((running, update))
         return news
 
@@ -372,7 +345,7 @@ class Scheduler:
             self._batch.leave(running.ticket)
 
     def _count(self, running: Running, tokens: int, now_s: float) -> None:
-        if running.first_token_s is None:
+        if running.last_token_s is None:
             running.first_token_s = now_s
             self.totals.first_token.add(now_s - running.submitted_s)
         else:
@@ -382,33 +355,30 @@ class Scheduler:
         self.totals.generated_tokens += tokens
 
     def _count_ended(self, running: Running, update: Update) -> None:
-        totals, statistics, wanted = self.totals, update.statistics, running.wanted
+        totals, wanted = self.totals, running.wanted
         totals.ended[str(update.finish_reason)] = totals.ended.get(str(update.finish_reason), 0) + 1
-        assert running.started_s is not None
-        assert running.ended_s is not None
-        self._request_s += RATE_WEIGHT * (running.ended_s - running.started_s - self._request_s)
         totals.prompt_tokens += len(wanted.ids if isinstance(wanted, Scored) else wanted.prompt_ids)
-        if statistics is not None:
-            totals.reused_tokens += statistics.reused_tokens
-            totals.proposed_tokens += statistics.proposed_tokens
-            totals.accepted_tokens += statistics.accepted_tokens
-        if running.first_token_s is not None and running.last_token_s > running.first_token_s:
-            decode_s = running.last_token_s - running.first_token_s
+        now_s, statistics = time.monotonic(), update.statistics or Statistics(0, 0, 0, 0)
+        self._request_s += RATE_WEIGHT * (now_s - (running.started_s or now_s) - self._request_s)
+        for name in ("reused_tokens", "proposed_tokens", "accepted_tokens"):
+            setattr(totals, name, getattr(totals, name) + getattr(statistics, name))
+        decode_s = (running.last_token_s or 0.0) - (running.first_token_s or 0.0)
+        if decode_s > 0:
             decoded = running.generated_tokens - 1
             totals.tokens_per_s = decoded / decode_s
-            totals.passes_per_s = (decoded - (statistics.accepted_tokens if statistics else 0)) / decode_s
+            totals.passes_per_s = (decoded - statistics.accepted_tokens) / decode_s
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
         """Give news to the event loop, with one wake-up for all that it has not read yet."""
         if not news:
             return
+        self._handed_s = time.monotonic()
         with self._lock:
             first = not self._news
             self._news += news
-            loop = self._loop
-        if first and loop is not None:
+        if first and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-                loop.call_soon_threadsafe(self._deliver)
+                self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         """On the event loop's thread."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from laneformer.engine import Engine, GenerationOptions
-from laneformer.serve.scheduler import Busy, DeadlineExceeded, EngineError, Running, Scheduler, Stopping, Wanted
+from laneformer.engine import Engine, GenerationOptions, PromptLogprobs
+from laneformer.serve.scheduler import Busy, DeadlineExceeded, EngineError, Running, Scheduler, Scored, Stopping, Wanted
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 LONG = GenerationOptions(max_new_tokens=400, ignore_eos=True)
@@ -76,8 +76,10 @@ def test_scores(engine: Engine) -> None:
     assert found.top_ids.tolist() == expected.top_ids.tolist()
 
 
-async def _score(scheduler: Scheduler, ids: list[int]):
-    return await scheduler.score(ids, start=5, top=2)
+async def _score(scheduler: Scheduler, ids: list[int]) -> PromptLogprobs | None:
+    running = scheduler.submit(Scored(ids, start=5, top=2))
+    assert await ids_of(running) == []
+    return running.scores
 
 
 def test_beyond_its_room_it_is_busy_and_says_when_to_come_back(scheduler: Scheduler) -> None:

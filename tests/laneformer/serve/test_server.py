@@ -1,10 +1,47 @@
-"""A real server process: who may call it, its errors, its end."""
+"""A real server process: who may call it, errors in OpenAI's form, clients that go away, its end."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import httpx
+import pytest
 
 from tests.laneformer.serve.conftest import Server
+
+LONG = {"prompt": "The quick", "max_tokens": 500, "ignore_eos": True, "temperature": 1.0}
+# 20 ms a token, so that a request is still running when a test looks
+SLOW = """
+import time
+from laneformer.engine.batch import Batch
+updates = Batch.updates
+def slow(self, timeout_s):
+    time.sleep(0.02)
+    return updates(self, timeout_s)
+Batch.updates = slow
+"""
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The one key of an error, with OpenAI's four fields."""
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def metric(server: Server, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"laneformer_{name}"))
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.02)
 
 
 def test_health_and_models(tiny: Server) -> None:
@@ -12,3 +49,104 @@ def test_health_and_models(tiny: Server) -> None:
     (model,) = httpx.get(f"{tiny.url}/v1/models").json()["data"]
     assert model["id"] == "tiny"
     assert httpx.get(f"{tiny.url}/v1/models/tiny").json() == model
+    missing = httpx.get(f"{tiny.url}/v1/models/org/other")
+    assert missing.status_code == 404
+    assert error_of(missing)["code"] == "model_not_found"
+
+
+def test_tokenize_takes_text_for_text(tiny: Server) -> None:
+    text = "The quick <|im_end|>"
+    found = httpx.post(f"{tiny.url}/tokenize", json={"content": text}).json()
+    assert found["count"] == len(found["tokens"]) > 5  # the control token in pieces
+    back = httpx.post(f"{tiny.url}/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"content": text}
+    begun = httpx.post(f"{tiny.url}/tokenize", json={"content": text, "add_special": True}).json()
+    assert begun["tokens"][1:] == found["tokens"]
+    for ids in ([-1], [10**30], ["a"], "abc", [0.5]):
+        response = httpx.post(f"{tiny.url}/detokenize", json={"tokens": ids})
+        assert response.status_code == 400
+        assert error_of(response)["param"].startswith("tokens")
+
+
+def test_what_the_engine_is_and_what_bounds_it(tiny: Server) -> None:
+    facts = httpx.get(f"{tiny.url}/props").json()
+    assert facts["context_tokens"] == 512
+    assert facts["limit_tokens_per_s"] == facts["probe_bytes_per_s"] / facts["weight_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "kind", "status", "match"),
+    [
+        ("GET", "/nothing", b"", None, 404, "Not Found"),
+        ("POST", "/v1/nothing", b"{}", None, 404, "Not Found"),
+        ("GET", "/v1/completions", b"", None, 405, "Method Not Allowed"),
+        ("OPTIONS", "/v1/completions", b"", None, 405, "Method Not Allowed"),
+        ("POST", "/v1/completions", b"{", "application/json", 400, "not a JSON object"),
+        ("POST", "/v1/completions", b"", "application/json", 400, "not a JSON object"),
+        ("POST", "/v1/completions", b"[]", "application/json", 400, "not a JSON object"),
+        ("POST", "/v1/completions", b'"text"', "application/json", 400, "not a JSON object"),
+        ("POST", "/v1/completions", b"\xff\xfe", "application/json", 400, "body"),
+        ("POST", "/v1/completions", b"[" * 100_000, "application/json", 400, "body"),
+        ("POST", "/v1/completions", b'{"prompt": "a"}', "text/plain", 400, "send application/json"),
+        ("POST", "/v1/completions", b'{"promt": "a"}', "application/json", 400, "did you mean 'prompt'"),
+        ("POST", "/v1/completions", b'{"prompt": "a", "n": 0}', "application/json", 400, "n = 0"),
+        ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "temperature"),
+        ("POST", "/v1/completions", b'{"prompt": [1, 2, 999]}', "application/json", 400, "999"),
+        ("POST", "/v1/chat/completions", b"{}", "application/json", 400, "messages is missing"),
+    ],
+)
+def test_errors_have_openais_form(
+    tiny: Server, method: str, path: str, body: bytes, kind: str | None, status: int, match: str
+) -> None:
+    headers = {"content-type": kind} if kind else {}
+    response = httpx.request(method, tiny.url + path, content=body, headers=headers)
+    assert response.status_code == status
+    error = error_of(response)
+    assert match in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("length", ["declared", "chunked"])
+def test_a_body_may_be_so_long(tiny: Server, length: str) -> None:
+    body = b"x" * (4 * 2**20 + 1)
+    parts = (body[i : i + 2**16] for i in range(0, len(body), 2**16))
+    headers = {"content-type": "application/json"}
+    response = httpx.post(
+        f"{tiny.url}/v1/completions", content=body if length == "declared" else parts, headers=headers
+    )
+    assert response.status_code == 413
+    assert "more than 4194304 bytes" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "localhost:1234"}, 200),
+        ({"host": "[::1]:80"}, 200),
+        ({"host": "playground.example"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "OWN"}, 200),
+    ],
+)
+def test_pages_of_other_sites_cannot_use_it(named: Server, headers: dict[str, str], status: int) -> None:
+    headers = {name: named.url if value == "OWN" else value for name, value in headers.items()}
+    response = httpx.get(f"{named.url}/v1/models", headers=headers)
+    assert response.status_code == status
+    if status == 403:
+        assert error_of(response)["type"] == "permission_error"
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.fixture(scope="module")
+def named(model_folder):
+    from tests.laneformer.serve.conftest import start
+
+    server = start(model_folder, host_names=["Playground.example"])
+    yield server
+    assert server.stop() == 0

@@ -1,0 +1,192 @@
+"""laneformer chat: a conversation in the terminal, or line by line through pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from ..chat import USER
+from .conversation import Conversation, Message, Reply, read_messages, write_messages
+from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
+
+# a model may write escape sequences, with which terminals do more than print
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+@dataclass
+class Chat:
+    """Talk with a model in the terminal, in its own chat template.
+
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a backslash goes on in the
+    next; three double quotes begin and end a message of several lines.
+    """
+
+    hf_dir: tyro.conf.Positional[Path]
+    """Folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file."""
+    system: str | None = None
+    """A system message before the conversation."""
+    load: Path | None = None
+    """A conversation that /save wrote, to go on with."""
+    max_new_tokens: int | None = None
+    """Longest answer; default: the rest of the context."""
+    sampling: SamplingFlags = field(default_factory=SamplingOptions)
+    model: ModelFlags = field(default_factory=ModelOptions)
+
+    def run(self) -> None:
+        self.sampling.given()  # errors show before the weights are loaded
+        messages = read_messages(self.load) if self.load else []
+        console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        with console.status("loading weights"):
+            engine = self.model.load(self.hf_dir)
+        with engine:
+            conversation = Conversation(engine, messages)
+            if self.system is not None:
+                conversation.instruct(self.system)
+            longest = self.max_new_tokens or conversation.context_tokens
+            terminal = Terminal(conversation, {"max_new_tokens": longest, **self.sampling.of(engine)}, console)
+            terminal.note(
+                f"{self.hf_dir.name}: {engine.dtype}, {conversation.context_tokens} tokens of context; "
+                "Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands"
+            )
+            terminal.converse()
+
+
+class Terminal:
+    """Reads messages and commands (methods named command_*), prints replies to stdout and notes to stderr."""
+
+    def __init__(self, conversation: Conversation, options: dict[str, Any], console: Console):
+        self.conversation, self.options, self.console = conversation, options, console
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self.left = False
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if self.interactive:
+            with contextlib.suppress(ImportError):
+                importlib.import_module("readline")  # from here on `input` edits lines and remembers them
+
+    def note(self, text: str) -> None:
+        self.console.print(text.translate(CONTROLS), style="dim")
+
+    def show(self, piece: str) -> None:
+        print(piece.translate(CONTROLS), end="", flush=True)
+
+    def converse(self) -> None:
+        while not self.left and (text := self.read()) is not None:
+            try:
+                if text.startswith("/"):
+                    self.command(*text[1:].split(maxsplit=1))
+                elif text.strip():
+                    self.answer([*self.conversation.messages, {"role": USER, "content": text}])
+            except (ValueError, OSError) as error:
+                self.note(str(error))
+
+    def read(self) -> str | None:
+        """A message of one or several lines; None at the end of the input."""
+        lines: list[str] = []
+        quoted = False
+        while True:
+            try:
+                line = self.line("... " if lines else "> ")
+            except EOFError:
+                return "\n".join(lines) if lines else None
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                print()
+                lines, quoted = [], False
+                continue
+            if not lines and line.startswith('"""'):
+                quoted, line = True, line[3:]
+            ended = line.rstrip().endswith('"""') if quoted else not line.endswith("\\")
+            lines.append(
+                line.rstrip().removesuffix('"""') if quoted and ended else line if quoted or ended else line[:-1]
+            )
+            if ended:
+                return "\n".join(lines).strip("\n")
+
+    def line(self, prompt: str) -> str:
+        if self.interactive:
+            return input(prompt)
+        if not (line := sys.stdin.readline()):
+            raise EOFError
+        return line.removesuffix("\n")
+
+    def answer(self, messages: list[Message]) -> None:
+        """They become the conversation, with the answer, if there is one."""
+        reply = self.conversation.fitted(messages)
+        if dropped := len(messages) - len(reply.messages):
+            self.note(f"the context is full: the {dropped} oldest messages are dropped")
+        self.conversation.complete(reply, self.show, **self.options)
+        print(flush=True)
+        self.note(self.figures(reply))
+
+    def figures(self, reply: Reply) -> str:
+        times_s, did = reply.times_s, reply.statistics
+        said = [f"{len(reply.ids)} tokens"]
+        if len(times_s) > 1:
+            said.append(f"{(len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9):.1f} tokens/s")
+        if times_s:
+            said.append(f"first after {times_s[0]:.2f} s")
+        said.append(f"{did.reused_tokens} of {len(reply.prompt)} prompt tokens cached")
+        if did.proposed_tokens:
+            said.append(f"{did.accepted_tokens} of {did.proposed_tokens} draft tokens right")
+        if reply.interrupted:
+            said.append("stopped")
+        elif len(reply.prompt) + len(reply.ids) > self.conversation.context_tokens:
+            said.append("cut: the context is full")
+        elif len(reply.ids) == self.options["max_new_tokens"]:
+            said.append("cut at --max-new-tokens")
+        return ", ".join(said)
+
+    def command(self, name: str = "", argument: str = "") -> None:
+        known = [key.removeprefix("command_") for key in dir(self) if key.startswith("command_")]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean /{near[0]}?" if near else f"there are {', '.join('/' + key for key in known)}"
+            raise ValueError(f"unknown command /{name}; {hint} A message that begins so needs a space before it")
+        getattr(self, f"command_{name}")(argument)
+
+    def command_help(self, _: str) -> None:
+        """what the commands do"""
+        for name, method in inspect.getmembers(self, inspect.ismethod):
+            if name.startswith("command_"):
+                self.note(f"/{name.removeprefix('command_'):<8}{inspect.getdoc(method)}")
+
+    def command_quit(self, _: str) -> None:
+        """leave, as Ctrl-D does"""
+        self.left = True
+
+    def command_reset(self, _: str) -> None:
+        """begin again; the system message stays"""
+        self.conversation.reset()
+        self.note("a new conversation")
+
+    def command_retry(self, _: str) -> None:
+        """answer the last message once more, with another seed"""
+        messages = list(self.conversation.messages)
+        while messages and messages[-1]["role"] != USER:
+            messages.pop()
+        if not messages:
+            raise ValueError("there is nothing to answer yet")
+        self.options["seed"] = (self.options["seed"] + 1) % 2**64
+        self.answer(messages)
+
+    def command_save(self, file: str) -> None:
+        """FILE: write the messages as JSON, for --load"""
+        if not file:
+            raise ValueError("give a file: /save FILE")
+        write_messages(Path(file).expanduser(), self.conversation.messages)
+        self.note(f"{len(self.conversation.messages)} messages in {file}")
+
+    def command_system(self, text: str) -> None:
+        """TEXT: set the system message; without a text there is none"""
+        self.conversation.instruct(text)
+        self.note("the system message is set" if text else "there is no system message")

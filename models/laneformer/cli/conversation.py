@@ -1,0 +1,155 @@
+"""A conversation with a model: its messages, and the ids that the engine last saw of them.
+
+A reply goes back into the next prompt as the ids that the model wrote. Its text, encoded again, may be cut into other
+tokens, and the engine's cache would end there; so only what the template writes behind the reply is encoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..chat import ASSISTANT, SYSTEM, USER
+from ..engine import Engine, Statistics, TextStream
+from ..prompts import PromptEncoder
+
+Message = dict[str, str]  # "role" and "content"
+MOST_USED = 7 / 8  # of the context, before a reply; beyond it the oldest turns go
+KEPT = 1 / 2  # of the context, when turns must go: what stays is read again, so it should not happen at every message
+
+
+@dataclass
+class Reply:
+    """What comes after messages, as text and as ids. times_s: of each id, since the start."""
+
+    messages: list[Message]
+    rendered: str
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    times_s: list[float] = field(default_factory=list)
+    interrupted: bool = False
+    statistics: Statistics = field(init=False)
+
+
+class Conversation:
+    """Messages of a system, of users, and of the model in its own chat template. ValueError where it has none."""
+
+    def __init__(self, engine: Engine, messages: list[Message]):
+        if engine.tokenizer is None:
+            raise ValueError("a conversation needs a tokenizer, but the model has none")
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.messages = messages
+        self.encoder = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
+        self.context_tokens = engine.config.max_position_embeddings
+        self.last: Reply | None = None
+
+    def instruct(self, system: str) -> None:
+        """Replace the system message; empty: have none."""
+        said = [message for message in self.messages if message["role"] != SYSTEM]
+        self.messages = [{"role": SYSTEM, "content": system}, *said] if system else said
+
+    def reset(self) -> None:
+        """Only the system message stays."""
+        self.messages = [message for message in self.messages if message["role"] == SYSTEM]
+
+    def fitted(self, messages: list[Message]) -> Reply:
+        """The reply that has yet to come, to these messages without the oldest turns where they leave it no room.
+
+        ChatError where the template refuses the messages, ValueError where the last one is too long by itself.
+        """
+        most = MOST_USED * self.context_tokens
+        while len((reply := self._prompted(messages)).prompt) > most:
+            most = KEPT * self.context_tokens
+            instructions = [message for message in messages[:1] if message["role"] == SYSTEM]
+            turns = [i for i, message in enumerate(messages) if message["role"] == USER]
+            if len(turns) < 2:
+                break
+            messages = [*instructions, *messages[turns[1] :]]
+        if len(reply.prompt) > self.context_tokens:
+            raise ValueError(
+                f"the message makes a prompt of {len(reply.prompt)} tokens, but the context holds "
+                f"{self.context_tokens}; shorten it"
+            )
+        return reply
+
+    def _prompted(self, messages: list[Message]) -> Reply:
+        rendered, last = self.encoder.rendered(messages), self.last
+        if last and rendered == last.rendered:  # once more
+            return Reply(messages, rendered, last.prompt)
+        if last and rendered.startswith(last.rendered):
+            rest = rendered[len(last.rendered) :]
+            said = last.text if rest.startswith(last.text) else last.text.strip()  # some templates strip
+            closing = self.encoder.encode(rest[len(said) :]) if rest.startswith(said) else []
+            if closing and closing[0] in self.engine.eos_ids:
+                body = last.ids[:-1] if last.ids[-1] in self.engine.eos_ids else last.ids
+                return Reply(messages, rendered, last.prompt + body + closing)
+        return Reply(messages, rendered, self.encoder.encode(rendered))
+
+    def complete(self, reply: Reply, show: Callable[[str], None], **options: Any) -> None:
+        """Generate the reply and `show` its text in pieces; Ctrl-C ends it early.
+
+        It joins the conversation with its messages, unless there is nothing of it.
+        """
+        stream, start_s = TextStream(self.tokenizer, reply.prompt), time.monotonic()
+
+        def add(piece: str) -> None:
+            reply.text += piece
+            show(piece)
+
+        try:
+            with one_interrupt(), contextlib.closing(self.engine.stream(reply.prompt, **options)) as tokens:
+                for token in tokens:
+                    reply.ids.append(token)
+                    reply.times_s.append(time.monotonic() - start_s)
+                    add(stream.push(token))
+        except KeyboardInterrupt:
+            reply.interrupted = True
+        add(stream.finish())
+        reply.statistics = self.engine.statistics
+        if reply.ids:
+            self.messages = [*reply.messages, {"role": ASSISTANT, "content": reply.text}]
+            self.last = reply
+
+
+@contextlib.contextmanager
+def one_interrupt() -> Iterator[None]:
+    """The first Ctrl-C inside is a KeyboardInterrupt, further ones do not disturb what it ends."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def read_messages(path: Path) -> list[Message]:
+    """A file of `/save`: [{"role": ..., "content": ...}, ...]. ValueError where it is none."""
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a conversation: {error}") from None
+    for number, message in enumerate(messages if isinstance(messages, list) else [messages]):
+        fields = message if isinstance(message, dict) else {}
+        if fields.get("role") not in (SYSTEM, USER, ASSISTANT) or not isinstance(fields.get("content"), str):
+            raise ValueError(
+                f"{path}: message {number} is {message!r:.80}; it needs a role (system, user or assistant) and content"
+            )
+    return messages
+
+
+def write_messages(path: Path, messages: list[Message]) -> None:
+    """ValueError where the file is there and is not a conversation."""
+    if path.exists():
+        read_messages(path)
+    path.write_text(json.dumps(messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

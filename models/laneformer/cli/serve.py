@@ -1,0 +1,71 @@
+"""laneformer serve: the OpenAI-compatible server, with the playground as its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+import webbrowser
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from ..serve.options import ServerOptions
+from .options import ModelFlags, ModelOptions
+
+
+@dataclass
+class Serve:
+    """Serve a model to OpenAI clients, and a playground to browsers, until Ctrl-C or SIGTERM.
+
+    Needs `pip install 'laneformer[serve]'`; JSON schemas and tools: 'laneformer[serve,grammar]'.
+    """
+
+    hf_dir: tyro.conf.Positional[Path]
+    """Folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file."""
+    model_name: str | None = None
+    """What clients call the model; default: the folder's name."""
+    host: str = ServerOptions.host
+    """Address to listen on; 0.0.0.0 is all of this machine's: set an API key then."""
+    port: int = ServerOptions.port
+    """0 is a free one; the address is printed."""
+    api_key: str | None = ServerOptions.api_key
+    """What clients must send as "Authorization: Bearer KEY"; default: LANEFORMER_API_KEY of the environment, which
+    other users of the machine cannot see."""
+    host_names: tuple[str, ...] = ServerOptions.host_names
+    """Names by which browsers may call the server, beside localhost and addresses."""
+    max_waiting: int = ServerOptions.max_waiting
+    """Requests that wait while others decode; a further one gets status 429."""
+    deadline_s: float = ServerOptions.deadline_s
+    """Longest time of a request, its waiting included."""
+    grace_s: float = ServerOptions.grace_s
+    """After SIGTERM, for the requests that run."""
+    max_body_bytes: int = ServerOptions.max_body_bytes
+    """Of one request."""
+    keep_alive_s: float = ServerOptions.keep_alive_s
+    """Longest silence of a stream, while a long prompt is read, before a comment is sent."""
+    open: bool = False
+    """Open the playground in this machine's browser."""
+    model: ModelFlags = field(default_factory=ModelOptions)
+
+    def run(self) -> None:
+        names = {field.name for field in dataclasses.fields(ServerOptions)} - {"model"}
+        name = self.model_name or self.hf_dir.resolve().name.removesuffix(".gguf")
+        options = ServerOptions(
+            name, **{key: getattr(self, key) for key in names}
+        )  # errors show before the weights load
+        from ..serve.app import run  # imports what the extra brings
+
+        with Console(stderr=True).status("loading weights"):
+            engine = self.model.load(self.hf_dir)
+        with engine:
+            run(engine, options, open_page if self.open else None)
+
+
+def open_page(address: str) -> None:
+    """Without a display nothing: the browsers of a text terminal would take it over."""
+    if sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & set(os.environ):
+        threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()

@@ -1,0 +1,111 @@
+"""Prompts as token ids: what people and programs send is text, and only a chat template writes control tokens.
+
+The encoder's control tokens have secret names. A template sees its data with the first character of every spelled
+control token replaced by digits; so what spells one in the rendered text was written by the template, gets its secret
+name, and the data is restored. Everything is then encoded at once, as Transformers encodes a rendered conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .chat import ChatError, ChatTemplate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
+
+
+class PromptEncoder:
+    """A model's tokenizer and chat template; neither is changed."""
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]):
+        added = tokenizer.get_added_tokens_decoder().values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._secret = {name: _digits() for name in names}
+        self._mark = _digits()
+        self._tokenizer = _renamed(tokenizer, self._secret)
+        any_name = "|".join(map(re.escape, names)) or "(?!)"
+        self._written = re.compile(any_name)
+        self._begun = re.compile(f"(?s)(?=(?:{any_name}))(.)")  # overlapping ones, too
+        self._hidden = re.compile(self._mark + r"(\d{7})")
+        self._template: ChatTemplate | None = None
+        self._missing = ""
+        try:
+            self._template = ChatTemplate(tokenizer_config)
+        except ValueError as error:
+            self._missing = str(error)
+
+    def text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, after what the tokenizer begins every text with."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Ids of a conversation in the model's template; options and errors are those of `rendered`."""
+        return self.encode(self.rendered(messages, **options))
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text for `encode`, control tokens of the template by their secret names.
+
+        ValueError without a template, ChatError where it refuses.
+        """
+        if self._template is None:
+            raise ValueError(self._missing)
+        data = self._data({"messages": list(messages), "tools": list(tools) or None, **(variables or {})})
+        try:
+            rendered = self._template.render(**data, add_generation_prompt=add_generation_prompt)
+        except ChatError as error:
+            raise ChatError(error.reason, self._restored(str(error))) from None
+        return self._restored(self._written.sub(lambda found: self._secret[found[0]], rendered))
+
+    def encode(self, rendered: str) -> list[int]:
+        """Ids of what `rendered` gave, or of a part of it."""
+        return self.text(rendered, add_special_tokens=False)
+
+    def _data(self, value: Any) -> Any:
+        """The value with no control token spelled in any text of it."""
+        if isinstance(value, str):
+            return self._begun.sub(lambda found: f"{self._mark}{ord(found[1]):07d}", value)
+        if isinstance(value, Mapping):
+            return {self._data(name): self._data(entry) for name, entry in value.items()}
+        return [self._data(entry) for entry in value] if isinstance(value, list) else value
+
+    def _restored(self, text: str) -> str:
+        return self._hidden.sub(lambda found: chr(int(found[1])), text)
+
+
+def _digits() -> str:
+    return str(10**SECRET_DIGITS + secrets.randbelow(10**SECRET_DIGITS))
+
+
+def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """A copy whose control tokens have other names, so that no text of a user spells them."""
+
+    def walked(value: Any) -> Any:
+        if isinstance(value, str):
+            return names.get(value, value)
+        if isinstance(value, list):
+            return [walked(entry) for entry in value]
+        return {names.get(n, n): walked(entry) for n, entry in value.items()} if isinstance(value, dict) else value
+
+    described = json.loads(tokenizer.to_str())
+    merges = described["model"].pop("merges", None)
+    described = walked(described)
+    if merges is not None:  # text must not become a control token by merging either
+        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
+        described["model"]["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
+    copy = type(tokenizer).from_str(json.dumps(described))
+    copy.no_truncation()
+    copy.no_padding()
+    return copy

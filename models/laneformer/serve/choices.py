@@ -1,0 +1,227 @@
+"""The choices of one answer: prompts x n requests of the scheduler, each read as text up to a stop string.
+
+The first of a prompt's choices is submitted alone; the others come after its first token and find the prompt's keys and
+values in the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import NamedTuple
+
+from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs
+from ..engine.options import batch_seeds
+from ..engine.text import StopStrings, TextStream
+from .context import ServingContext
+from .scheduler import Grammar, Running, Scored, Wanted
+from .schema import RequestError
+
+
+class Written(NamedTuple):
+    """A token, and where its text begins in the choice's text (characters)."""
+
+    token: GeneratedToken
+    offset: int
+
+
+class Piece(NamedTuple):
+    """What is new of one choice.
+
+    tokens: those of the text, where they have log-probabilities. ids: all that came, with those that end the text.
+    scores: of the prompt, where they are wanted: in the first piece of its first choice.
+    """
+
+    choice: int
+    text: str = ""
+    tokens: Sequence[Written] = ()
+    ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    scores: PromptLogprobs | None = None
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one choice as one."""
+    tokens, ids = [token for piece in pieces for token in piece.tokens], [i for piece in pieces for i in piece.ids]
+    return Piece(pieces[0].choice, "".join(piece.text for piece in pieces), tokens, ids, pieces[-1].finish_reason)
+
+
+class Writing:
+    """Tokens to text while they come, no further than a stop id or a stop string."""
+
+    def __init__(self, stream: TextStream, stops: Sequence[str], stop_ids: Sequence[int], detailed: bool):
+        self.stopped = False  # by a stop string
+        self.read = 0  # tokens
+        self._stream, self._stops, self._stop_ids = stream, StopStrings(stops), frozenset(stop_ids)
+        self._detailed = detailed
+        self._held: deque[Written] = deque()  # their text is not out yet
+        self._decoded = self._shown = 0  # characters
+
+    def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[Written]]:
+        """Text that is certainly part of the answer, and its tokens."""
+        out = ""
+        for token in tokens:
+            self.read += 1
+            if token.id in self._stop_ids:
+                break
+            text = self._stream.push(token.id)
+            if self._detailed:
+                self._held.append(Written(token, self._decoded))
+                self._decoded += len(text)
+            out += self._stops.push(text) if self._stops.stops else text
+            if self._stops.found:
+                self.stopped = True
+                break
+        return out, self._released(out)
+
+    def finish(self) -> tuple[str, list[Written]]:
+        """What was held back for a character or a stop string that never came."""
+        out = "" if self.stopped else self._stops.push(self._stream.finish()) + self._stops.finish()
+        self.stopped = self._stops.found is not None
+        return out, self._released(out, everything=not self.stopped)
+
+    def _released(self, out: str, everything: bool = False) -> list[Written]:
+        self._shown += len(out)
+        released = []
+        while self._held and (everything or self._held[0].offset < self._shown):
+            released.append(self._held.popleft())
+        return released
+
+
+class Choices:
+    """Iterate for the pieces of all choices as they come. The first request is submitted at once."""
+
+    def __init__(
+        self,
+        context: ServingContext,
+        prompts: Sequence[list[int]],
+        n: int,
+        options: GenerationOptions | None,
+        stops: Sequence[str] = (),
+        score_top: int | None = None,
+        grammar: Callable[[], Grammar | None] = lambda: None,
+    ):
+        """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
+
+        RequestError for what the engine refuses; further errors as of `Scheduler.submit`.
+        """
+        self.context, self.prompts, self.n = context, prompts, n
+        self.generated = [0] * (len(prompts) * n)  # tokens of each choice
+        self._options, self._stops, self._score_top, self._grammar = options, stops, score_top, grammar
+        self._runs: list[Running] = []
+        self._generating: dict[int, Running] = {}  # by choice
+        self._begun = [asyncio.Event() for _ in prompts]
+        self._room = asyncio.Semaphore(context.scheduler.most_joined)
+        self._ready: Running | None = None  # the first request, until it is read
+        if wanted := self._scored(0) or self._wanted(0):
+            self._ready = self._submit(wanted)
+
+    def cancel(self) -> None:
+        """End everything that still waits or runs. Safe to call again."""
+        for running in self._runs:
+            running.cancel()
+
+    def used(self, name: str) -> int | None:
+        """Sum of a field of `Statistics`, reused tokens of each prompt once; None before the end."""
+        found = [running.statistics for choice, running in sorted(self._generating.items())
+                 if name != "reused_tokens" or choice % self.n == 0]  # fmt: skip
+        return None if None in found else sum(getattr(statistics, name) for statistics in found)
+
+    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
+        pieces = self._choice(0) if len(self.generated) == 1 else self._merged()
+        try:
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self.cancel()
+
+    async def _merged(self) -> AsyncGenerator[Piece, None]:
+        news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+
+        async def follow(choice: int) -> None:
+            try:
+                async for piece in self._choice(choice):
+                    news.put_nowait(piece)
+                news.put_nowait(None)
+            except Exception as error:
+                news.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(choice)) for choice in range(len(self.generated))]
+        try:
+            left = len(tasks)
+            while left:
+                piece = await news.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece is None:
+                    left -= 1
+                else:
+                    yield piece
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _choice(self, choice: int) -> AsyncGenerator[Piece, None]:
+        begun = self._begun[choice // self.n]
+        if choice % self.n:
+            await begun.wait()
+        async with self._room:
+            try:
+                if scored := self._scored(choice):
+                    running = self._submit(scored)
+                    async for _ in running:
+                        pass
+                    yield Piece(choice, scores=running.scores)
+                if wanted := self._wanted(choice):
+                    running = self._generating[choice] = self._submit(wanted)
+                    async for piece in self._written(choice, running):
+                        yield piece
+                        begun.set()
+                else:
+                    yield Piece(choice, finish_reason="length")
+            finally:
+                begun.set()
+
+    async def _written(self, choice: int, running: Running) -> AsyncGenerator[Piece, None]:
+        assert self._options is not None
+        stream = TextStream(self.context.tokenizer, self.prompts[choice // self.n])
+        detailed = self._options.logprobs is not None
+        writing = Writing(stream, self._stops, self.context.stop_ids(self._options), detailed)
+        async for tokens in running:
+            if writing.stopped:
+                continue  # they came before the engine heard of it
+            before = writing.read
+            text, written = writing.push(tokens)
+            if writing.stopped:
+                running.cancel()
+            self.generated[choice] = writing.read
+            yield Piece(choice, text, written, [token.id for token in tokens[: writing.read - before]])
+        text, written = writing.finish()
+        yield Piece(choice, text, written, (), "stop" if writing.stopped else running.finish_reason)
+
+    def _scored(self, choice: int) -> Scored | None:
+        ids = self.prompts[choice // self.n]
+        wanted = self._score_top is not None and choice % self.n == 0 and len(ids) > 1
+        return Scored(ids, 1, self._score_top or 0) if wanted else None
+
+    def _wanted(self, choice: int) -> Wanted | None:
+        if self._options is None:
+            return None
+        assert isinstance(self._options.seed, int)
+        options = dataclasses.replace(self._options, seed=batch_seeds(self._options.seed, choice + 1)[choice])
+        return Wanted(self.prompts[choice // self.n], options, grammar=self._grammar())
+
+    def _submit(self, wanted: Wanted | Scored) -> Running:
+        if self._ready is not None:  # this is the first choice's first request
+            running, self._ready = self._ready, None
+            return running
+        try:
+            submit = self.context.scheduler.submit
+            self._runs.append(submit(wanted, admitted=True) if self._runs else submit(wanted))
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        return self._runs[-1]

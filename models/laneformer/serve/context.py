@@ -1,0 +1,94 @@
+"""What all requests of a server share: the scheduler, the model's name and limits, its tokens as text and as bytes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..engine import GenerationOptions
+from ..engine.options import checked_ids
+from ..prompts import PromptEncoder
+from .schema import RequestError, Sampled
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from .scheduler import Scheduler
+
+CACHED_TOKENS = 2**16
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that a byte-level BPE writes as themselves
+_OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
+BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+
+
+class ServingContext:
+    """A model as its clients see it. model: its name."""
+
+    def __init__(self, scheduler: Scheduler, engine: Engine, model: str):
+        """ValueError for a model without a tokenizer."""
+        if engine.tokenizer is None:
+            raise ValueError("a server needs a tokenizer, but the model folder holds no tokenizer.json")
+        self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
+        self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
+        self.eos_ids, self.sampling_defaults = engine.eos_ids, engine.sampling_defaults
+        self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
+        identity = repr((__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model))
+        self.fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+        self.token_bytes = functools.lru_cache(CACHED_TOKENS)(self._token_bytes)
+        decoder = engine.tokenizer.decoder
+        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+        self._added = {i: token.content for i, token in engine.tokenizer.get_added_tokens_decoder().items()}
+
+    def room(self, request: Sampled, prompts: Sequence[Sequence[int]], wanted: int | None, param: str) -> int:
+        """The limit of new tokens: what is wanted, or what the longest prompt leaves of the context.
+
+        RequestError for another model's name, for ids that do not exist, and where it does not fit.
+        """
+        if request.model not in (None, self.model):
+            message = f"the model {request.model!r} does not exist here; this server has {self.model!r}"
+            raise RequestError(message, "model", "model_not_found", 404)
+        for i, ids in enumerate(prompts):
+            try:
+                if not checked_ids(ids, self.vocab_size, f"{param}[{i}]"):
+                    raise ValueError(f"{param}[{i}] has no tokens; send at least one")
+            except ValueError as error:
+                raise RequestError(str(error), param) from None
+        longest, least = max(map(len, prompts)), 1 if wanted is None else wanted
+        if longest + least > self.context_tokens:
+            raise RequestError(
+                f"This model's maximum context length is {self.context_tokens} tokens, but you requested "
+                f"{longest + least} tokens ({longest} in the {param}, {least} for the completion). Shorten the {param} "
+                "or ask for fewer new tokens.",
+                param, "context_length_exceeded",
+            )  # fmt: skip
+        found = self.context_tokens - longest if wanted is None else wanted
+        if request.min_tokens > found:
+            raise RequestError(f"min_tokens = {request.min_tokens} exceeds the limit of {found} tokens", "min_tokens")
+        return found
+
+    def stop_ids(self, options: GenerationOptions) -> list[int]:
+        return [*options.stop_ids, *(() if options.ignore_eos else self.eos_ids)]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """ValueError for ids outside the vocabulary."""
+        return self.tokenizer.decode(checked_ids(ids, self.vocab_size, "tokens"))
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text; where its bytes are no text of their own, OpenAI's spelling of them."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self.tokenizer.id_to_token(token_id) or ""
+        if self._byte_level and BYTE_OF.keys() >= set(piece):
+            return bytes(BYTE_OF[char] for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("\u2581", " ").encode()

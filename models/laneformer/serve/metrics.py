@@ -1,0 +1,63 @@
+"""Prometheus metrics: what the scheduler counts, read when somebody asks, and the answers by endpoint and status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from .scheduler import SECONDS, Distribution, Scheduler
+
+COUNTERS = {
+    "prompt_tokens": "Tokens of prompts",
+    "reused_tokens": "Tokens of prompts that were still in the KV cache",
+    "generated_tokens": "New tokens",
+    "proposed_tokens": "Draft tokens",
+    "accepted_tokens": "Draft tokens that were right",
+}
+
+
+class Metrics(Collector):
+    """Metrics of one server, in a registry of their own."""
+
+    def __init__(self, scheduler: Scheduler, facts: Mapping[str, Any]):
+        """facts: what does not change, with weight_bytes and, where it is known, probe_bytes_per_s."""
+        self._scheduler, self._facts = scheduler, facts
+        self._registry = CollectorRegistry()
+        self.answers = Counter("laneformer_requests", "Answers", ["endpoint", "status"], registry=self._registry)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler, totals = self._scheduler, self._scheduler.totals
+        labels = {name: str(value) for name, value in self._facts.items()}
+        yield InfoMetricFamily("laneformer_engine", "The model and how it is decoded", labels)
+        yield GaugeMetricFamily("laneformer_waiting", "Requests in the queue", scheduler.waiting)
+        yield GaugeMetricFamily("laneformer_running", "Requests that decode", scheduler.running)
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"laneformer_{name}", text, getattr(totals, name))
+        yield histogram("time_to_first_token", "From a request's arrival to its first token", totals.first_token)
+        yield histogram("token_gap", "Between the tokens of a request", totals.gap)
+        ended = CounterMetricFamily("laneformer_ended", "Requests of the engine by their end", labels=["reason"])
+        for reason, count in list(totals.ended.items()):
+            ended.add_metric([reason], count)
+        yield ended
+        last = "while the request decoded that ended last"
+        yield GaugeMetricFamily("laneformer_tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s)
+        if (probe := self._facts["probe_bytes_per_s"]) is not None:
+            yield GaugeMetricFamily("laneformer_probe_bytes_per_second", "Read by all threads at the start", probe)
+            used = totals.passes_per_s * self._facts["weight_bytes"] / probe
+            yield GaugeMetricFamily("laneformer_bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used)
+
+
+def histogram(name: str, text: str, found: Distribution) -> HistogramMetricFamily:
+    bounds = [*map(str, SECONDS), "+Inf"]
+    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(f"laneformer_{name}_seconds", text, buckets, found.sum_s)

@@ -1,0 +1,40 @@
+"""A small model that talks, for the commands that hold conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from laneformer import Laneformer
+from tests.laneformer.engine.assets import byte_tokenizer, random_model, small_config, write_folder
+
+BEGIN, END = 266, 267
+TEMPLATE = (
+    "{% for m in messages %}<|begin|>{{ m.role[0] + '\n' + m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>a\n{% endif %}"
+)
+
+
+def tokenizer() -> Tokenizer:
+    made = byte_tokenizer()
+    made.add_tokens(["c", "d", "e", "f"])
+    made.add_special_tokens([AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)])
+    assert made.token_to_id("<|end|>") == END
+    return made
+
+
+def talker(path: Path, model: Laneformer) -> Path:
+    """A folder of a model with a chat template."""
+    write_folder(path, model, eos_token_id=END)
+    tokenizer().save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that talks nonsense: bytes and letters, one in 268 of them the end of its message."""
+    config = small_config(vocab_size=268, max_position_embeddings=4096)
+    return talker(tmp_path_factory.mktemp("chat"), random_model(config))

@@ -1,0 +1,49 @@
+"""laneformer serve as a command: its flags reach the server, the page is opened, Ctrl-C is an orderly end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from laneformer.cli import main
+
+
+def test_serve_opens_the_page_and_ends_with_ctrl_c(folder: Path, tmp_path: Path) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened.part; mv {tmp_path}/opened.part {tmp_path}/opened\n')
+    browser.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laneformer.cli", "serve", str(folder), "--port=0", "--threads=1", "--open",
+         "--model-name=talker", "--api-key=key"],
+        env={**os.environ, "BROWSER": f"{browser} %s"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("laneformer serves talker at http://127.0.0.1:")
+        address, until = line.split()[-1], time.monotonic() + 20
+        while not (tmp_path / "opened").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert (tmp_path / "opened").read_text().strip() == address
+        asked = urllib.request.Request(f"{address}/v1/models", headers={"Authorization": "Bearer key"})
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            assert [model["id"] for model in json.load(answer)["data"]] == ["talker"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.communicate()[1]
+    finally:
+        process.kill()
+
+
+def test_mistakes_are_told_before_the_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "/nowhere", "--port", "70000"])
+    assert "port = 70000 must be int from 0 to 65535" in capsys.readouterr().err

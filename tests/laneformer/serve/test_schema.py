@@ -1,0 +1,227 @@
+"""Bodies of requests: every parameter of the `openai` client is supported or refused by name; so is what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as conversation_create_params
+from pydantic import ValidationError
+
+from laneformer.serve.schema import CompletionRequest, ConversationRequest, RequestError, Sampled, refusal
+
+PROMPT: dict[str, Any] = {"prompt": "Hi"}
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+BASE: dict[type[Sampled], dict[str, Any]] = {CompletionRequest: PROMPT, ConversationRequest: TALK}
+THEIRS = {CompletionRequest: completion_create_params, ConversationRequest: conversation_create_params}
+both = pytest.mark.parametrize("body", [CompletionRequest, ConversationRequest])
+OPTIONS = ("frequency_penalty", "logit_bias", "max_tokens", "n", "presence_penalty", "seed", "stop", "stream",
+           "stream_options", "temperature", "top_p")  # fmt: skip
+EFFECTIVE = {
+    CompletionRequest: {"prompt", "echo", "logprobs", *OPTIONS},
+    ConversationRequest: {
+        "messages", "logprobs", "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls",
+        "response_format", *OPTIONS,
+    },
+}  # fmt: skip
+WITHOUT_EFFECT = {"user": ("me", 1), "model": ("tiny", 1)}
+NEUTRAL: dict[type[Sampled], dict[str, tuple[Any, Any]]] = {  # a value that is accepted, and one that is not
+    CompletionRequest: {"best_of": (1, 2), **WITHOUT_EFFECT},
+    ConversationRequest: {
+        "metadata": ({"a": "b"}, {"a": 1}), "modalities": (["text"], ["text", "audio"]), "prompt_cache_key": ("k", 1),
+        "prompt_cache_options": ({"mode": "implicit"}, "implicit"), "prompt_cache_retention": ("in_memory", "24h"),
+        "reasoning_effort": ("none", "high"), "safety_identifier": ("me", 1), "service_tier": ("auto", "flex"),
+        "store": (False, True), "verbosity": ("medium", "low"), **WITHOUT_EFFECT,
+    },
+}  # fmt: skip
+
+
+def parsed(body: type[Sampled], **fields: Any) -> Any:
+    return body.model_validate({**BASE[body], **fields})
+
+
+def refused(body: type[Sampled], **fields: Any) -> RequestError:
+    with pytest.raises(ValidationError) as caught:
+        parsed(body, **fields)
+    error = refusal(caught.value.errors())
+    assert error.status == 400
+    return error
+
+
+@both
+def test_every_parameter_of_the_client_is_known(body):
+    """An update of the client that brings a new one fails here: support it, accept its neutral value, or refuse it."""
+    theirs = typing.get_type_hints(THEIRS[body].CompletionCreateParamsNonStreaming)
+    assert set(theirs) == EFFECTIVE[body] | set(NEUTRAL[body]) | set(body.refused)
+    assert set(body.refused).isdisjoint(body.model_fields)
+
+
+@both
+def test_what_is_not_supported_is_refused_by_name(body):
+    for name, instead in body.refused.items():
+        error = refused(body, **{name: {"any": "value"}})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+        assert str(error) == f"{name} is not supported: {instead}"
+        parsed(body, **{name: None})
+
+
+@both
+def test_what_has_no_effect_is_accepted_with_a_harmless_value_alone(body):
+    for name, (accepted, other) in NEUTRAL[body].items():
+        parsed(body, **{name: accepted})
+        error = refused(body, **{name: other})
+        assert error.param is not None
+        assert error.param.startswith(name)
+
+
+@both
+def test_null_is_as_absent(body):
+    everything = {name: None for name in [*body.model_fields, *body.refused] if name not in BASE[body]}
+    assert parsed(body, **everything) == parsed(body)
+
+
+@both
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"max_token": 3}, "max_token", "did you mean 'max_tokens'?"),
+        ({"xyzzy": 3}, "xyzzy", "known are add_generation_prompt|known are best_of"),
+        ({"temperature": 2.5}, "temperature", r"temperature = 2\.5: input should be less than or equal to 2"),
+        ({"temperature": "1"}, "temperature", 'temperature = "1": input should be a valid number'),
+        ({"temperature": float("nan")}, "temperature", "NaN"),
+        ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
+        ({"n": 0}, "n", "n = 0: input should be greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"n": True}, "n", "valid integer"),
+        ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal"),
+        ({"seed": 2**64}, "seed", "less than"),
+        ({"stop": ["a"] * 17}, "stop", "a list of at most 16 texts"),
+        ({"stop": ["a", ""]}, "stop", "none of them empty"),
+        ({"stop": 3}, "stop", "stop = 3: it must be a text, or a list"),
+        ({"logit_bias": {"one": 1}}, "logit_bias.one.[key]", "string should match"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream = true"),
+        ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages", "did you mean"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "valid integer"),
+    ],
+)
+def test_wrong_values_name_field_value_and_what_is_allowed(body, fields, param, message):
+    error = refused(body, **fields)
+    assert error.param == param
+    assert re.search(message, str(error)), str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": [1, "a"]}, "prompt", "a list of token ids"),
+        ({"prompt": []}, "prompt", "0 choices; 1 to 128 fit"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt", "65 prompts, n = 2: 130 choices"),
+        ({"max_tokens": 0}, "max_tokens", "needs echo = true"),
+        ({"best_of": 3, "n": 2}, "best_of", "must equal n = 2"),
+        ({"suffix": "x"}, "suffix", "fills no gaps"),
+        ({"logprobs": 101}, "logprobs", "less than or equal to 100"),
+        ({"logprobs": True}, "logprobs", "valid integer"),
+    ],
+)
+def test_wrong_completions(fields, param, message):
+    error = refused(CompletionRequest, **fields)
+    assert error.param == param
+    assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": "Hi"}, "messages", "valid list"),
+        ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "'developer', 'user'"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role", "is missing"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "a text, or a list of parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+         "messages[0].content", "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+         "messages[0].content", "input_audio"),
+        ({"messages": [{"role": "user", "content": "a", "contents": "b"}]}, "messages[0].contents", "'content'"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
+         "messages[0].tool_calls", "an assistant's"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "contradicts"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs = true"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "a field of the request"),
+    ],
+)  # fmt: skip
+def test_wrong_conversations(fields, param, message):
+    error = refused(ConversationRequest, **fields)
+    assert error.param == param
+    assert message in str(error)
+
+
+@both
+@pytest.mark.parametrize("text", ["3", "[]", '"text"', "null", "{", ""])
+def test_what_is_no_object(body, text):
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate_json(text)
+    assert "the body is not a JSON object" in str(refusal(caught.value.errors()))
+
+
+def test_options_of_the_engine():
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
+    body = parsed(CompletionRequest, temperature=0.0, top_k=-1, seed=-1, logit_bias={"3": 5}, min_tokens=2,
+                  stop_token_ids=[7], speculate=3, ignore_eos=True, repetition_penalty=1.5, min_p=0.1)  # fmt: skip
+    options = body.options(defaults, 9, 4)
+    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.0, 0.9, 0, 0.1)
+    assert (options.seed, options.max_new_tokens, options.min_new_tokens) == (2**64 - 1, 9, 2)
+    assert (options.logit_bias, options.stop_ids, options.logprobs) == ({3: 5.0}, [7], 4)
+    assert (options.speculate, options.ignore_eos, options.repetition_penalty) == (3, True, 1.5)
+    plain = parsed(ConversationRequest)
+    assert plain.options({}, 1, None).temperature == 0.0
+    assert plain.options(defaults, 1, None).temperature == 0.6
+    assert plain.options({}, 1, None).seed != plain.options({}, 1, None).seed  # OpenAI's: at random
+    assert parsed(ConversationRequest, top_p=0).options({}, 1, None).top_p > 0
+    with pytest.raises(RequestError, match="min_new_tokens"):
+        body.options({}, 1, None)
+
+
+def test_messages_as_a_template_sees_them():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    body = parsed(
+        ConversationRequest,
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call], "annotations": []},
+            {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"},
+        ],
+    )
+    system, assistant, tool = (message.plain() for message in body.messages)
+    assert system == {"role": "system", "content": "a\nb"}
+    called = {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
+    assert assistant["tool_calls"] == [called]
+    assert (assistant["role"], assistant["content"]) == ("assistant", "")
+    assert tool == {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
+    call["function"]["arguments"] = "{"
+    with pytest.raises(RequestError, match="arguments of a call of 'f' are no JSON"):
+        parsed(ConversationRequest, messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0].plain()
+
+
+def test_examples_of_the_reference_are_accepted():
+    """Bodies as OpenAI's documentation has them."""
+    examples = [
+        '{"model": "m", "prompt": "Say this is a test", "max_tokens": 7, "temperature": 0, "top_p": 1, "n": 1,'
+        ' "stream": false, "logprobs": null, "stop": "\\n"}',
+        '{"model": "m", "messages": [{"role": "developer", "content": "You are a helpful assistant."},'
+        ' {"role": "user", "content": "Hello!"}], "logprobs": true, "top_logprobs": 2}',
+        '{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "stream": true,'
+        ' "stream_options": {"include_usage": true}, "max_completion_tokens": 300, "store": false,'
+        ' "service_tier": "default", "parallel_tool_calls": true, "tools": [], "response_format": {"type": "text"}}',
+    ]
+    for example in examples:
+        values = json.loads(example)
+        (CompletionRequest if "prompt" in values else ConversationRequest).model_validate(values)
