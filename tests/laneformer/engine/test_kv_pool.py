@@ -127,8 +127,8 @@ def test_a_request_copies_from_one_that_runs(threads):
                 pass
             tickets += [batch.join(prompt, max_new_tokens=20, ignore_eos=True) for prompt in prompts[1:]]
             found = collect(batch, *tickets)
-        reused = [found[ticket][-1].statistics.reused_tokens for ticket in tickets]
-        assert reused == [0, 150, 150, 150]
+        ended = [found[ticket][-1].statistics for ticket in tickets]
+        assert [statistics and statistics.reused_tokens for statistics in ended] == [0, 150, 150, 150]
         for prompt, ticket in list(zip(prompts, tickets, strict=True))[1:]:
             expected = fresh.generate(prompt, max_new_tokens=20, ignore_eos=True, reuse_prefix=False)
             assert [token.id for token in tokens_of(found[ticket])] == expected
