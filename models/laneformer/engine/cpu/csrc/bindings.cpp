@@ -322,6 +322,8 @@ NB_MODULE(_core, m) {
       .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
       .def("probe_bytes_per_s", [](const Decoder& d) { return to_numpy(d.timings().probe_bytes_per_s); })
       .def_prop_ro("first_token_s", [](const Decoder& d) { return d.timings().first_token_s; })
+      .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.caches().set_limit(bytes); }, "bytes"_a)
+      .def_prop_ro("kv_bytes", [](Decoder& d) { return d.caches().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);

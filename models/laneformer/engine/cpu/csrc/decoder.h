@@ -93,6 +93,7 @@ class Decoder {
   const ModelSpec& spec() const { return spec_; }
   int threads() const { return static_cast<int>(plans_.size()); }
   size_t weight_bytes() const;  // read per decoded token, all threads
+  KvPool& caches() { return *caches_; }  // its limit and size, while no request runs
 
  private:
   enum class Step { layers, probe, end };
@@ -149,6 +150,7 @@ class Decoder {
   // passes.cpp: what a pass holds, and what its logits lead to
   Pass next_pass();
   bool change_sequences();
+  void end_sequences();
   void admit(Sequence& sequence);
   bool probe_is_due(bool over) const;
   Pass plan_pass();

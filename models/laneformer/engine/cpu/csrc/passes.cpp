@@ -22,6 +22,7 @@ constexpr char kNoneAllowed[] = "the mask, with min_new_tokens, leaves no id fro
 Decoder::Pass Decoder::next_pass() {
   if (pass_.step == Step::layers) {
     layers_run_ += spec_.layers;
+    caches_->copied();
     finish_pass();
   }
   const bool goes_on = change_sequences();
@@ -39,14 +40,10 @@ bool Decoder::change_sequences() {
     for (Sequence* s : running_)
       if (s->awaits_mask) take_token(*s, s->kept_logits.data());
     std::lock_guard lock(team_->mutex);
+    end_sequences();  // first, as others may take their caches
     for (const auto& s : sequences_)
       if (s->stage == Sequence::Stage::waiting) admit(*s);
-    std::erase_if(running_, [this](Sequence* s) {
-      if (!s->finished && !s->left) return false;
-      caches_->end(s->cache);
-      s->stage = Sequence::Stage::ended;
-      return true;
-    });
+    end_sequences();  // of those that have begun now, too, some have nothing to run
     has_news_ = joined_ && std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
     tells_news_ |= has_news_;
     if (!std::all_of(running_.begin(), running_.end(), waits)) return true;
@@ -55,10 +52,19 @@ bool Decoder::change_sequences() {
   }
 }
 
+void Decoder::end_sequences() {
+  std::erase_if(running_, [this](Sequence* s) {
+    if (!s->finished && !s->left) return false;
+    caches_->end(s->cache);
+    s->stage = Sequence::Stage::ended;
+    return true;
+  });
+}
+
 void Decoder::admit(Sequence& s) try {
   if (s.left)
     s.stage = Sequence::Stage::ended;
-  else
+  else if (!caches_->awaits(s.ids, s.most_reusable()))
     begin_sequence(s);
 } catch (const std::exception& error) {
   s.error = error.what();
