@@ -99,9 +99,10 @@ class Handler(BaseHTTPRequestHandler):
         self.head(200, {"Content-Type": "text/event-stream", "Connection": "close"})
         self.event({"role": "assistant", "content": ""}, None, 0)
         self.wfile.write(b": keep-alive\n\n")
-        start = time.monotonic()
+        due_s = time.monotonic()
         for i in range(0, len(pieces), run):
-            time.sleep(max(0.0, start + (i + run) / rate - time.monotonic()))
+            due_s = max(due_s + run / rate, time.monotonic() - 0.1)  # after a pause it does not catch up
+            time.sleep(max(0.001, due_s - time.monotonic()))
             self.event({"content": "".join(pieces[i : i + run])}, None, min(len(pieces), i + run))
             if word == "BREAK" and i > 3:
                 return self.connection.close()
