@@ -35,8 +35,8 @@ def token_s(
 
     module_s: of attention and MLP, with their part of what a layer costs beside reading weights. link_s: from the end
     of a module until the other lanes can read its outputs. modules_late: outputs are awaited that many modules after
-    the join that needs them by the table (1: Ladder Residual). ends: further exchanges that nothing hides, such as the one
-    that agrees on the token.
+    the join that needs them by the table (1: Ladder Residual). ends: further exchanges that nothing hides, such as
+    the one that agrees on the token.
     """
     clock = 0.0
     arrival: dict[int, float] = {}  # by running number of the module
