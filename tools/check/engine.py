@@ -32,6 +32,7 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from records.files import code_version
 from tools.check.reference import (
+    BLOCK,
     Weights,
     chosen_positions,
     first_difference,
@@ -46,7 +47,6 @@ from tools.check.reference import (
     random_prompts,
     random_weights,
     relative_errors,
-    ring_slots,
     tensors_of,
     weights_of,
 )
@@ -146,9 +146,9 @@ class Reference:
 
 
 def reference_of(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> Reference:
-    """Run the float64 model and Transformers in bf16 and float32 on ids that reach past the ring of the cache."""
+    """Run the float64 model and Transformers in bf16 and float32 on ids that reach a block past the window."""
     windows = [config.window(i) or 0 for i in range(config.num_hidden_layers)]
-    length = min(config.max_position_embeddings, 8 + ring_slots(max(windows)))
+    length = min(config.max_position_embeddings, 8 + max(windows) + BLOCK)
     positions = chosen_positions(config, length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"float64 reference on {length} positions", style="dim")

@@ -24,6 +24,7 @@ from laneformer.tensors import STORED_TYPES, Tensor
 
 TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
 FP32, BF16 = 2.0**-24, 2.0**-9  # unit roundoff: the largest relative error of one rounding to nearest
+BLOCK = 128  # positions of a prompt that the engine reads at a time
 ROUNDED_INPUTS = 2  # of a module's matrices in a row: the normed stream, then the mixed values or the gated ones
 AMPLIFICATION = 4.0  # by a product of two inexact factors (gate and up, scores and values), in both modules of a layer
 Weights = dict[str, torch.Tensor]
@@ -135,18 +136,13 @@ def model_outputs(model: Laneformer, ids: Sequence[int], positions: Sequence[int
 
 
 def chosen_positions(config: LaneformerConfig, length: int) -> list[int]:
-    """The first positions, those on both sides of each window's edge, after the ring has wrapped, and the last one."""
+    """The first positions, those on both sides of each window's edge, a block after it, and the last one."""
     windows = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
     wanted = {0, 1, 10, length - 1}
     for window in windows:
         if window:
-            wanted |= {window - 1, window, window + 16, ring_slots(window) - 1, ring_slots(window)}
+            wanted |= {window - 1, window, window + 16, window + BLOCK}
     return sorted(p for p in wanted if 0 <= p < length)
-
-
-def ring_slots(window: int) -> int:
-    """Positions that the engine's ring holds (`cache_slots` of model.h): the next one overwrites the first."""
-    return -(-(window + window // 8 + 127) // 16) * 16
 
 
 def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:

@@ -170,8 +170,9 @@ class GeneratedToken:
 class Statistics:
     """Of one request, all its sequences together.
 
-    reused_tokens: prompt tokens whose keys and values were still there. passes: reads of all the weights.
-    proposed_tokens: draft tokens of `speculate`; accepted_tokens: those that were right.
+    reused_tokens: prompt tokens whose keys and values were still there, or were copied from another request's.
+    passes: reads of all the weights. proposed_tokens: draft tokens of `speculate`; accepted_tokens: those that were
+    right.
     """
 
     reused_tokens: int

@@ -59,6 +59,11 @@ class Engine:
     "auto" is "exact", and "int8" for int4 weights.
     `kv_dtype` is that of cached keys and values: "auto" is "fp32" for fp32 weights, else "fp16"; "bf16" holds values
     beyond 65,504, which fp16 refuses with a ValueError when they come.
+    `cache_bytes` is what keys and values of earlier requests may take, so that a prompt that begins like one of them
+    starts where it parts from it: by default a quarter of the memory that is left (of the container's limit, where
+    there is one). What running requests need is never refused. Windows before likely starting points (ends of prompts
+    and answers, places where prompts parted) stay longer than the positions between them; then whole requests go, the
+    least recently used one first. No result depends on it.
     `isa` is the instruction set: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or
     "portable"; the environment variable LANEFORMER_ISA sets the default. A token has the same bits in a prompt's block,
     a batch, or a draft as alone, but for "amx" with bf16 weights: its passes of four positions and more round

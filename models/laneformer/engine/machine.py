@@ -6,12 +6,14 @@ Everything is read from the files of Linux below one root folder; on macOS, sysc
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+NOT_RECLAIMED = ("anon", "file_mapped", "total_rss", "total_mapped_file")  # memory.stat of versions 2 and 1
 PERFORMANCE_CAPACITY = 0.5  # of the fastest core's: slower ones would hold up every pass
 
 
@@ -77,15 +79,15 @@ def quota_cpus(root: Path) -> float | None:
     return min((limit for folder in control_groups(root) for limit in limits(folder)), default=None)
 
 
-def control_groups(root: Path) -> Iterator[Path]:
+def control_groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
     """Folders of versions 1 and 2; in a container /proc may name a path of the host that is not mounted there."""
     mount = root / "sys/fs/cgroup"
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         steps = [step for step in path.split("/") if step not in ("", "..")]
-        for base in (mount / controllers, mount / "cpu") if controllers else (mount, mount / "unified"):
+        for base in (mount / controllers, mount / controller) if controllers else (mount, mount / "unified"):
             yield from (base.joinpath(*steps[:depth]) for depth in range(len(steps), -1, -1))
 
 
@@ -106,6 +108,18 @@ def fast_cores() -> int:
 
 def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """What this process may still take: of the machine's memory, and within the limits of its control groups."""
+    available = re.search(r"MemAvailable:\s+(\d+) kB", text(root / "proc/meminfo"))
+    left = [1024 * int(available[1]) if available else memory_bytes()]
+    for folder in control_groups(root, "memory"):
+        limit = text(folder / "memory.max") or text(folder / "memory.limit_in_bytes")
+        if limit.isdigit():
+            used = dict(line.split() for line in text(folder / "memory.stat").splitlines())
+            left += [int(limit) - sum(int(used.get(name, 0)) for name in NOT_RECLAIMED)]
+    return max(0, min(left))
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:

@@ -23,8 +23,8 @@ class TextStream:
     between two decodings that start at the same token: the last one whose text is already out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True):
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.ids = list(prompt_ids)
         self.start = max(0, len(self.ids) - CONTEXT_TOKENS)
         self.shown = len(self.ids)
@@ -59,7 +59,7 @@ class TextStream:
         return now[len(before) :]
 
     def _decode(self, end: int) -> str:
-        return self.tokenizer.decode(self.ids[self.start : end])
+        return self.tokenizer.decode(self.ids[self.start : end], self.skip_special_tokens)
 
 
 class StopStrings:

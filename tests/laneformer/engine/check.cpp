@@ -5,6 +5,7 @@
 //   _core products   only each product alone (check_products.cpp)
 //   _core race       reads results that a running request still writes: ThreadSanitizer must end the program
 //   _core overflow   writes one byte behind the packed weights: AddressSanitizer must end the program
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -135,6 +136,56 @@ void run_ablation(Decoder& decoder, const ModelSpec& s) {
   finished(decoder);
 }
 
+// Three threads join and leave, the fourth collects. Every request must give what it gives alone; those of the third
+// thread wait for masks, which allow all ids.
+bool run_joined(Decoder& decoder, const ModelSpec& s) {
+  constexpr int kClients = 3, kTurns = 9;
+  std::vector<Request> requests(kClients, request_of(s));
+  requests[0].speculate = 3, requests[0].top_logprobs = 2;
+  requests[1].score_from = 70, requests[1].top_logprobs = 1;
+  requests[2].prompts[0].resize(3), requests[2].sampling.draw.inverse_temperature = 1.0f;
+  std::vector<News> expected(kClients), came(kClients * kTurns);
+  for (int i = 0; i < kClients; ++i) {
+    decoder.start(requests[i]);
+    expected[i].tokens = finished(decoder);
+    if (i < 2) expected[i].scores = decoder.scores();
+  }
+  requests[2].masked = true;
+  std::atomic<int64_t> tickets[kClients * kTurns] = {};
+  std::atomic<int> over[kClients * kTurns] = {};
+  const auto client = [&](int i) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int at = i * kTurns + turn;
+      const int64_t ticket = tickets[at] = decoder.join(requests[i]);
+      for (int token = 0; i == 2 && token < 20; ++token)
+        decoder.allow(ticket, token, Sequence::Mask((s.vocab + 31) / 32, ~0u));
+      if (turn % 3 == 2) decoder.leave(ticket);
+      while (!over[at]) std::this_thread::yield();
+    }
+  };
+  std::vector<std::thread> clients;
+  for (int i = 0; i < kClients; ++i) clients.emplace_back(client, i);
+  for (int ended = 0; ended < kClients * kTurns;)
+    for (News& news : decoder.collect(10.0)) {
+      int at = 0;
+      while (tickets[at] != news.ticket) at = (at + 1) % (kClients * kTurns);  // its client may not have it yet
+      came[at].tokens.insert(came[at].tokens.end(), news.tokens.begin(), news.tokens.end());
+      if (news.scores) came[at].scores = news.scores;
+      if (news.statistics) ++ended, over[at] = 1;
+      if (!news.error.empty()) std::abort();
+    }
+  for (std::thread& thread : clients) thread.join();
+  bool equal = true;
+  for (int at = 0; at < kClients * kTurns; ++at) {
+    const News& whole = expected[at / kTurns];
+    const bool left = at % kTurns % 3 == 2;
+    equal &= left ? std::equal(came[at].tokens.begin(), came[at].tokens.end(), whole.tokens.begin())
+                  : came[at].tokens == whole.tokens;
+    if (at / kTurns == 1 && !left) equal &= came[at].scores->logprobs == whole.scores->logprobs;
+  }
+  return equal;
+}
+
 // The best first, but for the emulated matrix unit, which no CPU would choose.
 std::vector<const char*> usable_isas() {
   std::vector<const char*> names;
@@ -179,6 +230,7 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math ma
     }
     if (threads != 3) continue;
     run_ablation(decoder, spec);
+    if (!run_joined(decoder, spec)) return std::puts("joined requests gave other results"), Results{};
     Decoder borrower(spec, dtype, embedding_of(dtype), threads, choose_kernels(isa), math);
     map_parts(borrower, decoder, spec);
     if (run(borrower, spec) != expected) return std::puts("mapped weights gave other results"), Results{};

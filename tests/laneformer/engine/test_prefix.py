@@ -1,4 +1,4 @@
-"""Reused prefixes: the numbers of a fresh engine, bit for bit, and as much reuse as the sliding windows allow."""
+"""Reused prefixes: the numbers of a fresh engine, bit for bit, and as much reuse as there is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from laneformer.engine import Engine
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
-# a window of 7, blocks of 128 and padding to 16 make rings of 144 positions: 448 positions overwrite them three times
-CONTEXT, RING = 448, 144
+CONTEXT = 448  # 64 windows of 7, four blocks
 LONG = {"max_position_embeddings": CONTEXT}
 
 
@@ -24,7 +23,7 @@ def test_any_series_of_prompts_gives_a_fresh_engines_bits():
     last, reused = random_ids(model.config, 150), []
     with engine_of(model, threads=2) as engine:
         for trial in range(60):
-            kept = max(0, len(last) - int(rng.integers(0, 210)))  # within the ring, and beyond
+            kept = max(0, len(last) - int(rng.integers(0, 210)))
             prompt = (last[:kept] + random_ids(model.config, int(rng.integers(1, 120)), seed=trial))[:420]
             new = int(rng.integers(1, CONTEXT - len(prompt)))
             seen = details(engine, prompt, max_new_tokens=new)
@@ -33,7 +32,6 @@ def test_any_series_of_prompts_gives_a_fresh_engines_bits():
             assert engine.statistics.reused_tokens == 0
             last = prompt + seen[0] if rng.random() < 0.7 else last[: len(last) // 3]
     assert sum(count > 0 for count in reused) > 10
-    assert sum(count == 0 for count in reused) > 10
 
 
 def test_a_conversation_reads_only_what_is_new():
@@ -47,16 +45,15 @@ def test_a_conversation_reads_only_what_is_new():
             talk, fresh = talk + random_ids(engine.config, 5, seed=turn), 6  # the last answer's last id was never read
 
 
-def test_how_far_back_a_prompt_may_part_from_the_cached_one():
-    """440 positions ran; a ring holds 296..439. Position p + 1 needs p - 5 on: from 302 on all of it is there."""
+def test_a_prompt_may_part_anywhere_from_the_cached_one():
     model = random_model(small_config(**LONG), seed=3)
     ids = random_ids(model.config, 440)
     with engine_of(model) as engine:
-        for kept in (439, 350, 303, 302, 301, 200, 1):
+        for kept in (439, 350, 301, 200, 8, 1):
             engine.generate(ids, max_new_tokens=1, reuse_prefix=False)
             other = [*ids[:kept], (ids[kept] + 1) % 100]
             engine.generate(other, max_new_tokens=1)
-            assert engine.statistics.reused_tokens == (kept if kept >= 440 - RING + 7 - 1 else 0)
+            assert engine.statistics.reused_tokens == kept
 
 
 def test_without_windows_every_prefix_is_kept():

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from records.run import read_run
+from tests.browser import browse, needs_browser
 from tests.tools.dashboard import made_up_run
-from tests.tools.dashboard.browser import browse, needs_browser
 from tools.dashboard.__main__ import page, write_page
 from tools.dashboard.cards import state
 from tools.dashboard.core import core_curves

@@ -18,8 +18,8 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from records.page import html_page
+from tests.browser import browse, needs_browser
 from tests.tools.dashboard import made_up_run
-from tests.tools.dashboard.browser import browse, needs_browser
 from tools.dashboard.__main__ import Live, page_body, read_runs, serve
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -25,11 +25,12 @@ from ...config import (
 from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import Collected, Request
 from ..folder import rope_tables
-from ..machine import this_machine
+from ..machine import free_memory_bytes, this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
 MAX_THREADS = 1024
+CACHED_SHARE = 4  # of the memory that is left, for keys and values
 KV_DTYPES = ("fp32", "bf16", "fp16")
 MATHS = {  # how activations enter matrix products, and the weights that they meet
     "exact": ("bf16", "fp16", "fp32", "int8"),
@@ -57,6 +58,7 @@ class CpuDecoder(_core.Decoder):
         math: str = "auto",
         pin: bool | None = None,
         kv_dtype: str = "auto",
+        cache_bytes: int | None = None,
         packed: PackedWeights | None = None,
     ):
         if math not in ("auto", *MATHS):
@@ -72,6 +74,10 @@ class CpuDecoder(_core.Decoder):
             raise ValueError(f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}")
         if kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
+        if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
+            raise ValueError(
+                f"cache_bytes = {cache_bytes!r} must be an integer from 0, or None for a share of the memory"
+            )
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding = tensors[EMBEDDING].dtype if self.dtype in ("int8", "int4") else self.dtype
         machine = this_machine()
@@ -82,6 +88,7 @@ class CpuDecoder(_core.Decoder):
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
         )  # fmt: skip
         self._load(config, tensors, packed)
+        self.set_cache_limit(free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
 
     def check(self, request: Request) -> None:

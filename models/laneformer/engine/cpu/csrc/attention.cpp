@@ -17,11 +17,11 @@ void Decoder::rotate(const float* from, float* to, int position) const {
   }
 }
 
-// Keys and values (kv_rows,) of one position into the ring.
+// Keys and values (kv_rows,) of one position into the cache.
 void Decoder::cache_position(int t, int layer, int own, const float* key, const float* value, Column at) {
   Worker& w = workers_[t];
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), heads = spec_.kv_heads / spec_.lanes;
-  const int slots = spec_.cache_slots(layer), slot = at.position % slots, bytes = bytes_of(spec_.kv_dtype);
+  const int slot = at.position, bytes = bytes_of(spec_.kv_dtype);
   float* rotated = w.mixed.floats();
   char* narrow = w.scores.bytes();
   for (int head = 0; head < heads; ++head) {
@@ -59,7 +59,7 @@ AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block,
   a.queries = block.count * group;
   a.heads = group;
   a.dim = dim;
-  a.slots = spec_.cache_slots(layer);
+  a.slots = spec_.cache_slots();
   a.position = first.position;
   a.window = window;
   a.first_chunk = window ? std::max(0, first.position - window + 1) / kChunkPositions : 0;

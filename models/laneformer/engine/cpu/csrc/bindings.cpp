@@ -322,9 +322,15 @@ NB_MODULE(_core, m) {
       .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
       .def("probe_bytes_per_s", [](const Decoder& d) { return to_numpy(d.timings().probe_bytes_per_s); })
       .def_prop_ro("first_token_s", [](const Decoder& d) { return d.timings().first_token_s; })
+      .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.caches().set_limit(bytes); }, "bytes"_a)
+      .def_prop_ro("kv_bytes", [](Decoder& d) { return d.caches().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
+  nb::class_<Pace>(m, "Pace")  // for tests
+      .def(nb::init<>())
+      .def("columns", &Pace::columns)
+      .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
   m.attr("MOST_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace laneformer {
 
@@ -242,6 +243,7 @@ void Decoder::serve(int t) {
     if (t == 0) {
       pass_ = next_pass();
       pass_issued_.value.store(seen, std::memory_order_release);
+      if (std::exchange(tells_news_, false)) team_->changed.notify_all();  // while the others are at work already
     } else {
       spin_until(spin_turns_, [&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; });
     }

@@ -93,6 +93,7 @@ class Decoder {
   const ModelSpec& spec() const { return spec_; }
   int threads() const { return static_cast<int>(plans_.size()); }
   size_t weight_bytes() const;  // read per decoded token, all threads
+  KvPool& caches() { return *caches_; }  // its limit and size, while no request runs
 
  private:
   enum class Step { layers, probe, end };
@@ -149,6 +150,7 @@ class Decoder {
   // passes.cpp: what a pass holds, and what its logits lead to
   Pass next_pass();
   bool change_sequences();
+  void end_sequences();
   void admit(Sequence& sequence);
   bool probe_is_due(bool over) const;
   Pass plan_pass();
@@ -230,7 +232,7 @@ class Decoder {
   Pass pass_;
   std::vector<Sequence*> running_;  // places of a pass's columns
   std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
-  bool probed_ = false;
+  bool probed_ = false, tells_news_ = false;
   uint64_t layers_run_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;

@@ -1,89 +1,276 @@
 #include "kv_pool.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 namespace laneformer {
 
+namespace {
+constexpr int kMostCaches = 128;   // each is a mapping of every thread, and systems limit their number
+constexpr int kMostStarts = 32;    // of a cache
+constexpr int kWorthWaiting = 16;  // positions: about as many as a pass reads in the time that it takes anyway
+
+int common(const std::vector<int>& a, const std::vector<int>& b, int most) {
+  const auto same = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
+  return std::max(0, std::min(static_cast<int>(same), most));
+}
+
+int positions_of_a_page(size_t position_bytes) {
+  return static_cast<int>(round_up((page_bytes() + position_bytes - 1) / position_bytes, 16));
+}
+}  // namespace
+
 KvPool::KvPool(const ModelSpec& spec, std::vector<int> heads)
-    : spec_(spec), position_bytes_(spec.padded_head_dim() * bytes_of(spec.kv_dtype)), memory_(heads.size()) {
-  for (const int count : heads) {
-    std::vector<size_t> at{0};
-    for (int layer = 0; layer < spec.layers; ++layer)
-      at.push_back(at.back() + count * spec.cache_slots(layer) * position_bytes_);
-    layer_at_.push_back(std::move(at));
-  }
+    : spec_(spec),
+      heads_(std::move(heads)),
+      position_bytes_(spec.padded_head_dim() * laneformer::bytes_of(spec.kv_dtype)),
+      head_bytes_(round_up(spec.cache_slots() * position_bytes_, page_bytes())),
+      page_(positions_of_a_page(position_bytes_)),
+      all_heads_(std::accumulate(heads_.begin(), heads_.end(), 0)) {
+  for (int layer = 0; layer < spec.layers; ++layer)
+    if (windowed(layer)) window_ = std::max(window_, spec.window[layer]), ++windows_;
+  for (const int count : heads_) bytes_.push_back(2 * spec.layers * count * head_bytes_);
 }
 
+// --- sequences --------------------------------------------------------------------------------------------------
+
+bool KvPool::awaits(const std::vector<int>& ids, int most_reusable) const {
+  int later = 0;
+  for (const Cache& cache : caches_) {
+    const int shared = cache.in_use ? common(cache.prompt, ids, most_reusable) : 0;
+    if (shared > static_cast<int>(cache.ids.size())) later = std::max(later, shared);
+  }
+  return later && later >= find(ids, most_reusable).position + kWorthWaiting;
+}
+
+// A sequence goes on in the cache that it continues, or whose last turn it revises, unless it shares less than it would
+// overwrite. Else it takes what it shares into a cache of its own, and the other stays as it is.
 KvPool::Start KvPool::begin(const std::vector<int>& ids, int most_reusable) {
-  const int cache = take(ids, most_reusable);
-  Contents& contents = contents_[cache];
-  const int position = reusable(contents, ids, most_reusable);
-  contents.ids.resize(position);
-  contents.ids.reserve(spec_.context);
-  if (position == 0) contents.written = 0;
-  contents.last_used = ++sequences_;
-  contents.in_use = true;
-  return {cache, position};
-}
-
-void KvPool::ran(int cache, const std::vector<int>& ids, int position, int written) {
-  Contents& contents = contents_[cache];
-  contents.written = std::max(contents.written, written);
-  contents.ids.insert(contents.ids.end(), ids.begin() + static_cast<ptrdiff_t>(contents.ids.size()),
-                      ids.begin() + position);
-}
-
-void KvPool::forget(int cache) {
-  contents_[cache].ids.clear();
-  contents_[cache].written = 0;
-}
-
-// How many leading ids (at most `most`) need not run again: the common prefix, unless a ring has already overwritten
-// keys that the next position's window needs; then none, as a layer's keys depend on every position that the layers
-// below it see.
-int KvPool::reusable(const Contents& contents, const std::vector<int>& ids, int most) const {
-  const auto common =
-      std::mismatch(contents.ids.begin(), contents.ids.end(), ids.begin(), ids.end()).first - contents.ids.begin();
-  const int kept = std::min(static_cast<int>(common), most);
-  for (int layer = 0; layer < spec_.layers; ++layer) {
-    const int lost = contents.written - spec_.cache_slots(layer);  // positions below this one are overwritten
-    if (lost > 0 && spec_.window[layer] && lost > kept - spec_.window[layer] + 1) return 0;
+  const Found found = find(ids, most_reusable);
+  const int source = found.cache, position = found.position;
+  const size_t wanted = bytes_of(static_cast<int>(ids.size()));
+  bool stays = source >= 0 && !caches_[source].in_use;
+  if (stays) {
+    const bool revises = found.lost <= kMaxColumns || (position >= caches_[source].turn && found.lost <= position);
+    stays = revises || unyielding(source) + wanted > limit_;
   }
-  return std::max(kept, 0);
-}
-
-// The free cache with the longest prefix of the ids, the least recently used one of several; else a new one.
-int KvPool::take(const std::vector<int>& ids, int most) {
-  int best = -1, best_reused = -1;
-  for (int i = 0; i < static_cast<int>(contents_.size()); ++i) {
-    if (contents_[i].in_use) continue;
-    const int reused = reusable(contents_[i], ids, most);
-    const bool older = best >= 0 && contents_[i].last_used < contents_[best].last_used;
-    if (reused > best_reused || (reused == best_reused && older)) best = i, best_reused = reused;
+  make_room(wanted - std::min(wanted, stays ? bytes_of(caches_[source].written) : 0), source);
+  const int index = stays ? source : add(source);
+  Cache& cache = caches_[index];
+  if (stays) {
+    cache.turn = found.lost <= kMaxColumns ? position : std::min(cache.turn, position);
+    truncate(cache, position);
+  } else if (position) {
+    copies_.push_back({source, index, position});
+    add_start(caches_[source], position);
+    for (int page = 0; window_ && page_ * (page + 1) <= position - window_ + 1; ++page) drop(cache, page, true);
+    cache.written = position;
+    cache.turn = position;
   }
-  if (best >= 0) return best;
-  add();
-  contents_.emplace_back();
-  return static_cast<int>(contents_.size()) - 1;
+  cache.ids.assign(ids.begin(), ids.begin() + position);
+  cache.ids.reserve(spec_.context);
+  cache.prompt = ids;
+  for (const int start : {position, found.shared, most_reusable}) add_start(cache, start);
+  cache.last_used = ++sequences_;
+  cache.in_use = true;
+  return {index, position};
 }
 
-// All threads get their part of one more cache, or none.
-void KvPool::add() {
-  std::vector<Memory> parts;
+void KvPool::ran(int index, const std::vector<int>& ids, int position, int written) {
+  Cache& cache = caches_[index];
+  cache.written = std::max(cache.written, written);
+  cache.ids.insert(cache.ids.end(), ids.begin() + static_cast<ptrdiff_t>(cache.ids.size()), ids.begin() + position);
+  make_room(0, -1);
+}
+
+void KvPool::end(int index) {
+  if (index < 0) return;
+  caches_[index].in_use = false;
+  caches_[index].prompt.clear();
+}
+
+void KvPool::forget(int index) { truncate(caches_[index], 0); }
+
+// Where in which cache the sequence may start the latest; of several, where it overwrites the least.
+KvPool::Found KvPool::find(const std::vector<int>& ids, int most) const {
+  Found best;
+  for (int i = 0; i < static_cast<int>(caches_.size()); ++i) {
+    const Cache& cache = caches_[i];
+    const int shared = common(cache.ids, ids, most), position = start_in(cache, shared);
+    const int lost = cache.in_use ? spec_.context + 1 : static_cast<int>(cache.ids.size()) - shared;
+    best.shared = std::max(best.shared, shared);
+    if (position > best.position || (position && position == best.position && lost < best.lost))
+      best.cache = i, best.position = position, best.lost = lost;
+  }
+  return best;
+}
+
+// The latest position, but not after `shared`, whose windows are still there.
+int KvPool::start_in(const Cache& cache, int shared) const {
+  if (!window_) return shared;
+  for (int page = page_of(shared); page >= 0; --page) {
+    if (page_ * (page + 1) <= shared - window_ + 1) break;
+    if (page_ * page < shared && cache.dropped[page]) shared = page_ * page;
+  }
+  return shared;
+}
+
+void KvPool::add_start(Cache& cache, int position) {
+  std::vector<int>& starts = cache.starts;
+  const auto at = std::lower_bound(starts.begin(), starts.end(), position);
+  if (position <= 0 || (at != starts.end() && *at == position)) return;
+  starts.insert(at, position);
+  if (starts.size() > kMostStarts) starts.erase(starts.begin() + 1);  // the first one may be of many conversations
+}
+
+// Positions from `position` on will be written anew; it is not inside of a page that was dropped.
+void KvPool::truncate(Cache& cache, int position) {
+  if (const int kept = cache.pages_dropped; kept || !position) {
+    for (int page = page_of(position + page_ - 1); page < static_cast<int>(cache.dropped.size()); ++page)
+      drop(cache, page, false);
+    if (cache.pages_dropped < kept || !position) {
+      release(cache, position, cache.written, false);
+      cache.written = position;
+    }
+  }
+  cache.ids.resize(position);
+  cache.starts.erase(std::upper_bound(cache.starts.begin(), cache.starts.end(), position), cache.starts.end());
+}
+
+// --- copies -----------------------------------------------------------------------------------------------------
+
+void KvPool::copy(int t) const {
+  for (const Copy& c : copies_)
+    for (int layer = 0; layer < spec_.layers; ++layer) {
+      const size_t from = windowed(layer) ? size_t(page_of(std::max(0, c.positions - window_ + 1))) * page_ : 0;
+      const size_t skipped = from * position_bytes_, size = round_up(c.positions, 16) * position_bytes_ - skipped;
+      for (int head = 0; head < heads_[t]; ++head) {
+        std::memcpy(keys(t, c.to, layer, head) + skipped, keys(t, c.from, layer, head) + skipped, size);
+        std::memcpy(values(t, c.to, layer, head) + skipped, values(t, c.from, layer, head) + skipped, size);
+      }
+    }
+}
+
+// --- memory -----------------------------------------------------------------------------------------------------
+
+// A cache of its own, with what it will copy from another one.
+int KvPool::add(int source) {
+  Cache cache;
+  for (;;) try {
+      for (const size_t bytes : bytes_) cache.memory.push_back(Pages::sparse(bytes));
+      break;
+    } catch (const std::bad_alloc&) {
+      cache.memory.clear();
+      if (give_up_cache(source)) continue;
+      const size_t total = std::accumulate(bytes_.begin(), bytes_.end(), size_t{0});
+      throw std::invalid_argument("keys and values of " + std::to_string(spec_.context) + " positions need more than " +
+                                  std::to_string(total >> 20) + " MiB, which the system does not give; use a smaller " +
+                                  "context_tokens, or kv_dtype = 'fp16'");
+    }
+  cache.dropped.assign(page_of(spec_.context) + 2, 0);
+  const int index = free_slot(source);
+  caches_[index] = std::move(cache);
+  return index;
+}
+
+int KvPool::free_slot(int source) {
+  const auto is_free = [](const Cache& cache) { return cache.memory.empty(); };
+  if (caches_.size() >= kMostCaches && std::none_of(caches_.begin(), caches_.end(), is_free)) give_up_cache(source);
+  const auto found = std::find_if(caches_.begin(), caches_.end(), is_free);
+  if (found != caches_.end()) return static_cast<int>(found - caches_.begin());
+  caches_.emplace_back();
+  return static_cast<int>(caches_.size()) - 1;
+}
+
+size_t KvPool::bytes_of(int positions, int pages_dropped) const {
+  const size_t there = round_up(positions, page_), kept = there - size_t(pages_dropped) * page_;
+  return 2 * position_bytes_ * all_heads_ * (there * (spec_.layers - windows_) + kept * windows_);
+}
+
+size_t KvPool::bytes() const {
   size_t total = 0;
-  for (const auto& at : layer_at_) total += 2 * at.back();
-  try {
-    for (const auto& at : layer_at_) parts.push_back({Pages(at.back(), true), Pages(at.back(), true)});
-  } catch (const std::bad_alloc&) {
-    throw std::invalid_argument("keys and values of " + std::to_string(spec_.context) + " positions need more than " +
-                                std::to_string(total >> 20) + " MiB, which the system does not give; use a smaller " +
-                                "context_tokens, or kv_dtype = 'fp16'");
+  for (const Cache& cache : caches_) total += bytes_of(cache.written, cache.pages_dropped);
+  return total;
+}
+
+// Of what cannot be given up: what sequences use, and `source`.
+size_t KvPool::unyielding(int source) const {
+  size_t total = 0;
+  for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
+    if (caches_[i].in_use || i == source) total += bytes_of(caches_[i].written, caches_[i].pages_dropped);
+  return total;
+}
+
+// False where so many bytes more go beyond the limit, though nothing is left to give up. `source` is left alone.
+bool KvPool::make_room(size_t more, int source) {
+  while (bytes() + more > limit_)
+    if (!give_up_one(source)) return false;
+  return true;
+}
+
+// What is least likely to be missed: positions between the starts; whole caches; of running sequences, all starts.
+bool KvPool::give_up_one(int source) {
+  std::vector<int> by_age(caches_.size());
+  std::iota(by_age.begin(), by_age.end(), 0);
+  std::erase_if(by_age, [&](int i) { return needed(i, source); });
+  std::sort(by_age.begin(), by_age.end(), [&](int a, int b) { return caches_[a].last_used < caches_[b].last_used; });
+  const auto thinned = [&](bool keep_starts) {
+    return std::any_of(by_age.begin(), by_age.end(), [&](int i) { return thin(i, keep_starts); });
+  };
+  return thinned(true) || give_up_cache(source) || thinned(false);
+}
+
+bool KvPool::give_up_cache(int source) {
+  int oldest = -1;
+  for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
+    if (!caches_[i].in_use && !needed(i, source) &&
+        (oldest < 0 || caches_[i].last_used < caches_[oldest].last_used))
+      oldest = i;
+  if (oldest >= 0) caches_[oldest] = {};
+  return oldest >= 0;
+}
+
+// Free, or somebody starts from it in the next pass.
+bool KvPool::needed(int index, int source) const {
+  const auto copies = [&](const Copy& c) { return c.from == index || c.to == index; };
+  return index == source || caches_[index].memory.empty() || std::any_of(copies_.begin(), copies_.end(), copies);
+}
+
+// Drops positions that no window before the end needs, nor before a start. False where none is left.
+bool KvPool::thin(int index, bool keep_starts) {
+  if (!window_) return false;
+  Cache& cache = caches_[index];
+  const int end = static_cast<int>(cache.ids.size());
+  bool thinner = false;
+  for (int page = 0; page_ * (page + 1) <= end - window_ + 1; ++page) {
+    const auto needs = [&](int start) { return page_ * page < start && start - window_ + 1 < page_ * (page + 1); };
+    if (cache.dropped[page] || (keep_starts && std::any_of(cache.starts.begin(), cache.starts.end(), needs))) continue;
+    release(cache, page_ * page, page_ * (page + 1), true);
+    drop(cache, page, true);
+    thinner = true;
   }
-  for (size_t t = 0; t < parts.size(); ++t) memory_[t].push_back(std::move(parts[t]));
+  return thinner;
+}
+
+void KvPool::drop(Cache& cache, int page, bool dropped) {
+  cache.pages_dropped += dropped - cache.dropped[page];
+  cache.dropped[page] = dropped;
+}
+
+// Gives the pages of some positions back: of all layers, or of those with windows.
+void KvPool::release(Cache& cache, int from, int to, bool windows_only) {
+  const size_t first = from * position_bytes_, size = std::max(0, to - from) * position_bytes_;
+  for (int t = 0; t < static_cast<int>(heads_.size()); ++t)
+    for (int layer = 0; layer < spec_.layers; ++layer)
+      for (int head = 0; head < heads_[t] && (windowed(layer) || !windows_only); ++head) {
+        cache.memory[t].release(at(layer, head, t) + first, size);
+        cache.memory[t].release(at(layer, head, t) + bytes_[t] / 2 + first, size);
+      }
 }
 
 }  // namespace laneformer

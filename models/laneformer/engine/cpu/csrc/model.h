@@ -37,12 +37,7 @@ struct ModelSpec {
   int ff_rows() const { return intermediate / lanes; }
   int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
   int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }
-  // A ring must still hold the oldest query's window when a block is written; an eighth more lets a later prompt part
-  // from the cached one that many positions before its end.
-  int cache_slots(int layer) const {
-    const int wanted = window[layer] ? window[layer] + window[layer] / 8 + kMaxColumns - 1 : context;
-    return static_cast<int>(round_up(wanted < context ? wanted : context, 16));
-  }
+  int cache_slots() const { return static_cast<int>(round_up(context, 16)); }
 };
 
 // One packed matrix, or the rows of it from `first_row` that one member of a lane's group owns, at `offset` bytes of

@@ -12,12 +12,12 @@ namespace laneformer {
 
 class Pace {
  public:
-  // Of prompts, in the next pass beside sequences that decode. One alone is free: such passes tell the usual time.
-  int columns() const { return usual_s_ == 0.0 || since_usual_ >= kMeasureEvery ? 1 : static_cast<int>(columns_); }
+  // Of prompts, in the next pass beside sequences that decode; now and then none, to see what the usual time is.
+  int columns() const { return usual_s_ == 0.0 || since_usual_ >= kMeasureEvery ? 0 : static_cast<int>(columns_); }
 
   // A pass of sequences that decode, and so many columns of prompts, took this long.
   void passed(int columns, double seconds) {
-    if (columns <= 1) {
+    if (columns == 0) {
       const double known = std::min(seconds, kLongest * usual_s_);  // a thread may have lost its core for a moment
       usual_s_ = usual_s_ == 0.0 ? seconds : usual_s_ + (known - usual_s_) / kRemembered;
       since_usual_ = 0;
@@ -25,15 +25,17 @@ class Pace {
     }
     ++since_usual_;
     const double change = std::clamp(kLongest * usual_s_ / seconds, 0.5, 1.5);
-    if (change < 1.0 || columns >= static_cast<int>(columns_))  // else there was no more to read
-      columns_ = std::clamp(columns * change, 2.0, double{kMaxColumns});
+    if (columns == static_cast<int>(columns_))
+      columns_ = std::clamp(columns_ * change, 1.0, double{kMaxColumns});
+    else if (change < 1.0)  // there was no more to read, and even that was too much
+      columns_ = std::max(columns * change, 1.0);
   }
 
  private:
   static constexpr double kLongest = 1.7;  // times the usual time: below 2, as single passes vary
   static constexpr int kRemembered = 8, kMeasureEvery = 64;  // passes
 
-  double usual_s_ = 0.0, columns_ = 8.0;
+  double usual_s_ = 0.0, columns_ = 2.0;
   int since_usual_ = 0;
 };
 

@@ -22,6 +22,7 @@ constexpr char kNoneAllowed[] = "the mask, with min_new_tokens, leaves no id fro
 Decoder::Pass Decoder::next_pass() {
   if (pass_.step == Step::layers) {
     layers_run_ += spec_.layers;
+    caches_->copied();
     finish_pass();
   }
   const bool goes_on = change_sequences();
@@ -39,26 +40,31 @@ bool Decoder::change_sequences() {
     for (Sequence* s : running_)
       if (s->awaits_mask) take_token(*s, s->kept_logits.data());
     std::lock_guard lock(team_->mutex);
+    end_sequences();  // first, as others may take their caches
     for (const auto& s : sequences_)
       if (s->stage == Sequence::Stage::waiting) admit(*s);
-    std::erase_if(running_, [this](Sequence* s) {
-      if (!s->finished && !s->left) return false;
-      caches_->end(s->cache);
-      s->stage = Sequence::Stage::ended;
-      return true;
-    });
+    end_sequences();  // of those that have begun now, too, some have nothing to run
     has_news_ = joined_ && std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
-    if (has_news_) team_->changed.notify_all();
+    tells_news_ |= has_news_;
     if (!std::all_of(running_.begin(), running_.end(), waits)) return true;
     const auto drawable = [](const Sequence* s) { return s->masks.count(s->new_tokens()) > 0; };
     if (std::none_of(running_.begin(), running_.end(), drawable)) return serving_ = false;
   }
 }
 
+void Decoder::end_sequences() {
+  std::erase_if(running_, [this](Sequence* s) {
+    if (!s->finished && !s->left) return false;
+    caches_->end(s->cache);
+    s->stage = Sequence::Stage::ended;
+    return true;
+  });
+}
+
 void Decoder::admit(Sequence& s) try {
   if (s.left)
     s.stage = Sequence::Stage::ended;
-  else
+  else if (!caches_->awaits(s.ids, s.most_reusable()))
     begin_sequence(s);
 } catch (const std::exception& error) {
   s.error = error.what();
@@ -90,7 +96,9 @@ Decoder::Pass Decoder::plan_pass() {
   const int places = static_cast<int>(running_.size());
   for (int i = 0; i < places; ++i)
     if (running_[i]->decodes() && !running_[i]->awaits_mask) add_columns(pass, i, share);
-  const int decoding_columns = pass.columns, most = std::min(kMaxColumns, decoding_columns + prompts);
+  // no pass is empty, as one where all that decode wait for their masks would be
+  const int decoding_columns = pass.columns;
+  const int most = std::clamp(decoding_columns + prompts, 1, kMaxColumns);
   for (int i = 0; i < places; ++i)
     if (!running_[i]->decodes()) add_columns(pass, i, most - pass.columns);
   pass.prompt_columns = pass.columns - decoding_columns;
@@ -185,7 +193,7 @@ bool Decoder::take_token(Sequence& s, const float* logits) {
   {
     std::lock_guard lock(team_->mutex);
     s.ids.push_back(token);
-    if (wants_tokens_) team_->changed.notify_all();
+    if (wants_tokens_ && !joined_) team_->changed.notify_all();
   }
   s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
   return true;

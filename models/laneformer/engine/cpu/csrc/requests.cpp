@@ -50,7 +50,8 @@ void Decoder::start(Request request) {
   try {
     for (size_t i = 0; i < request_->prompts.size(); ++i) {
       sequences_.push_back(std::make_unique<Sequence>(request_, i, spec_));
-      begin_sequence(*sequences_.back());
+      Sequence& s = *sequences_.back();
+      if (!caches_->awaits(s.ids, s.most_reusable())) begin_sequence(s);
     }
   } catch (...) {
     for (const Sequence* s : running_) caches_->end(s->cache);
@@ -180,10 +181,7 @@ void Decoder::allow(int64_t ticket, int index, Sequence::Mask mask) {
 }
 
 void Decoder::begin_sequence(Sequence& s) {
-  const Request& request = *s.request;
-  // Generating needs the logits of the last prompt id; scoring those of the id before the first scored one.
-  const int needed = request.keep_logits ? 0 : (request.scores() ? request.score_from : s.prompt_length) - 1;
-  const KvPool::Start start = caches_->begin(s.ids, request.reuse_prefix ? needed : 0);
+  const KvPool::Start start = caches_->begin(s.ids, s.most_reusable());
   s.cache = start.cache;
   s.position = s.statistics.reused = start.position;
   s.finished = s.end <= s.position;

@@ -99,6 +99,12 @@ struct Sequence {
   int new_tokens() const { return static_cast<int>(ids.size()) - prompt_length; }
   int known() const { return request->scores() ? end : static_cast<int>(ids.size()); }  // positions that could run
   bool decodes() const { return !request->scores() && position + 1 >= known(); }
+  // Positions that need not run if they are cached: generating needs the logits of the last prompt id; scoring those of
+  // the id before the first scored one.
+  int most_reusable() const {
+    if (!request->reuse_prefix || request->keep_logits) return 0;
+    return (request->scores() ? request->score_from : prompt_length) - 1;
+  }
   // Prompt lookup: what followed the latest earlier place of the last few ids, `most` ids, into `drafts`.
   void draft(int most);
   bool has_news() const { return stage == Stage::ended || (!request->scores() && new_tokens() > collected); }

@@ -4,6 +4,7 @@
 #include <sched.h>
 #endif
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -16,6 +17,11 @@
 
 namespace laneformer {
 
+inline size_t page_bytes() {
+  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 // Zeroed, 64-byte aligned memory that is touched first by whoever writes it first; huge pages for the long streams.
 class Pages {
  public:
@@ -27,6 +33,8 @@ class Pages {
     start_ = static_cast<char*>(std::memset(base_, 0, size_));
   }
   ~Pages() { std::free(base_); }
+  static Pages sparse(size_t size) { return Pages(size); }
+  void release(size_t, size_t) {}
 #else
   explicit Pages(size_t size, bool huge = false) : size_(size ? size : 1) {
     constexpr size_t kHuge = size_t{2} << 20;
@@ -42,6 +50,28 @@ class Pages {
   }
   ~Pages() {
     if (base_) munmap(base_, size_);
+  }
+  // Of which only what is touched takes memory, page by page.
+  static Pages sparse(size_t size) {
+    Pages pages;
+    pages.size_ = size ? size : 1;
+    void* base = mmap(nullptr, pages.size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) throw std::bad_alloc();
+    pages.base_ = base;
+    pages.start_ = static_cast<char*>(base);
+#ifdef MADV_NOHUGEPAGE
+    madvise(base, pages.size_, MADV_NOHUGEPAGE);
+#endif
+    return pages;
+  }
+  // The memory of all whole pages of these bytes goes back; what they hold is lost.
+  void release(size_t from, size_t size) {
+    const size_t page = page_bytes(), first = (from + page - 1) / page * page, end = (from + size) / page * page;
+#if defined(__linux__)
+    if (first < end) madvise(start_ + first, end - first, MADV_DONTNEED);
+#else
+    if (first < end) madvise(start_ + first, end - first, MADV_FREE);
+#endif
   }
 #endif
   static Pages borrowed(const void* data) {  // somebody else's memory, to be read only

@@ -1,0 +1,176 @@
+"""Answers of a given form, through llguidance: a mask over the vocabulary before every draw.
+
+`Grammars` belongs to a model, `Grammar` to one request. The mask needs the last token only, so it is computed while the
+next pass over the weights runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+MOST_SCHEMA_BYTES = 64 * 1024  # of all the schemas of a request together
+MOST_PARTS_SEARCHED = 100  # for the place of an error
+MOST_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and functions, as OpenAI allows them
+SHOWN_CHARS = 300  # of a message of llguidance
+# a space, or a line break with its indentation: without a bound, a small model can write white space until its end
+COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. ValueError for those that are wrong, or too large, or without llguidance.
+
+    vocab_size: V, rows of the embedding table, which may be more than the tokenizer has ids. eos_ids: what ends a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
+        self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """llguidance's form of the tokenizer: 0.2 s for 49,152 ids, so made with the first grammar."""
+        if not self.eos_ids:
+            raise ValueError("response_format and tools need a model with an end-of-text id; this one has none")
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError:
+            raise ValueError(
+                "response_format and tools need the package llguidance: pip install 'laneformer[grammar]'"
+            ) from None
+        plain = type(self.tokenizer).from_str(self.tokenizer.to_str())
+        plain.no_truncation()
+        plain.no_padding()
+        n_vocab = max(self.vocab_size, 1 + max(plain.get_vocab().values()))
+        return LLTokenizer(plain.to_str(), n_vocab=n_vocab, eos_token=list(self.eos_ids))
+
+    def of_response_format(self, wanted: Mapping[str, Any] | None) -> Grammar | None:
+        """The grammar of OpenAI's `response_format`; None for text."""
+        kind = "text" if wanted is None else wanted.get("type")
+        if kind == "json_object":
+            return self.of_schema({"type": "object"}, "response_format")
+        if kind == "json_schema":
+            asked = (wanted or {}).get("json_schema")
+            if not isinstance(asked, Mapping) or not isinstance(asked.get("schema"), (Mapping, bool)):
+                raise ValueError("response_format.json_schema must be an object with a name and a schema")
+            if not isinstance(name := asked.get("name"), str) or not NAME.fullmatch(name):
+                raise ValueError(f"response_format.json_schema.name = {name!r} must match {NAME.pattern}")
+            return self.of_schema(asked["schema"], "response_format.json_schema.schema")
+        if kind != "text":
+            raise ValueError(f"response_format.type = {kind!r} is unknown; use 'text', 'json_object' or 'json_schema'")
+        return None
+
+    def of_schema(self, schema: Any, what: str) -> Grammar:
+        """JSON that the schema allows, keys in its order; `what` names it in errors."""
+        return self.of_lark(f"start: {self.json_rule(schema, what)}")
+
+    def json_rule(self, schema: Any, what: str) -> str:
+        """The part of a Lark grammar that stands for JSON of a schema; ValueError says where the schema is wrong."""
+        rule = f"%json {_compiled(schema)}"
+        self._check_size(rule, what)
+        if math.lcm(*_multiples(schema)) > MOST_MULTIPLE:
+            raise ValueError(f"{what}: the least common multiple of all multipleOf is above {MOST_MULTIPLE:,}")
+        if error := self._error(schema):
+            raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
+        return rule
+
+    def literal(self, text: str) -> str:
+        """The part of a Lark grammar that stands for this text, in which control tokens may be spelled."""
+        tokenizer = self.tokenizer
+        control = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        names = "|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)"
+        parts = [part for part in re.split(f"({names})", text) if part]
+        return " ".join(f"<[{control[p]}]>" if p in control else json.dumps(p, ensure_ascii=False) for p in parts)
+
+    def of_lark(self, lark: str) -> Grammar:
+        """A grammar in llguidance's variant of Lark's syntax, made of rules that have been checked."""
+        self._check_size(lark, "the schemas of a request together")
+        matcher = self._matcher(lark)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(f"the schema allows no answer: {matcher.get_error()[:SHOWN_CHARS]}")
+        return Grammar(matcher, self.vocab_size, self._tokenizer.vocab_size, self.eos_ids)
+
+    def _check_size(self, text: str, what: str) -> None:
+        if len(text) > MOST_SCHEMA_BYTES:
+            raise ValueError(f"{what}: {len(text):,} bytes of JSON; at most {MOST_SCHEMA_BYTES:,} are allowed")
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        tokenizer = self._tokenizer  # first: it names the extra
+        from llguidance import LLMatcher, LLParserLimits
+
+        return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+    def _error(self, schema: Any) -> str:
+        return self._matcher(json.dumps({"grammars": [{"json_schema": json.loads(_compiled(schema))}]})).get_error()
+
+    def _place(self, schema: Any, error: str) -> str:
+        """Where the schema is wrong: the innermost part that has this error by itself, as ".properties.a"."""
+        shared = {n: schema[n] for n in ("$defs", "definitions") if n in schema} if isinstance(schema, dict) else {}
+        parts = list(_parts(schema))[:MOST_PARTS_SEARCHED]
+        return max((place for place, part in parts if self._error({**shared, **part}) == error), key=len, default="")
+
+
+def _compiled(schema: Any) -> str:
+    """A schema as JSON, with llguidance's options in place of any that it brings."""
+    return json.dumps({**schema, "x-guidance": COMPILED_WITH} if isinstance(schema, dict) else schema)
+
+
+def _multiples(schema: Any) -> Iterator[int]:
+    """Digits of all `multipleOf`: an automaton has a state for each remainder, of an intersection their product."""
+    for _, part in _parts({"": schema}):
+        number = part.get("multipleOf")
+        if isinstance(number, int | float) and math.isfinite(number):
+            _, digits, exponent = Decimal(str(float(number))).normalize().as_tuple()
+            yield int("".join(map(str, digits))) * 10 ** max(int(exponent), 0) or 1
+
+
+def _parts(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object inside of a JSON value, with its path."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        place = f"{path}.{key}" if isinstance(value, dict) else f"{path}[{key}]"
+        if isinstance(inner, dict):
+            yield place, inner
+        yield from _parts(inner, place)
+
+
+class Grammar:
+    """One answer's place in its grammar; once that is complete, only end-of-text ids are left."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, tokenizer_size: int, eos_ids: Sequence[int]):
+        self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, eos_ids
+        self._words = -(-tokenizer_size // 32)
+        self._accepted, self._ended = 0, False
+
+    def mask(self, index: int) -> np.ndarray:
+        """The ids that new token `index` (from 0) may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
+        assert index == self._accepted, f"the mask of token {index} after {self._accepted} were accepted"
+        words = np.zeros(self._words, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check(index)
+        words = words[: -(-self._vocab_size // 32)]
+        words[-1] &= np.uint32(0xFFFFFFFF >> -self._vocab_size % 32)  # the tokenizer may have more ids
+        return words
+
+    def accept(self, token_id: int) -> None:
+        """Go on behind a token that the last mask allowed."""
+        self._accepted += 1
+        if not self._ended:
+            self._matcher.consume_token(token_id)
+            self._check(self._accepted - 1)
+        self._ended |= token_id in self._eos_ids
+
+    def _check(self, index: int) -> None:
+        if self._matcher.is_error():
+            raise RuntimeError(f"the grammar failed at token {index}: {self._matcher.get_error()}")

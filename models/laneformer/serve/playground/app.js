@@ -1,0 +1,279 @@
+// The page: conversation, settings, the machine's limit. stream.js measures, markdown.js draws, race.js compares.
+
+import { make, Markdown } from "./markdown.js";
+import { setUpRace } from "./race.js";
+import { account, ask, chatStream, Meter, Painter, shown } from "./stream.js";
+
+const $ = (id) => document.getElementById(id);
+const on = (id, event, act) => $(id).addEventListener(event, act);
+const kept = (name, otherwise) => JSON.parse(localStorage.getItem(`laneformer.${name}`)) ?? otherwise;
+const keep = (name, value) => localStorage.setItem(`laneformer.${name}`, JSON.stringify(value));
+const SPEED_EVERY_MS = 100;  // figures that change faster cannot be read
+const SETTINGS = [  // name in the request, label, what it does, least, most, step, default where the model has no say
+  ["temperature", "Temperature", "0 always takes the likeliest token", 0, 10],
+  ["top_p", "Top-p", "from the fewest tokens that reach this probability", 0.01, 1],
+  ["top_k", "Top-k", "from this many likeliest; 0 is off", 0, 1e6, 1],
+  ["min_p", "Min-p", "at least this share of the likeliest’s probability", 0, 1],
+  ["repetition_penalty", "Repetition penalty", "divides the logits of tokens seen so far", 0.01, 10],
+  ["frequency_penalty", "Frequency penalty", "for each time a token was written", -2, 2, "any", 0],
+  ["presence_penalty", "Presence penalty", "for tokens that were written", -2, 2, "any", 0],
+  ["max_completion_tokens", "Most tokens", "of an answer", 1, 1e6, 1, "no limit"],
+  ["seed", "Seed", "the same seed, the same answer", 0, 2 ** 53 - 1, 1, "random"],
+  ["speculate", "Draft tokens", "guessed from earlier text, checked in one pass: the same answer, sooner", 0, 31, 1, 0],
+];
+const STARTERS = [
+  "Explain to a ten-year-old why the sky is blue.",
+  "Write a Python function that merges two sorted lists, with a short test.",
+  "Compare TCP and UDP in a table of three rows.",
+  "Write four lines about the sea at night.",
+];
+const machine = { model: "", sampling_defaults: {}, limit_tokens_per_s: null };
+const settings = kept("settings", {});  // only what the user has set
+let messages = kept("chat", []), running = null;  // running: the AbortController of what streams
+
+// --- the conversation ------------------------------------------------------------------------------------------------
+
+/** A request with the user's settings. The seed is drawn here where none is set, so that an answer can be repeated. */
+function requestFor(conversation) {
+  const { system, ...sampling } = settings, seed = crypto.getRandomValues(new Uint32Array(1))[0];
+  const spoken = [...(system ? [{ role: "system", content: system }] : []), ...conversation];
+  return { model: machine.model, seed, ...sampling, messages: spoken.map(({ role, content }) => ({ role, content })) };
+}
+
+function send(text) {
+  if (running || !text.trim()) return;
+  messages.push({ role: "user", content: text.trim() });
+  rewrite(messages.length);
+}
+
+/** Forget the messages from this one on, and stream a reply to the one before it. */
+async function rewrite(index) {
+  if (running) return;
+  messages.length = index;
+  drawAll();
+  const request = requestFor(messages), message = { role: "assistant", content: "" }, meter = new Meter();
+  const turn = drawTurn(message), markdown = new Markdown(turn.firstChild);
+  let pending = "", speed_shown_ms = 0, failure = null;
+  const painter = new Painter(() => {
+    const log = $("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+    markdown.push(pending);
+    pending = "";
+    if (performance.now() - speed_shown_ms > SPEED_EVERY_MS) drawSpeed(meter.figures()), (speed_shown_ms = performance.now());
+    if (follows) log.scrollTop = log.scrollHeight;
+  });
+  setRunning(new AbortController());
+  try {
+    for await (const chunk of chatStream(request, running.signal)) {
+      meter.add(chunk);
+      message.content += chunk.text;
+      pending += chunk.text;
+      painter.soon();
+    }
+  } catch (error) {
+    meter.finish = error.name === "AbortError" ? "cancelled" : "error";
+    if (meter.finish === "error") failure = error;
+  }
+  painter.now();
+  markdown.end();
+  setRunning(null);
+  message.figures = { ...meter.figures(), seed: request.seed };
+  if (!turn.isConnected) return;  // a new chat has begun
+  if (message.content) messages.push(message), finishTurn(turn, message);
+  else turn.remove();
+  drawSpeed(message.figures);
+  keep("chat", messages);
+  if (failure) notice(failure, retry);
+  $("said").textContent = failure ? "" : `Answer of ${message.figures.tokens} tokens ended.`;
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+function setRunning(controller) {
+  running = controller;
+  document.body.classList.toggle("running", Boolean(running));
+  $("log").setAttribute("aria-busy", String(Boolean(running)));  // a screen reader waits for the whole answer
+  $("send").setAttribute("aria-label", running ? "Stop" : "Send");
+  $("send").title = running ? "Stop (Esc)" : "Send (Enter)";
+}
+
+const retry = () => rewrite(messages.findLastIndex(({ role }) => role === "user") + 1);
+
+function drawAll() {
+  keep("chat", messages);
+  $("empty").hidden = messages.length > 0;
+  $("log").hidden = $("speed").hidden = !messages.length;
+  $("log").replaceChildren();
+  messages.forEach((message) => finishTurn(drawTurn(message), message));
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+function drawTurn({ role, content }) {
+  const body = make("div", { class: "body" }), ours = role === "user", markdown = new Markdown(body);
+  if (ours) body.append(content);
+  else markdown.push(content), markdown.end();
+  const turn = make("article", { class: role, "aria-label": ours ? "You" : "Model" }, body);
+  $("log").append(turn);
+  return turn;
+}
+
+/** What can be done with a message, and how fast it came. */
+function finishTurn(turn, message) {
+  const f = message.figures, again = () => rewrite(messages.indexOf(message));
+  const tools = message.role === "user" ? [button("Edit", () => edit(turn, message))] : [button("Copy", ({ target }) => copy(target, message.content)), button("Regenerate", again)];
+  const why = { length: " · ended at the limit of tokens", cancelled: " · stopped", error: " · broken off" }[f?.finish_reason] ?? "";
+  const drafts = f?.proposed_tokens ? ` · ${f.accepted_tokens} of ${f.proposed_tokens} drafts right` : "";
+  const told = f ? `${f.tokens} tokens · ${shown.rate(f.tokens_per_s)} tokens/s · first after ${shown.ms(f.ttft_ms)}${drafts}${why} · seed ${f.seed}` : "";
+  turn.append(make("footer", {}, ...tools, make("span", { class: "quiet" }, told)));
+}
+
+/** Turn a message of the user into a field; sending it continues the conversation from there. */
+function edit(turn, message) {
+  if (running) return;
+  const field = make("textarea", { rows: 3, "aria-label": "Edit the message" });
+  const done = () => field.value.trim() && ((message.content = field.value.trim()), rewrite(messages.indexOf(message) + 1));
+  field.value = message.content;
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) event.preventDefault(), done();
+    if (event.key === "Escape") drawAll(), $("prompt").focus();
+  });
+  turn.replaceChildren(field, make("footer", {}, button("Send", done), button("Cancel", drawAll)));
+  turn.classList.add("editing");
+  field.focus();
+}
+
+function button(label, act) {
+  const made = make("button", { type: "button" }, label);
+  made.addEventListener("click", act);
+  return made;
+}
+
+async function copy(clicked, text) {
+  const label = clicked.textContent;  // only pages from localhost or https have a clipboard
+  clicked.textContent = await (navigator.clipboard?.writeText(text) ?? Promise.reject()).then(() => "Copied", () => "No clipboard here");
+  setTimeout(() => (clicked.textContent = label), 1200);
+}
+
+/** What went wrong, in the server's words, with what can be done about it. */
+function notice({ status, message, retryAfterS }, again) {
+  const box = make("div", { class: "notice", role: "alert" }, make("p", {}, message)), act = () => (box.remove(), again());
+  const field = make("input", { type: "password", placeholder: "API key", "aria-label": "API key", autocomplete: "off" });
+  const form = make("form", { class: "row" }, ...(status === 401 ? [field, make("button", { class: "primary" }, "Use this key")] : [make("button", {}, "Retry")]));
+  if (retryAfterS) form.append(make("span", { class: "quiet" }, `The server suggests to wait ${retryAfterS} s.`));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (status === 401) sessionStorage.setItem("laneformer.key", (account.key = field.value.trim())), learn();
+    act();
+  });
+  box.append(form);
+  $("empty").hidden = true;
+  $("log").hidden = false;
+  $("log").append(box);
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+// --- speed and settings ----------------------------------------------------------------------------------------------
+
+function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cached_tokens, prompt_tokens }) {
+  if (!tokens) return;  // the last answer's stay until there are new ones
+  const limit = machine.limit_tokens_per_s, percent = limit && tokens_per_s ? Math.round((100 * tokens_per_s) / limit) : 0;
+  const of = `this machine’s memory limit of ${shown.rate(limit)} tokens/s`;
+  const texts = { rate: shown.rate(tokens_per_s), ttft: shown.ms(ttft_ms), p50: shown.ms(gap_p50_ms), p99: shown.ms(gap_p99_ms), cached: cached_tokens === null ? "–" : `${cached_tokens} of ${prompt_tokens}` };
+  for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
+  $("gauge").hidden = $("limit").hidden = !limit;
+  $("limit").textContent = percent > 100 ? `${percent}% of ${of}: drafts give several tokens a read` : `${percent}% of ${of}`;
+  $("gauge").setAttribute("aria-valuenow", Math.min(100, percent));
+  $("gauge").firstChild.style.transform = `scaleX(${Math.min(100, percent) / 100})`;
+}
+
+/** What the server runs on; without it the page works and shows no limit. */
+async function learn() {
+  try {
+    Object.assign(machine, await (await ask("machine")).json());
+  } catch (failure) {
+    if (failure.status !== 404) return notice(failure, () => (drawAll(), learn()));
+    machine.model = (await (await ask("v1/models")).json()).data[0].id;
+  }
+  const { model, cpu, threads, isa, dtype, context, weight_bytes, memory_bytes_per_s, limit_tokens_per_s: limit } = machine;
+  $("model").textContent = model;
+  if (limit) $("promise").replaceChildren(make("b", {}, shown.rate(limit)), " tokens/s");
+  if (limit) $("promise-why").textContent = `is the limit of this machine: so often a second can its memory deliver the ${shown.bytes(weight_bytes)} of ${model}. Ask something, and see how close it comes.`;
+  const facts = { Model: model, Processor: cpu, Threads: threads, Instructions: isa, Weights: weight_bytes && `${shown.bytes(weight_bytes)}, ${dtype}`, Memory: memory_bytes_per_s && `${shown.bytes(memory_bytes_per_s)}/s`, Limit: limit && `${shown.rate(limit)} tokens/s`, Context: context && `${context} tokens` };
+  $("machine").replaceChildren(...Object.entries(facts).filter(([, fact]) => fact).map(([name, fact]) => make("div", {}, make("dt", {}, name), make("dd", {}, `${fact}`))));
+  drawSettings();
+}
+
+function drawSettings() {
+  const system = make("textarea", { rows: 3, name: "system", placeholder: "none" });
+  const rows = SETTINGS.map(([name, label, help, min, max, step = "any", off = ""]) => {
+    const placeholder = machine.sampling_defaults[name] ?? off, most = name === "speculate" ? machine.most_draft_tokens ?? max : max;
+    const field = make("input", { type: "number", name, min, max: most, step, placeholder, "aria-label": label, "aria-describedby": `about-${name}` });
+    return make("label", {}, make("span", {}, label, make("small", { id: `about-${name}` }, help)), field);
+  });
+  $("settings-form").replaceChildren(make("label", { class: "tall" }, "System prompt", system), ...rows);
+  for (const [name, value] of Object.entries(settings)) $("settings-form").elements[name].value = value;
+}
+
+function showSettings(open) {
+  $("settings").hidden = !open;
+  $("open-settings").setAttribute("aria-expanded", String(open));
+  (open ? $("close-settings") : $("open-settings")).focus();
+}
+
+function showView(name) {
+  for (const view of ["chat", "race"]) {
+    $(view).hidden = view !== name;
+    $(`tab-${view}`).setAttribute("aria-selected", String(view === name));
+    $(`tab-${view}`).tabIndex = view === name ? 0 : -1;
+  }
+  $(`tab-${name}`).focus();
+}
+
+// --- keys and buttons ------------------------------------------------------------------------------------------------
+
+on("composer", "submit", (event) => {
+  event.preventDefault();
+  if (running) return running.abort();
+  send($("prompt").value);
+  $("prompt").value = "";
+});
+on("prompt", "keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) event.preventDefault(), running || $("composer").requestSubmit();
+  if (event.key === "ArrowUp" && !event.target.value) event.preventDefault(), [...document.querySelectorAll("article.user button")].at(-1)?.click();
+});
+on("settings-form", "input", ({ target }) => {
+  if (target.value === "") delete settings[target.name];
+  else if (target.validity.valid) settings[target.name] = target.valueAsNumber ?? target.value;
+  keep("settings", settings);
+});
+on("reset", "click", () => {
+  for (const name of Object.keys(settings)) delete settings[name];
+  keep("settings", settings);
+  drawSettings();
+});
+on("log", "click", ({ target }) => target.matches(".copy") && copy(target, target.closest("figure").querySelector("code").textContent));
+on("views", "click", ({ target }) => target.id !== "views" && showView(target.getAttribute("aria-controls")));
+on("views", "keydown", ({ key }) => /^Arrow(Left|Right)$/.test(key) && showView($("chat").hidden ? "chat" : "race"));
+on("new", "click", () => (running?.abort(), (messages = []), drawAll(), showView("chat"), $("prompt").focus()));
+on("export", "click", () => {
+  const text = JSON.stringify({ exported: new Date().toISOString(), machine, settings, messages }, null, 2);
+  const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  make("a", { href, download: "laneformer-chat.json" }).click();
+});
+on("theme", "click", () => {
+  const page = document.documentElement.dataset, dark = page.theme ? page.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  keep("theme", (page.theme = dark ? "light" : "dark"));
+});
+on("open-settings", "click", () => showSettings($("settings").hidden));
+on("close-settings", "click", () => showSettings(false));
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running) running.abort();
+  else if (event.key === "Escape" && !$("settings").hidden) showSettings(false);
+  if (event.key === "/" && !event.target.matches("input, textarea, select")) event.preventDefault(), showView("chat"), $("prompt").focus();
+});
+
+if (kept("theme")) document.documentElement.dataset.theme = kept("theme");
+$("starters").append(...STARTERS.map((text) => make("li", {}, button(text, () => send(text)))));
+setUpRace(requestFor);
+drawAll();
+drawSettings();
+learn();
+$("prompt").focus();

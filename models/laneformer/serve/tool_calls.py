@@ -1,0 +1,344 @@
+"""Tools: functions that a model may call, with arguments forced by a grammar, and its calls as they stream.
+
+How a model writes a call is asked of its own template: a conversation with a call is rendered, and what stands around
+the function's name and its arguments is the form. The grammar allows this form alone, and the parser looks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..chat import ASSISTANT, SYSTEM, USER, ChatError, ChatTemplate
+from ..engine.text import StopStrings
+from .grammar import NAME, Grammar, Grammars
+
+MOST_TOOLS = 128
+PROBE_ID = "probed001"  # nine letters and digits: what Mistral's templates take
+PROBE_SAID = f', "id": "{PROBE_ID}"'  # they show it, but the model does not write it
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+DESCRIPTION = (
+    "You can call functions to find what you need. These are the functions, as JSON within tools tags:\n"
+    "<tools>\n{}\n</tools>\nTo call one, write its name and its arguments as JSON within tool_call tags:\n"
+    '<tool_call>\n{{"name": "<name>", "arguments": {{<arguments>}}}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How calls are written: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end.
+
+    between: None where the model makes one call at a time. as_text: its template takes arguments as a string of JSON.
+    """
+
+    begin: str
+    middle: str
+    between: str | None
+    end: str
+    as_text: bool = False
+
+    @property
+    def marker(self) -> str:
+        """What begins a call and no other text; "{" does at the start of an answer only."""
+        found = re.match(r".[^\s{\[]*", self.begin)
+        return "{" if self.begin[0] == "{" else found[0] if found else self.begin
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        each = [f"{call['name']}{self.middle}{json.dumps(call['arguments'], ensure_ascii=False)}" for call in calls]
+        return self.begin + (self.between or "").join(each) + self.end
+
+
+HERMES = CallForm(
+    '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>\n<tool_call>\n{"name": "', "}\n</tool_call>"
+)
+
+
+def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
+    """The form in which a template renders calls; None where it knows none, or none with arguments as JSON."""
+    name, answer, arguments = "probed_function", "probed_answer", {"probed_key": "probed_value"}
+    user, spelled = {"role": USER, "content": "x"}, json.dumps(arguments)
+
+    def rendered(calls: int, given: Any) -> str:
+        call = {"type": "function", "function": {"name": name, "arguments": given}}
+        made = {"content": "", "tool_calls": [{"id": PROBE_ID, **call}] * calls} if calls else {"content": answer}
+        return template.render([user, {"role": ASSISTANT, **made}], tools=tools)
+
+    try:
+        if template.render([user], tools=tools) == template.render([user]):
+            return None
+        plain, one = rendered(0, None), ""
+        with contextlib.suppress(ChatError):
+            one = rendered(1, arguments)
+        if as_text := not one or str(arguments) in one:
+            one = rendered(1, spelled)
+    except ChatError:
+        return None
+    before, _, after = plain.partition(answer)  # around every message of an assistant
+    shared = next(n for n in range(len(before), -1, -1) if one.startswith(before[:n]))
+    found = re.fullmatch(f"(?s)(.+?){name}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one[shared:])
+    if found is None or not found[1].strip():
+        return None
+    begin, middle, end = (part.replace(PROBE_SAID, "") for part in found.groups())
+    between = None
+    with contextlib.suppress(ChatError):
+        between = rendered(2, spelled if as_text else arguments).split(spelled)[1].replace(PROBE_SAID, "")
+        between = between.removesuffix(name + middle)
+    return CallForm(begin.lstrip(), middle, between, end, as_text)
+
+
+class ToolCalling:
+    """How one model calls tools: in its template's form, or, where that knows no tools, as its instructions say."""
+
+    def __init__(self, tokenizer_config: Mapping[str, Any], grammars: Grammars):
+        self.grammars, self.form, self.described = grammars, HERMES, True
+        self.reads_system = True
+        try:
+            template = ChatTemplate(tokenizer_config)
+        except ValueError:
+            return  # what needs one says so
+        probe: dict[str, Any] = {"name": "x", "description": "x", "parameters": NO_PARAMETERS}
+        if form := form_of(template, [{"type": "function", "function": probe}]):
+            self.form, self.described = form, False
+        try:
+            messages = [{"role": SYSTEM, "content": "probed_text"}, {"role": USER, "content": "x"}]
+            self.reads_system = "probed_text" in template.render(messages)
+        except ChatError:
+            self.reads_system = False
+
+    def use(self, tools: Any = None, choice: Any = None, parallel: bool | None = None) -> ToolUse:
+        """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for. ValueError names what is wrong."""
+        functions = _functions(tools)
+        names = [function["name"] for function in functions]
+        if isinstance(choice, Mapping) and choice.get("type") == "function":
+            name = str((choice.get("function") or {}).get("name"))
+            if name not in names:
+                raise ValueError(f"tool_choice names {name!r}, but the tools are {names}")
+            return ToolUse(self, functions, (name,), False)
+        if choice not in (None, "none", "auto", "required"):
+            raise ValueError(
+                f"tool_choice = {choice!r:.80}: use 'none', 'auto', 'required', or "
+                "{'type': 'function', 'function': {'name': ...}}"
+            )
+        if choice == "required" and not names:
+            raise ValueError("tool_choice = 'required' needs tools")
+        callable_names = () if choice == "none" else tuple(names)
+        return ToolUse(self, functions, callable_names, parallel is not False, choice != "required")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Of one request. names: of the functions that may be called; optional: the model may answer with text instead."""
+
+    calling: ToolCalling
+    functions: list[dict[str, Any]]
+    names: tuple[str, ...]
+    parallel: bool
+    optional: bool = False
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]]:
+        """For the chat template."""
+        if self.calling.described or not self.names:
+            return []
+        return [{"type": "function", "function": function} for function in self.functions]
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages with text as content, and calls with arguments as values, in the form that the template takes."""
+        found: list[dict[str, Any]] = []
+        form = self.calling.form
+        for message in messages:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            if not self.calling.described:
+                changed = dict(message)
+                if calls and form.as_text:
+                    texts = [{**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)} for f in calls]
+                    old = message["tool_calls"]
+                    changed["tool_calls"] = [{**c, "function": f} for c, f in zip(old, texts, strict=True)]
+                found.append(changed)
+            elif message["role"] == "tool":
+                text = f"<tool_response>\n{message['content']}\n</tool_response>"
+                if found and found[-1].get("role") == USER and found[-1]["content"].endswith("</tool_response>"):
+                    found[-1]["content"] += "\n" + text
+                else:
+                    found.append({"role": USER, "content": text})
+            elif calls:
+                said = [message["content"]] if message.get("content") else []
+                found.append({"role": ASSISTANT, "content": "\n".join([*said, form.written(calls)])})
+            else:
+                found.append(dict(message))
+        if self.calling.described and self.names:
+            self._describe(found)
+        return found
+
+    def _describe(self, messages: list[dict[str, Any]]) -> None:
+        """Put the tools before the system message, or before the first user's where the template reads none."""
+        described = DESCRIPTION.format("\n".join(json.dumps(f, ensure_ascii=False) for f in self.functions))
+        role = SYSTEM if self.calling.reads_system else USER
+        place = next((i for i, message in enumerate(messages) if message["role"] == role), None)
+        if place is None:
+            messages.insert(0, {"role": role, "content": described})
+        else:
+            messages[place]["content"] = f"{described}\n\n{messages[place]['content']}"
+
+    def grammar(self) -> Grammar | None:
+        """Of the answer: calls alone where they are demanded, else text up to the first call; None without tools."""
+        if not self.names:
+            return None
+        form, literal = self.calling.form, self.calling.grammars.literal
+        rules, called = [], []
+        for number, function in enumerate(self.functions):
+            if function["name"] in self.names:
+                what = f"tools[{number}].function.parameters"
+                rules.append(f"a{number}: {self.calling.grammars.json_rule(_closed(function['parameters']), what)}")
+                called.append(f"{literal(function['name'] + form.middle)} a{number}")
+        more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
+        calls = f"call {more} {literal(form.end)}"
+        marker, rest = form.marker, form.begin.removeprefix(form.marker)
+        begin = literal(marker)
+        if not self.optional:
+            start = f"start: {literal(form.begin)} {calls}"
+        elif marker == "{":
+            start = f"start: TEXT? | {literal(form.begin)} {calls}\nTEXT: /[^{{](.|\\n)*/"
+        elif begin.startswith("<["):  # a control token, which is in no text
+            start = f"start: TEXT ({begin} {literal(rest)} {calls})?\nTEXT: /(.|\\n)*/"
+        else:
+            start = f"start: TEXT | head {literal(rest)} {calls}\nTEXT: /(.|\\n)*/\nhead[lazy]: TEXT {begin}"
+        return self.calling.grammars.of_lark("\n".join([start, f"call: {' | '.join(called)}", *rules]))
+
+    def parser(self) -> CallParser | None:
+        """For the text of one answer, control tokens spelled out."""
+        return CallParser(self.calling.form) if self.names else None
+
+
+class CallParser:
+    """An answer's text, in any pieces, as OpenAI's deltas: content, then each call's name, then its arguments.
+
+    It relies on the grammar: behind the form's marker there is nothing but calls in that form.
+    """
+
+    def __init__(self, form: CallForm):
+        self.calls: list[dict[str, Any]] = []  # as in a message
+        self._form, self._stops = form, StopStrings(form.marker)
+        self._reading, self._held, self._said = self._content, "", ""
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    @property
+    def called(self) -> bool:
+        return bool(self.calls)
+
+    @property
+    def content(self) -> str | None:
+        """The text so far; None for calls alone."""
+        return self._said if self._said.strip() or not self.calls else None
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """What is new in the answer."""
+        self._held += text
+        deltas, last = [], None
+        while last != self._reading:  # where one part ends, the next begins
+            last = self._reading
+            deltas += last()
+        return deltas
+
+    def finish(self) -> list[dict[str, Any]]:
+        """What was held back for a marker that never came."""
+        return self._say(self._stops.finish()) if self._reading == self._content else []
+
+    def _say(self, text: str) -> list[dict[str, Any]]:
+        self._said += text
+        return [{"content": text}] if text else []
+
+    def _content(self) -> list[dict[str, Any]]:
+        new, self._held = self._held, ""
+        if self._form.marker == "{" and (self._said or new[:1] not in ("", "{")):
+            return self._say(new)
+        text = self._stops.push(new)
+        if self._stops.found:
+            self._held, self._reading = self._stops.held, self._begin
+        return self._say(text)
+
+    def _begin(self) -> list[dict[str, Any]]:
+        return self._expect(self._form.begin)
+
+    def _between(self) -> list[dict[str, Any]]:
+        return self._expect(self._form.between) if self._form.between is not None else []
+
+    def _expect(self, text: str) -> list[dict[str, Any]]:
+        if self._held.startswith(text):
+            self._held, self._reading = self._held[len(text) :], self._name
+        return []
+
+    def _name(self) -> list[dict[str, Any]]:
+        name, middle, rest = self._held.partition(self._form.middle)
+        if not middle:
+            return []
+        self._held, self._reading = rest, self._arguments
+        # nine letters and digits: what Mistral's templates take back
+        call = {"id": uuid.uuid4().hex[:9], "type": "function"}
+        self.calls.append({**call, "function": {"name": name, "arguments": ""}})
+        function = {"name": name, "arguments": ""}
+        return [{"tool_calls": [{"index": len(self.calls) - 1, **call, "function": function}]}]
+
+    def _arguments(self) -> list[dict[str, Any]]:
+        end = self._object_end()
+        piece, self._held = self._held[:end], self._held[end:]
+        if not piece:
+            return []
+        self.calls[-1]["function"]["arguments"] += piece
+        if not self._depth:
+            self._reading = self._between
+        return [{"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": piece}}]}]
+
+    def _object_end(self) -> int:
+        """Characters of the held text up to the end of the JSON object, which may have begun in an earlier piece."""
+        for i, char in enumerate(self._held):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = char == "\\", char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{}":
+                self._depth += 1 if char == "{" else -1
+                if not self._depth:
+                    return i + 1
+        return len(self._held)
+
+
+def _functions(tools: Any) -> list[dict[str, Any]]:
+    """The functions of a request's `tools`, checked, with what templates show of them."""
+    if not isinstance(tools, list | None) or len(tools or ()) > MOST_TOOLS:
+        raise ValueError(f"tools must be a list of at most {MOST_TOOLS} tools")
+    found: list[dict[str, Any]] = []
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or tool.get("type") != "function":
+            raise ValueError(f"tools[{i}] must be {{'type': 'function', 'function': {{'name': ...}}}}")
+        where, known = f"tools[{i}].function", ("name", "description", "parameters", "strict")
+        if unknown := sorted(function.keys() - set(known)):
+            raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(known)}")
+        name, description, strict = (function.get(key) for key in ("name", "description", "strict"))
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(f"{where}.name = {name!r:.80} must match {NAME.pattern}")
+        if any(name == other["name"] for other in found):
+            raise ValueError(f"{where}.name = {name!r} is there twice")
+        if not isinstance(description, str | None) or not isinstance(strict, bool | None):
+            raise ValueError(f"{where}: description must be a text, and strict true or false")
+        parameters = function.get("parameters")
+        if parameters is None:
+            parameters = NO_PARAMETERS
+        if not isinstance(parameters, dict) or parameters.get("type") != "object":
+            raise ValueError(f"{where}.parameters must be a JSON schema of type 'object'")
+        found.append({"name": name, "description": description or "", "parameters": parameters})
+    return found
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose object has no keys but the named ones, where it leaves that open: functions take no others."""
+    combined = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"} & parameters.keys()
+    return parameters if combined or "properties" not in parameters else {"additionalProperties": False, **parameters}

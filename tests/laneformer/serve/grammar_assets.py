@@ -1,0 +1,124 @@
+"""Tokenizers of the kinds that models bring, and answers drawn under a grammar."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from laneformer import Laneformer
+from laneformer.engine import Batch
+from laneformer.llama.tokenizer import tokenizer_of
+from laneformer.serve.grammar import Grammar, Grammars
+from tests.laneformer.engine.assets import engine_of, random_model, small_config
+from tests.tokenizer_assets import byte_level
+
+TEXTS = [
+    '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}',
+    '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": -7.25}}\n</tool_call>',
+    '[{"é": null}, {"東京": true}, "2024-01-31T10:00:00Z", "a@b.org"] false, the answer is "x".\n  ',
+]
+SPECIAL = ["<s>", "</s>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]"]
+EOS = "</s>", "<|im_end|>"
+UNUSED = 45  # rows of the embedding table behind the tokenizer's last id
+
+
+@functools.cache
+def bytes_tokenizer() -> Tokenizer:
+    return byte_level(TEXTS * 20, SPECIAL, 420)
+
+
+@functools.cache
+def pieces_tokenizer() -> Tokenizer:
+    """Of a GGUF file: SentencePiece BPE with bytes for what has no piece."""
+    words = [
+        "\u2581{",
+        '{"',
+        '":',
+        '",',
+        '"}',
+        "\u2581\u2581",
+        "tool",
+        "_call",
+        "\u2581the",
+        "ame",
+        "é",
+        '\u2581"',
+        "},",
+    ]
+    plain = [chr(i) for i in range(33, 127)] + [
+        "\u2581",
+        "é",
+        "ol",
+        "to",
+        "ca",
+        "ll",
+        "call",
+        "am",
+        "me",
+        "th",
+        "he",
+        "the",
+    ]
+    pieces = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *dict.fromkeys(plain + words)]
+    types = [2] + [3] * len(SPECIAL) + [6] * 256
+    types += [1] * (len(pieces) - len(types))
+    values = {"model": "llama", "tokens": pieces, "token_type": types, "bos_token_id": 1}
+    scores = [-float(i) for i in range(len(pieces))]
+    return tokenizer_of({f"tokenizer.ggml.{name}": value for name, value in {**values, "scores": scores}.items()})
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": bytes_tokenizer, "pieces": pieces_tokenizer}
+
+
+@functools.cache
+def grammars(kind: str = "bytes") -> Grammars:
+    tokenizer = TOKENIZERS[kind]()
+    eos_ids = [tokenizer.token_to_id(name) for name in EOS]
+    size = tokenizer.get_vocab_size() + UNUSED
+    return Grammars(tokenizer, size + -size % 4, eos_ids)
+
+
+@functools.cache
+def _model(kind: str) -> Laneformer:
+    return random_model(small_config(vocab_size=grammars(kind).vocab_size, max_position_embeddings=2048))
+
+
+@contextlib.contextmanager
+def batch_of(kind: str = "bytes") -> Iterator[Batch]:
+    """Of random weights: what they write has a form only where a grammar gives it one."""
+    known = grammars(kind)
+    with engine_of(_model(kind), threads=1, eos_ids=known.eos_ids) as engine, engine.batch() as batch:
+        yield batch
+
+
+def drawn(batch: Batch, grammar: Grammar, prompt: Sequence[int] = (3, 1), **options: object) -> tuple[list[int], str]:
+    """Ids drawn under a grammar, as the scheduler draws them, and why they end."""
+    ids: list[int] = []
+    ticket = batch.join(prompt, masked=True, **{"temperature": 1.0, "max_new_tokens": 600, **options})
+    batch.allow(ticket, 0, grammar.mask(0))
+    while True:
+        for update in batch.updates(5.0):
+            assert update.error is None
+            for token in update.tokens:
+                ids.append(token.id)
+                grammar.accept(token.id)
+            if update.finish_reason is not None:
+                return ids, update.finish_reason
+            batch.allow(ticket, len(ids), grammar.mask(len(ids)))
+
+
+def text_of(kind: str, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """An answer as a server shows it: what follows a prompt."""
+    known = grammars(kind)
+    before = known.tokenizer.encode("x", add_special_tokens=False).ids
+    kept = [i for i in ids if i not in known.eos_ids]
+    decode = functools.partial(known.tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return decode([*before, *kept])[len(decode(before)) :]
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())

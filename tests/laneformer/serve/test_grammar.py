@@ -1,0 +1,252 @@
+"""Answers under a grammar: from a random model, at temperature 1, each parses and is valid."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from laneformer.engine import Batch
+from laneformer.serve.grammar import MOST_SCHEMA_BYTES, Grammar, Grammars
+from tests.laneformer.serve.grammar_assets import TOKENIZERS, allowed, batch_of, drawn, grammars, text_of
+
+SHORT = {"type": "string", "maxLength": 12}
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "flat": record(name=SHORT, age={"type": "integer", "minimum": 0, "maximum": 150}, member={"type": "boolean"}),
+    "nested": record(a=record(b=record(c=record(d={"type": "null"}), text=SHORT))),
+    "enum": record(colour={"enum": ["red", "grün", 3, None, True]}, kind={"const": "x\"y\\z\n"}),
+    "array": {"type": "array", "items": record(x={"type": "integer"}), "minItems": 2, "maxItems": 4},
+    "tuple": {"type": "array", "prefixItems": [SHORT, {"type": "number"}], "items": False, "minItems": 2},
+    "anyOf": record(value={"anyOf": [SHORT, {"type": "integer"}, record(deep={"type": "boolean"})]}),
+    "refs": {
+        "$defs": {"tree": {**record(leaf=SHORT), "properties": {"leaf": SHORT, "left": {"$ref": "#/$defs/tree"}}}},
+        "$ref": "#/$defs/tree",
+    },
+    "numbers": record(
+        a={"type": "number", "minimum": -1.5, "exclusiveMaximum": 2},
+        b={"type": "integer", "multipleOf": 5, "minimum": 10, "maximum": 100},
+        c={"type": "integer", "exclusiveMinimum": -3},
+    ),
+    "strings": record(
+        code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+        day={"type": "string", "format": "date"},
+        id={"type": "string", "format": "uuid"},
+        mail={"type": "string", "format": "email", "maxLength": 30},
+    ),
+    "unicode": record(**{"größe": {"enum": ["東京", "☃", "🙂"]}, "наме": {"type": "string", "maxLength": 6}}),
+    "optional": {"type": "object", "properties": {"a": SHORT, "b": {"type": "boolean"}}, "additionalProperties": False},
+    "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 3},
+    "pydantic": {
+        "title": "Order", "description": "of a client", "type": "object", "required": ["item"],
+        "properties": {"item": {"title": "Item", "default": "tea", "examples": ["tea"], **SHORT}},
+        "additionalProperties": False, "$schema": "https://json-schema.org/draft/2020-12/schema",
+    },
+}  # fmt: skip
+
+
+def valid(kind: str, ids: list[int], schema: dict[str, Any]) -> bool:
+    try:
+        value = json.loads(text_of(kind, ids))
+        jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def counted(kind: str, batch: Batch, schema: dict[str, Any], seeds: range) -> tuple[int, int]:
+    """Answers that end before the limit, and those of them that are valid."""
+    ended = [
+        ids
+        for seed in seeds
+        for ids, reason in [drawn(batch, grammars(kind).of_schema(schema, "schema"), seed=seed)]
+        if reason == "stop"
+    ]
+    return len(ended), sum(valid(kind, ids, schema) for ids in ended)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_answer_is_valid(kind: str, name: str) -> None:
+    with batch_of(kind) as batch:
+        ended, good = counted(kind, batch, SCHEMAS[name], range(3))
+    assert good == ended >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_every_answer_of_many_is_valid(kind: str) -> None:
+    with batch_of(kind) as batch:
+        for name, schema in SCHEMAS.items():
+            ended, good = counted(kind, batch, schema, range(100, 140))
+            assert good == ended >= 20, name
+
+
+class Shifted(Grammar):
+    def mask(self, index: int) -> np.ndarray:
+        return np.roll(super().mask(index), 1)
+
+
+class Late(Grammar):
+    """The mask of the previous token."""
+
+    last: np.ndarray | None = None
+
+    def mask(self, index: int) -> np.ndarray:
+        now = super().mask(index)
+        before, self.last = self.last, now
+        return now if before is None else before
+
+
+class Forgetful(Grammar):
+    def accept(self, token_id: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("planted", [Shifted, Late, Forgetful])
+def test_planted_faults_show(planted: type[Grammar]) -> None:
+    for seed in range(3):
+        grammar = grammars().of_schema(SCHEMAS["flat"], "schema")
+        grammar.__class__ = planted
+        with batch_of() as batch:
+            try:
+                ids, reason = drawn(batch, grammar, seed=seed, max_new_tokens=200)
+            except (AssertionError, RuntimeError):
+                continue  # the grammar itself saw it
+        assert reason != "stop" or not valid("bytes", ids, SCHEMAS["flat"])
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_complete_answer_leaves_only_the_ends(kind: str) -> None:
+    known = grammars(kind)
+    grammar = known.of_schema({"const": True}, "schema")
+    size = known.tokenizer.get_vocab_size()
+    assert known.vocab_size > size, "the embedding table has rows without a token"
+    for index in range(20):
+        ids = allowed(grammar.mask(index))
+        assert max(ids) < size
+        if ids == set(known.eos_ids):
+            break
+        grammar.accept(min(ids))
+    else:
+        pytest.fail("the answer never ended")
+    grammar.accept(known.eos_ids[1])
+    assert allowed(grammar.mask(index + 1)) == set(known.eos_ids), "with ignore_eos an answer goes on"
+    grammar.accept(known.eos_ids[0])
+    grammar.mask(index + 2)
+
+
+def test_a_table_smaller_than_the_tokenizer() -> None:
+    known = grammars()
+    small = Grammars(known.tokenizer, 300, known.eos_ids)
+    mask = small.of_schema({"type": "string"}, "schema").mask(0)
+    assert mask.shape == (10,)
+    assert max(allowed(mask)) < 300
+
+
+def test_answers_that_the_limit_cuts_are_the_beginning_of_valid_ones() -> None:
+    schema, known = SCHEMAS["flat"], grammars()
+    with batch_of() as batch:
+        whole, _ = drawn(batch, known.of_schema(schema, "schema"), seed=4)
+        cut, reason = drawn(batch, known.of_schema(schema, "schema"), seed=4, max_new_tokens=5)
+    assert (cut, reason) == (whole[:5], "length")
+
+
+def test_white_space_is_bounded() -> None:
+    grammar, known = grammars().of_schema({"type": "object"}, "schema"), grammars()
+    blank = {i for i in range(known.tokenizer.get_vocab_size()) if not known.tokenizer.decode([i]).strip(" \n")}
+    for index in range(60):
+        ids = allowed(grammar.mask(index))
+        if index and not (spaces := sorted(ids & blank - set(known.eos_ids))):
+            return
+        grammar.accept(spaces[0] if index else min(ids))
+    pytest.fail("white space without end")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "strin"}}}, r"s\.properties\.a: Invalid type: strin"),
+        ({"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]}, r"s\.anyOf\[1\]: Unknown format: zip"),
+        ({"type": "string", "pattern": "(?=a)b"}, "s: regex parse error"),
+        ({"type": "array", "items": {"if": {}}}, r's\.items: Unimplemented keys: \["if"\]'),
+        ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
+        ({"$ref": "http://127.0.0.1:9/x"}, "does not fetch"),
+        ({"$ref": "#"}, "the schema allows no answer"),
+        ({"type": "integer", "minimum": 3, "maximum": 1}, "Unsatisfiable"),
+        ({"enum": ["x" * MOST_SCHEMA_BYTES]}, "at most 65,536"),
+        ({"type": "integer", "multipleOf": 99_999_989}, "least common multiple"),
+        ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "least common multiple"),
+        ({"type": "number", "multipleOf": 1e-300 * 1.2345678}, "least common multiple"),
+        ({"type": "string", "pattern": "(" * 9_000}, "regex parse error"),
+        ({"const": "\ud800"}, "hex escape"),
+        ({"minimum": float("nan")}, "expected value"),
+        (5, "must be an object"),
+        (None, "json_schema"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_schemas_are_refused_with_their_place(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        grammars().of_schema(schema, "s")
+    assert len(str(error.value)) < 700
+
+
+def test_a_schema_cannot_change_how_it_is_compiled() -> None:
+    lenient = {"type": "string", "format": "zip", "x-guidance": {"lenient": True}}
+    with pytest.raises(ValueError, match="Unknown format"):
+        grammars().of_schema(lenient, "schema")
+
+
+def test_response_formats() -> None:
+    known = grammars()
+    assert known.of_response_format(None) is None
+    assert known.of_response_format({"type": "text"}) is None
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMAS["flat"]}}
+    with batch_of() as batch:
+        for form, schema in ((wanted, SCHEMAS["flat"]), ({"type": "json_object"}, {"type": "object"})):
+            grammar = known.of_response_format(form)
+            assert grammar is not None
+            found = [drawn(batch, known.of_response_format(form), seed=seed) for seed in range(8)]  # type: ignore[arg-type]
+            ended = [ids for ids, reason in found if reason == "stop"]
+            assert ended
+            assert all(valid("bytes", ids, schema) for ids in ended)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"type": "xml"}, "response_format.type = 'xml'"),
+        ({"type": "json_schema"}, "response_format.json_schema must be an object"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "with a name and a schema"),
+        ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "name = 'a b'"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "name = None"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}},
+            "response_format.json_schema.schema: Invalid type: y",
+        ),
+    ],
+)
+def test_bad_response_formats(wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grammars().of_response_format(wanted)
+
+
+def test_models_without_an_end_and_machines_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = grammars()
+    with pytest.raises(ValueError, match="end-of-text id"):
+        Grammars(known.tokenizer, known.vocab_size, ()).of_schema({}, "schema")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"pip install 'laneformer\[grammar\]'"):
+        Grammars(known.tokenizer, known.vocab_size, known.eos_ids).of_schema({}, "schema")
