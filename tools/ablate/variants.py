@@ -15,15 +15,13 @@ a module, P the sum over lanes, h_l lane l's stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.model import rope_table
-
-Joins = Callable[[Tensor, int, Tensor], Tensor]  # streams, number of the module, its partials -> streams
+from laneformer.model import LaneformerLayer, rope_table
 
 
 class NeighbourModel(Laneformer):
@@ -42,7 +40,8 @@ class NeighbourModel(Laneformer):
         rope, masks = rope_table(self.config, positions), self.masks(positions, positions)
         h = self.tok_embeddings(input_ids)[:, :, None].expand(-1, -1, self.config.num_lanes, -1)
         pending = torch.zeros_like(h[:, :, :1])  # ladder: the last module's sum
-        for i, (layer, mask) in enumerate(zip(self.layers, masks, strict=True)):
+        layers = cast("list[LaneformerLayer]", list(self.layers))
+        for i, (layer, mask) in enumerate(zip(layers, masks, strict=True)):
             attention = layer.attention(layer.attention_norm(h), rope, mask, None)
             if self.kind == "parallel":
                 h = h + (attention + layer.feed_forward(layer.ffn_norm(h))).sum(2, keepdim=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from laneformer import LaneformerConfig
 
@@ -27,7 +28,7 @@ class Inputs:
     @classmethod
     def read(cls, replaced: Mapping[str, float] | None = None) -> Inputs:
         """ValueError for a name that the file has not."""
-        inputs = cls(tomllib.loads(INPUTS.read_text(encoding="utf-8")))
+        inputs = cls(tomli.loads(INPUTS.read_text(encoding="utf-8")))
         for name, value in (replaced or {}).items():
             if name not in inputs.rows():
                 raise ValueError(f"no input {name!r}; choose from {', '.join(inputs.rows())}")

@@ -62,11 +62,10 @@ class Grammars:
             return self.of_schema({"type": "object"}, "response_format")
         if kind == "json_schema":
             asked = (wanted or {}).get("json_schema")
-            if not isinstance(asked, Mapping) or not isinstance(asked.get("schema"), (Mapping, bool)):
-                raise ValueError("response_format.json_schema must be an object with a name and a schema")
-            if not isinstance(name := asked.get("name"), str) or not NAME.fullmatch(name):
+            name = asked.get("name") if isinstance(asked, Mapping) else None
+            if not isinstance(asked, Mapping) or not isinstance(name, str) or not NAME.fullmatch(name):
                 raise ValueError(f"response_format.json_schema.name = {name!r} must match {NAME.pattern}")
-            return self.of_schema(asked["schema"], "response_format.json_schema.schema")
+            return self.of_schema(asked.get("schema"), "response_format.json_schema.schema")
         if kind != "text":
             raise ValueError(f"response_format.type = {kind!r} is unknown; use 'text', 'json_object' or 'json_schema'")
         return None
@@ -77,6 +76,8 @@ class Grammars:
 
     def json_rule(self, schema: Any, what: str) -> str:
         """The part of a Lark grammar that stands for JSON of a schema; ValueError says where the schema is wrong."""
+        if not isinstance(schema, dict | bool):
+            raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
         rule = f"%json {_compiled(schema)}"
         self._check_size(rule, what)
         if math.lcm(*_multiples(schema)) > MOST_MULTIPLE:

@@ -192,8 +192,8 @@ def test_white_space_is_bounded() -> None:
         ({"type": "string", "pattern": "(" * 9_000}, "regex parse error"),
         ({"const": "\ud800"}, "hex escape"),
         ({"minimum": float("nan")}, "expected value"),
-        (5, "must be an object"),
-        (None, "json_schema"),
+        (5, "s = 5 must be a JSON schema"),
+        (None, "s = None must be a JSON schema"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -228,8 +228,8 @@ def test_response_formats() -> None:
     ("wanted", "message"),
     [
         ({"type": "xml"}, "response_format.type = 'xml'"),
-        ({"type": "json_schema"}, "response_format.json_schema must be an object"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "with a name and a schema"),
+        ({"type": "json_schema"}, "json_schema.name = None must match"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema = None must be a JSON schema"),
         ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "name = 'a b'"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "name = None"),
         (

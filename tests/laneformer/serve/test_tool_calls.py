@@ -280,7 +280,7 @@ def tool(**function: Any) -> list[dict[str, Any]]:
         (tool() * 200, None, "at most 128"),
         ([{"type": "custom"}], None, r"tools\[0\] must be {'type': 'function'"),
         (tool(name="a b"), None, r"tools\[0\].function.name = 'a b' must match"),
-        (tool() + tool(), None, "'f' is there twice"),
+        (tool() + tool(), None, "'f' must match .* and no other function's name"),
         (tool(parametres={}), None, r"tools\[0\].function has 'parametres'"),
         (tool(strict=1), None, "strict true or false"),
         (tool(parameters={"type": "array"}), None, r"tools\[0\].function.parameters must be a JSON schema of type"),
