@@ -41,7 +41,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     ),
     "strings": record(
         code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
-        day={"type": "string", "format": "date"},
+        day={"type": "string", "format": "date", "pattern": "^[12]"},  # RFC 3339 has a year 0, Python has not
         id={"type": "string", "format": "uuid"},
         mail={"type": "string", "format": "email", "maxLength": 30},
     ),
