@@ -76,7 +76,7 @@ def counted(kind: str, batch: Batch, schema: dict[str, Any], seeds: range) -> tu
     return len(ended), sum(valid(kind, ids, schema) for ids in ended)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_answer_is_valid(kind: str, name: str) -> None:
     with batch_of(kind) as batch:

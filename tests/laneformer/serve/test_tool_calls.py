@@ -236,7 +236,9 @@ def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> Non
             grammar.accept(token)
         return len(ids) + 1
 
-    for text in (said + call, "Only text, with a { brace and a <tool.", ""):
+    texts = [said + call, "Only text, with a { brace and a <tool.", ""]
+    texts += ["<think>\nI {{ think.\n</think>\n\nSo.", *(["<think>\nHm.</think>" + call] if said else [])]
+    for text in texts:
         assert goes(text) == len(ids_of(kind, text)) + 1, text
     assert goes(said + call.replace("add", "sub")) < len(ids_of(kind, said + call))
     assert goes(said + call.replace("-20", '"x"')) < len(ids_of(kind, said + call))
