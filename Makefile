@@ -72,6 +72,15 @@ $(SMOLLM2): | $(VENV)/.engine-ready
 chat: $(VENV)/.engine-ready $(filter $(SMOLLM2),$(MODEL))
 	$(BIN)/laneformer serve "$(MODEL)" --port 0 --open
 
+# the server is asked by other clients: the last major of openai, litellm, schemathesis; and openai for Node.js
+$(VENV)/clients: | setup
+	$(BIN)/pip install -q --target $@.part "openai>=2,<3" "litellm>=1.100,<2" "schemathesis>=4.30,<5"
+	mv $@.part $@
+
+$(VENV)/node-clients: | setup
+	@(command -v npm && npm install --silent --no-audit --no-fund --prefix $@.part openai@7.57.0 && mv $@.part $@) \
+	  >/dev/null || echo "no npm, or no registry for it: the test with Node.js skips itself"
+
 demo: setup
 	$(BIN)/python -m tools.demo
 
@@ -90,7 +99,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(TEST_WORKERS) --dis
 test: lint structure browser
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
-test-all: lint structure browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1
+test-all: lint structure browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients
 	$(PYTEST) --durations 40 --durations-min 5
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64

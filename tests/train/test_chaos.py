@@ -37,6 +37,7 @@ def draw(steps: int, seed: int) -> list[dict[str, Any]]:
     return faults
 
 
+@pytest.mark.slow
 def test_a_killed_rank_changes_nothing(prepared_data: Path, tmp_path: Path) -> None:
     """The short form that `make test` runs: one rank dies two steps after a checkpoint."""
     lock, steps = prepared_data / "phase1.lock.json", 2 * INTERVAL

@@ -217,3 +217,8 @@ class PromptLogprobs:
         top_ids, top_logprobs = (values.reshape(len(ids), top) for values in tops)
         greedy = (top_ids[:, :1] == np.array(ids, np.int32)[:, None]).any(1)
         return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)
+
+
+def described(decoder: Decoder, ids: list[int], first: int, request: Request) -> list[GeneratedToken]:
+    """Tokens first, first + 1, ... of the running request."""
+    return GeneratedToken.described(ids, None if request.logprobs is None else decoder.scores(first, len(ids)))

@@ -23,18 +23,17 @@ from ..tensors import MATRIX_DTYPES, Tensor, dtype_name
 from .batch import Batch
 from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
-from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics
+from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics, described
 from .device import cuda_devices
 from .folder import read_checkpoint
 from .machine import memory_bytes
-from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range
-from .running import ENGINES, Running, Stream
+from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range, without_logprobs
+from .running import ENGINES, SIGNAL_POLL_S, Running, Stream, wait
 from .text import StopStrings, TextStream, text_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SIGNAL_POLL_S = 0.1  # longest delay of Ctrl-C while a decoder works
 MOST_SEQUENCES = 8  # of one batch
 
 T = TypeVar("T")
@@ -60,10 +59,7 @@ class Engine:
     `kv_dtype` is that of cached keys and values: "auto" is "fp32" for fp32 weights, else "fp16"; "bf16" holds values
     beyond 65,504, which fp16 refuses with a ValueError when they come.
     `cache_bytes` is what keys and values of earlier requests may take, so that a prompt that begins like one of them
-    starts where it parts from it: by default a quarter of the memory that is left (of the container's limit, where
-    there is one). What running requests need is never refused. Windows before likely starting points (ends of prompts
-    and answers, places where prompts parted) stay longer than the positions between them; then whole requests go, the
-    least recently used one first. No result depends on it.
+    starts where it parts from it: by default a quarter of the memory that is left (csrc/kv_pool.h).
     `isa` is the instruction set: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or
     "portable"; the environment variable LANEFORMER_ISA sets the default. A token has the same bits in a prompt's block,
     a batch, or a draft as alone, but for "amx" with bf16 weights: its passes of four positions and more round
@@ -402,19 +398,3 @@ class Engine:
                 yield from read(decoder, tokens, known)
                 known += len(tokens)
             running.expect_finished()
-
-
-def wait(decoder: Decoder) -> None:
-    while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
-        pass
-
-
-def without_logprobs(options: dict[str, Any]) -> GenerationOptions:
-    if options.get("logprobs") is not None:
-        raise ValueError("logprobs: this call returns token ids only; use generate_detailed or stream_detailed")
-    return GenerationOptions.from_kwargs(options)
-
-
-def described(decoder: Decoder, ids: list[int], first: int, request: Request) -> list[GeneratedToken]:
-    """Tokens first, first + 1, ... of the running request."""
-    return GeneratedToken.described(ids, None if request.logprobs is None else decoder.scores(first, len(ids)))

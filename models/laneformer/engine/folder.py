@@ -205,9 +205,12 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
+    tokenizer.no_truncation()  # many published files keep that of their training
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:

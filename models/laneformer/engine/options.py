@@ -133,6 +133,12 @@ class GenerationOptions:
         return cls(**options)
 
 
+def without_logprobs(options: Mapping[str, Any]) -> GenerationOptions:
+    if options.get("logprobs") is not None:
+        raise ValueError("logprobs: this call returns token ids only; use generate_detailed or stream_detailed")
+    return GenerationOptions.from_kwargs(options)
+
+
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """How a model's makers want it sampled (`generation_config.json`), as options; empty: greedy.
 

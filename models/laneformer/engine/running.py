@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from .decoder import Decoder
 
 T_co = TypeVar("T_co", covariant=True)
+SIGNAL_POLL_S = 0.1  # longest delay of Ctrl-C while a decoder works
 LONGEST_END_S = 10.0  # that the exit waits for a request to end
 
 
@@ -78,6 +79,11 @@ class Stream(Iterator[T_co]):
         self._running.cancel()  # a thread that waits in `next` comes back
         with self._lock:
             self._results.close()
+
+
+def wait(decoder: Decoder) -> None:
+    while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
+        pass
 
 
 class Owner(Protocol):

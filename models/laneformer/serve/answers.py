@@ -11,48 +11,70 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from .choices import Choices, Piece, Written
+from .choices import Choices, Piece, Written, joined
 from .context import ServingContext
 from .schema import Sampled
 
 LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
 
 
-class Envelope:
-    """What all chunks of one answer have in common."""
+class Answer:
+    """An answer under way: iterate for the JSON of chunks, or await `whole`; then, or at any time, `cancel` it."""
 
-    def __init__(self, choices: Choices, prefix: str, kind: str, request: Sampled):
-        self.choices, self.options = choices, request.stream_options
-        self.fields: dict[str, Any] = {
+    def __init__(self, request: Sampled, choices: Choices, prefix: str, kind: str):
+        self.context, self.choices, self._options = choices.context, choices, request.stream_options
+        self._with_ids = request.return_token_ids
+        self._fields: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": choices.context.model,
-            "system_fingerprint": choices.context.fingerprint,
+            "model": self.context.model,
+            "system_fingerprint": self.context.fingerprint,
         }
-        self._head = json.dumps(self.fields)[:-1] + ', "choices": ['
-        self._tail = '], "usage": null}' if self.options.include_usage else "]}"
+        self._head = json.dumps(self._fields)[:-1] + ', "choices": ['
+        self._tail = '], "usage": null}' if self._options.include_usage else "]}"
 
-    def chunk(self, piece: Piece, name: str, content: str, logprobs: Any = None, **more: Any) -> str:
-        """content: JSON of the choice's field `name`; more: its further fields."""
+    def cancel(self) -> None:
+        self.choices.cancel()
+
+    async def whole(self) -> dict[str, Any]:
+        pieces: list[list[Piece]] = [[] for _ in self.choices.generated]
+        async for piece in self.choices:
+            pieces[piece.choice].append(self.shown(piece))
+        choices = [self.choice(joined(found)) for found in pieces]
+        kind = self._fields["object"].removesuffix(".chunk")
+        return {**self._fields, "object": kind, "choices": choices, "usage": usage(self.choices)}
+
+    def shown(self, piece: Piece) -> Piece:
+        """The piece as clients see it."""
+        return piece
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """One of the whole answer's, from all its pieces joined."""
+        raise NotImplementedError
+
+    def ids(self, piece: Piece, first: bool) -> dict[str, Any]:
+        """Token ids, where they are asked for; the prompt's with the choice's first chunk."""
+        if not self._with_ids:
+            return {}
+        prompt = self.choices.prompts[piece.choice // self.choices.n] if first else None
+        return {"token_ids": list(piece.ids), "prompt_token_ids": prompt}
+
+    def chunk(self, piece: Piece, name: str, content: str, logprobs: Any = None, first: bool = False) -> str:
+        """content: JSON of the choice's field `name`."""
         reason = "null" if piece.finish_reason is None else f'"{piece.finish_reason}"'
         scores = "null" if logprobs is None else json.dumps(logprobs)
-        further = "".join(f', "{field}": {json.dumps(value)}' for field, value in more.items())
-        tail = self._counted() if self.options.continuous_usage_stats else self._tail
+        ids = f", {json.dumps(self.ids(piece, first))[1:-1]}" if self._with_ids else ""
         return (
             f'{self._head}{{"index": {piece.choice}, "{name}": {content}, "logprobs": {scores}, '
-            f'"finish_reason": {reason}{further}}}{tail}'
+            f'"finish_reason": {reason}{ids}}}{self._used() if self._options.continuous_usage_stats else self._tail}'
         )
 
     def end(self) -> list[str]:
         """The last chunk, where usage is wanted."""
-        return [self._head + self._counted()] if self.options.include_usage else []
+        return [self._head + self._used()] if self._options.include_usage else []
 
-    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = self.fields["object"].removesuffix(".chunk")
-        return {**self.fields, "object": kind, "choices": choices, "usage": usage(self.choices)}
-
-    def _counted(self) -> str:
+    def _used(self) -> str:
         return f'], "usage": {json.dumps(usage(self.choices))}}}'
 
 

@@ -153,13 +153,13 @@ def add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         found = refusal(error.errors())
-        kind = request.headers.get("content-type", "").partition(";")[0]
-        if found.code == "invalid_json" and kind != "application/json":
+        kind = request.headers.get("content-type", "")
+        if found.code == "invalid_json" and not kind.startswith("application/json"):
             found = RequestError(f"the body has the content type {kind!r}; send application/json", None, "invalid_json")
         return error_response(found)
 
-    for kind in (HTTPException, RequestError, *STATUS, Exception):
-        app.add_exception_handler(kind, told)
+    for kind_of_error in (HTTPException, RequestError, *STATUS, Exception):
+        app.add_exception_handler(kind_of_error, told)
     app.add_exception_handler(RequestValidationError, invalid)
 
 

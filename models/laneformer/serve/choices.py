@@ -7,7 +7,6 @@ values in the cache.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -29,9 +28,8 @@ class Written(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new of one choice.
+    """What is new of one choice. tokens: those of the text, where they have log-probabilities; ids: all that came.
 
-    tokens: those of the text, where they have log-probabilities. ids: all that came, with those that end the text.
     scores: of the prompt, where they are wanted: in the first piece of its first choice.
     """
 
@@ -95,22 +93,19 @@ class Choices:
     """Iterate for the pieces of all choices as they come. The first request is submitted at once."""
 
     def __init__(
-        self,
-        context: ServingContext,
-        prompts: Sequence[list[int]],
-        n: int,
-        options: GenerationOptions | None,
-        stops: Sequence[str] = (),
-        score_top: int | None = None,
-        grammar: Callable[[], Grammar | None] = lambda: None,
-    ):
-        """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
+        self, context: ServingContext, prompts: Sequence[list[int]], n: int, options: GenerationOptions | None,
+        stops: Sequence[str] = (), score_top: int | None = None,
+        grammar: Callable[[], Grammar | None] = lambda: None, with_control_tokens: bool = False,
+    ):  # fmt: skip
+        """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids. grammar: is
+        called for every choice. with_control_tokens: spell them out in the text.
 
         RequestError for what the engine refuses; further errors as of `Scheduler.submit`.
         """
         self.context, self.prompts, self.n = context, prompts, n
         self.generated = [0] * (len(prompts) * n)  # tokens of each choice
         self._options, self._stops, self._score_top, self._grammar = options, stops, score_top, grammar
+        self._control = with_control_tokens
         self._runs: list[Running] = []
         self._generating: dict[int, Running] = {}  # by choice
         self._begun = [asyncio.Event() for _ in prompts]
@@ -133,9 +128,8 @@ class Choices:
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         pieces = self._choice(0) if len(self.generated) == 1 else self._merged()
         try:
-            async with contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    yield piece
+            async for piece in pieces:
+                yield piece
         finally:
             self.cancel()
 
@@ -188,7 +182,8 @@ class Choices:
 
     async def _written(self, choice: int, running: Running) -> AsyncGenerator[Piece, None]:
         assert self._options is not None
-        stream = TextStream(self.context.tokenizer, self.prompts[choice // self.n])
+        prompt = self.prompts[choice // self.n]
+        stream = TextStream(self.context.tokenizer, prompt, skip_special_tokens=not self._control)
         detailed = self._options.logprobs is not None
         writing = Writing(stream, self._stops, self.context.stop_ids(self._options), detailed)
         async for tokens in running:

@@ -11,7 +11,9 @@ from .. import __version__
 from ..engine import GenerationOptions
 from ..engine.options import checked_ids
 from ..prompts import PromptEncoder
+from .grammar import Grammars
 from .schema import RequestError, Sampled
+from .tool_calls import ToolCalling
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -34,6 +36,8 @@ class ServingContext:
         self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
         self.eos_ids, self.sampling_defaults = engine.eos_ids, engine.sampling_defaults
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
+        self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids)
+        self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
         identity = repr((__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model))
         self.fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
         self.token_bytes = functools.lru_cache(CACHED_TOKENS)(self._token_bytes)
@@ -70,10 +74,6 @@ class ServingContext:
 
     def stop_ids(self, options: GenerationOptions) -> list[int]:
         return [*options.stop_ids, *(() if options.ignore_eos else self.eos_ids)]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """ValueError for ids outside the vocabulary."""
-        return self.tokenizer.decode(checked_ids(ids, self.vocab_size, "tokens"))
 
     def token_text(self, token_id: int) -> str:
         """A token as text; where its bytes are no text of their own, OpenAI's spelling of them."""

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation in the model's own template, answered by a message."""
+"""/v1/chat/completions: a conversation in the model's own template, answered by a message, or by calls of tools."""
 
 from __future__ import annotations
 
@@ -7,78 +7,89 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ..chat import ASSISTANT
-from .answers import Envelope, conversation_logprobs
-from .choices import Choices, Piece, joined
+from .answers import Answer, conversation_logprobs
+from .choices import Choices, Piece
 from .context import ServingContext
-from .scheduler import Grammar
+from .grammar import Grammar
 from .schema import ConversationRequest, RequestError
 
 BEGIN: dict[str, Any] = {"role": ASSISTANT, "content": "", "refusal": None}
 
 
-class ConversationAnswer:
-    """An answer under way: iterate for the JSON of chunks, or await `whole`; then, or at any time, `cancel` it."""
-
+class ConversationAnswer(Answer):
     def __init__(self, request: ConversationRequest, context: ServingContext):
         """Submits the request: RequestError, and what `Scheduler.submit` raises."""
-        self.request, self.context = request, context
-        if request.tools:
-            raise RequestError("tools are not supported yet", "tools", "unsupported_parameter")
+        self.request, self.grammars = request, context.grammars
         try:
-            self.prompt = context.prompts.conversation(
-                [message.plain() for message in request.messages],
-                tools=request.tools,
+            self.tools = context.tool_calling.use(request.tools, request.tool_choice, request.parallel_tool_calls)
+            prompt = context.prompts.conversation(
+                self.tools.messages([message.plain() for message in request.messages]),
+                tools=self.tools.template_tools,
                 add_generation_prompt=request.add_generation_prompt,
                 variables=request.chat_template_kwargs,
             )
         except RequestError:
             raise
-        except ValueError as error:  # ChatError among them
+        except Exception as error:  # a template is the makers' program, run on a client's data
             raise RequestError(str(error), "messages") from None
-        limit = context.room(request, [self.prompt], request.max_completion_tokens or request.max_tokens, "messages")
-        logprobs = request.top_logprobs or 0 if request.logprobs else None
-        options = request.options(context.sampling_defaults, limit, logprobs)
-        self.choices = Choices(context, [self.prompt], request.n, options, request.stops, grammar=self._grammar)
-        self.envelope = Envelope(self.choices, "chatcmpl", "chat.completion.chunk", request)
-
-    def cancel(self) -> None:
-        self.choices.cancel()
+        limit = context.room(request, [prompt], request.max_completion_tokens or request.max_tokens, "messages")
+        options = request.options(
+            context.sampling_defaults, limit, request.top_logprobs or 0 if request.logprobs else None
+        )
+        self.parsers = [self.tools.parser() for _ in range(request.n)]
+        choices = Choices(
+            context, [prompt], request.n, options, request.stop,
+            grammar=self._grammar, with_control_tokens=self.parsers[0] is not None,
+        )  # fmt: skip
+        super().__init__(request, choices, "chatcmpl", "chat.completion.chunk")
 
     def _grammar(self) -> Grammar | None:
-        if self.request.response_format not in (None, {"type": "text"}):
-            raise RequestError("response_format is not supported yet", "response_format", "unsupported_parameter")
-        return None
+        try:
+            calls, form = self.tools.grammar(), self.grammars.of_response_format(self.request.response_format)
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        if calls and form:
+            raise RequestError("response_format cannot be combined with tools; send one of them", "response_format")
+        return calls or form
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         for choice in range(self.request.n):
-            yield self._chunk(Piece(choice), BEGIN)
+            yield self.chunk(Piece(choice), "delta", json.dumps(BEGIN), first=True)
         async for piece in self.choices:
-            if piece.text or piece.tokens or (piece.ids and self.request.return_token_ids):
-                yield self._chunk(piece._replace(finish_reason=None), {"content": piece.text})
+            tokens, deltas = piece._replace(finish_reason=None), self._deltas(piece)
+            if not deltas and (piece.tokens or (piece.ids and self.request.return_token_ids)):
+                deltas = [{}]
+            for delta in deltas:
+                logprobs = conversation_logprobs(self.context, tokens.tokens) if tokens.tokens else None
+                yield self.chunk(tokens, "delta", json.dumps(delta), logprobs)
+                tokens = Piece(piece.choice)
             if piece.finish_reason is not None:
-                yield self._chunk(Piece(piece.choice, finish_reason=piece.finish_reason), {})
-        for chunk in self.envelope.end():
+                yield self.chunk(Piece(piece.choice, finish_reason=self._reason(piece)), "delta", "{}")
+        for chunk in self.end():
             yield chunk
 
-    def _chunk(self, piece: Piece, delta: dict[str, Any]) -> str:
-        logprobs = conversation_logprobs(self.context, piece.tokens) if piece.tokens else None
-        return self.envelope.chunk(piece, "delta", json.dumps(delta), logprobs, **self._ids(piece))
+    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        parser = self.parsers[piece.choice]
+        if parser is None:
+            return [{"content": piece.text}] if piece.text else []
+        return parser.push(piece.text) + (parser.finish() if piece.finish_reason is not None else [])
 
-    def _ids(self, piece: Piece) -> dict[str, Any]:
-        return {"token_ids": list(piece.ids)} if self.request.return_token_ids else {}
+    def _reason(self, piece: Piece) -> str | None:
+        parser = self.parsers[piece.choice]
+        called = piece.finish_reason == "stop" and parser is not None and parser.called
+        return "tool_calls" if called else piece.finish_reason
 
-    async def whole(self) -> dict[str, Any]:
-        pieces: list[list[Piece]] = [[] for _ in range(self.request.n)]
-        async for piece in self.choices:
-            pieces[piece.choice].append(piece)
-        answer = self.envelope.whole([self._choice(joined(found)) for found in pieces])
-        return {**answer, "prompt_token_ids": self.prompt} if self.request.return_token_ids else answer
-
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        self._deltas(piece)
+        parser, message = self.parsers[piece.choice], {**BEGIN, "content": piece.text, "annotations": []}
+        if parser is not None:
+            message |= {"content": parser.content, **({"tool_calls": parser.calls} if parser.called else {})}
         return {
             "index": piece.choice,
-            "message": {**BEGIN, "content": piece.text, "annotations": []},
+            "message": message,
             "logprobs": conversation_logprobs(self.context, piece.tokens) if self.request.logprobs else None,
-            "finish_reason": piece.finish_reason,
-            **self._ids(piece),
+            "finish_reason": self._reason(piece),
+            **self.ids(piece, True),
         }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from .completions import CompletionAnswer
+from .conversations import ConversationAnswer
 from .scheduler import Busy, DeadlineExceeded, EngineError, Stopping
 from .schema import RequestError
 
@@ -21,14 +21,6 @@ CODES = {401: "invalid_api_key", 429: "queue_full"}
 STALLED_S = 30.0  # a reader that has not read for so long is gone
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"
-
-
-class Answer(Protocol):
-    """What completions and conversations give: JSON texts of chunks, or the whole."""
-
-    def __aiter__(self) -> AsyncIterator[str]: ...
-    async def whole(self) -> dict[str, Any]: ...
-    def cancel(self) -> None: ...
 
 
 def error_body(error: Exception) -> tuple[int, bytes]:
@@ -57,7 +49,7 @@ class AnswerResponse(Response):
     an event. While nothing comes, a comment every `keep_alive_s` keeps proxies from closing the connection.
     """
 
-    def __init__(self, answer: Answer, stream: bool, keep_alive_s: float):
+    def __init__(self, answer: CompletionAnswer | ConversationAnswer, stream: bool, keep_alive_s: float):
         self.status_code, self.background = 200, None
         self._answer, self._streamed, self._keep_alive_s = answer, stream, keep_alive_s
         self._writing = asyncio.Lock()
@@ -105,20 +97,13 @@ class AnswerResponse(Response):
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _keep_alive(self, work: asyncio.Task[None]) -> None:
-        stalled_s = 0.0
-        while stalled_s < STALLED_S:
-            before = self._writes
-            await asyncio.sleep(self._keep_alive_s)
-            if self._writes != before:
-                stalled_s = 0.0
-            elif self._writing.locked():
-                stalled_s += self._keep_alive_s
-            else:
-                with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # of a write that the client holds up, this one or another
+            while True:
+                before = self._writes
+                await asyncio.sleep(self._keep_alive_s)
+                if self._writes == before:
                     async with asyncio.timeout(STALLED_S):
                         await self._write(b": keep-alive\n\n")
-                        continue
-                break
         work.cancel()
 
 

@@ -51,7 +51,7 @@ class DeadlineExceeded(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """The engine could not finish the request; not the client's fault."""
+    """The engine could not finish the request."""
 
 
 class Grammar(Protocol):
@@ -237,19 +237,17 @@ class Scheduler:
         end_s = time.monotonic() + grace_s
         while (self._waiting or self._admitted) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
-        self._cancel_all(Stopping("the server is shutting down; it has cancelled the request"))
+        for running in [*self._waiting, *self._admitted]:
+            running.cancel(Stopping("the server is shutting down; it has cancelled the request"))
 
     def close(self) -> None:
         """End everything and wait for the thread; the engine then takes other requests."""
         with self._changed:
             self.stopping = self._closing = True
             self._changed.notify()
-        self._cancel_all(None)
-        self._thread.join()
-
-    def _cancel_all(self, because: Exception | None) -> None:
         for running in [*self._waiting, *self._admitted]:
-            running.cancel(because)
+            running.cancel()
+        self._thread.join()
 
     def _leave(self, running: Running) -> None:
         with self._lock:

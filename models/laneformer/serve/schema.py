@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..chat import ASSISTANT, SYSTEM
@@ -26,10 +26,11 @@ LEAST_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
 Text = Annotated[str, Field(min_length=1)]
 Ids = list[int]
 Count = Annotated[int, Field(ge=0)]
+Limit = Annotated[int, Field(ge=1)]
+Likeliest = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]+$")]
-Bias = Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
+Biases = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]]
 
 
 class RequestError(ValueError):
@@ -78,11 +79,13 @@ class Sampled(Body):
     model: str | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    logit_bias: dict[TokenId, Bias] = {}
+    logit_bias: Biases = {}
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[
+        list[Text], Field(max_length=MOST_STOPS), BeforeValidator(lambda v: [v] if type(v) is str else v)
+    ] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -103,10 +106,6 @@ class Sampled(Body):
         if "stream_options" in self.model_fields_set and not self.stream:
             refuse("stream_options", "stream_options needs stream = true")
         return self
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def options(self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None) -> GenerationOptions:
         """For the engine; defaults: how the model's makers sample, for what the request leaves open."""
@@ -130,15 +129,20 @@ class Sampled(Body):
             raise RequestError(str(error)) from None
 
 
+def as_prompts(given: Any) -> Any:
+    """One prompt, a text or ids, as a list of prompts."""
+    return [given] if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int) else given
+
+
 class CompletionRequest(Sampled):
     """/v1/completions."""
 
     refused = {"suffix": "the model continues text and fills no gaps; send a prompt alone"}
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: Annotated[list[str] | list[Ids], BeforeValidator(as_prompts)]
     best_of: int | None = None
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Likeliest | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -146,15 +150,9 @@ class CompletionRequest(Sampled):
             refuse("best_of", f"best_of = {self.best_of} must equal n = {self.n}: every choice that is drawn is sent")
         if self.max_tokens == 0 and not self.echo:
             refuse("max_tokens", "max_tokens = 0 needs echo = true; without, it must be at least 1")
-        if not 1 <= (count := len(self.prompts) * self.n) <= MOST_CHOICES:
-            refuse("prompt", f"{len(self.prompts)} prompts, n = {self.n}: {count} choices; 1 to {MOST_CHOICES} fit")
+        if not 1 <= (count := len(self.prompt) * self.n) <= MOST_CHOICES:
+            refuse("prompt", f"{len(self.prompt)} prompts, n = {self.n}: {count} choices; 1 to {MOST_CHOICES} fit")
         return self
-
-    @property
-    def prompts(self) -> Sequence[str | Ids]:
-        """Each a text or ids."""
-        single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if single else self.prompt  # type: ignore[return-value, list-item]
 
 
 class Called(Body):
@@ -206,7 +204,7 @@ class Message(Body):
             function = call["function"]
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
                 raise RequestError(message, "messages") from None
         return found
@@ -226,9 +224,9 @@ class ConversationRequest(Sampled):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    top_logprobs: Likeliest | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -258,19 +256,6 @@ class ConversationRequest(Sampled):
         for name in {"messages", "tools", "add_generation_prompt"} & self.chat_template_kwargs.keys():
             refuse("chat_template_kwargs", f"chat_template_kwargs has {name!r}, which is a field of the request itself")
         return self
-
-
-class TokenizeRequest(Body):
-    """/tokenize, as llama.cpp's server has it; add_special: what the tokenizer begins every text with."""
-
-    content: str
-    add_special: bool = False
-
-
-class DetokenizeRequest(Body):
-    """/detokenize."""
-
-    tokens: Ids
 
 
 EXPECTED = {  # of fields with several types

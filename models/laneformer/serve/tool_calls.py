@@ -7,10 +7,12 @@ the function's name and its arguments is the form. The grammar allows this form 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from ..engine.text import StopStrings
 from .grammar import NAME, Grammar, Grammars
 
 MOST_TOOLS = 128
+FUNCTION = "name", "description", "parameters", "strict"  # fields
+OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any length
 PROBE_ID = "probed001"  # nine letters and digits: what Mistral's templates take
 PROBE_SAID = f', "id": "{PROBE_ID}"'  # they show it, but the model does not write it
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -149,41 +153,35 @@ class ToolUse:
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages with text as content, and calls with arguments as values, in the form that the template takes."""
-        found: list[dict[str, Any]] = []
-        form = self.calling.form
-        for message in messages:
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            if not self.calling.described:
-                changed = dict(message)
-                if calls and form.as_text:
-                    texts = [{**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)} for f in calls]
-                    old = message["tool_calls"]
-                    changed["tool_calls"] = [{**c, "function": f} for c, f in zip(old, texts, strict=True)]
-                found.append(changed)
-            elif message["role"] == "tool":
-                text = f"<tool_response>\n{message['content']}\n</tool_response>"
-                if found and found[-1].get("role") == USER and found[-1]["content"].endswith("</tool_response>"):
-                    found[-1]["content"] += "\n" + text
-                else:
-                    found.append({"role": USER, "content": text})
-            elif calls:
-                said = [message["content"]] if message.get("content") else []
-                found.append({"role": ASSISTANT, "content": "\n".join([*said, form.written(calls)])})
-            else:
-                found.append(dict(message))
-        if self.calling.described and self.names:
-            self._describe(found)
+        found = copy.deepcopy([dict(message) for message in messages])
+        if self.calling.described:
+            return self._without_tools(found)
+        for call in [call for message in found for call in message.get("tool_calls") or ()]:
+            if self.calling.form.as_text:
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return found
 
-    def _describe(self, messages: list[dict[str, Any]]) -> None:
-        """Put the tools before the system message, or before the first user's where the template reads none."""
-        described = DESCRIPTION.format("\n".join(json.dumps(f, ensure_ascii=False) for f in self.functions))
-        role = SYSTEM if self.calling.reads_system else USER
-        place = next((i for i, message in enumerate(messages) if message["role"] == role), None)
-        if place is None:
-            messages.insert(0, {"role": role, "content": described})
-        else:
-            messages[place]["content"] = f"{described}\n\n{messages[place]['content']}"
+    def _without_tools(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """All as text: the tools, calls, and what these gave, results in a row as one message."""
+        found: list[dict[str, Any]] = []
+        for gave, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+            if gave:
+                results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+                found.append({"role": USER, "content": "\n".join(results)})
+                continue
+            for message in group:
+                if calls := message.pop("tool_calls", None):
+                    written = self.calling.form.written([call["function"] for call in calls])
+                    message["content"] = "\n".join(filter(None, [message.get("content"), written]))
+                found.append(message)
+        if self.names:
+            functions = "\n".join(json.dumps(function, ensure_ascii=False) for function in self.functions)
+            role = SYSTEM if self.calling.reads_system else USER
+            place = next((message for message in found if message["role"] == role), None)
+            if place is None:
+                found.insert(0, place := {"role": role, "content": ""})
+            place["content"] = f"{DESCRIPTION.format(functions)}\n\n{place['content']}".rstrip()
+        return found
 
     def grammar(self) -> Grammar | None:
         """Of the answer: calls alone where they are demanded, else text up to the first call; None without tools."""
@@ -198,16 +196,18 @@ class ToolUse:
                 called.append(f"{literal(function['name'] + form.middle)} a{number}")
         more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         calls = f"call {more} {literal(form.end)}"
-        marker, rest = form.marker, form.begin.removeprefix(form.marker)
-        begin = literal(marker)
+        marker, rest = form.marker, f"{literal(form.begin.removeprefix(form.marker))} {calls}"
+        token = self.calling.grammars.text_tokens(but=marker)
         if not self.optional:
             start = f"start: {literal(form.begin)} {calls}"
         elif marker == "{":
-            start = f"start: TEXT? | {literal(form.begin)} {calls}\nTEXT: /[^{{](.|\\n)*/"
-        elif begin.startswith("<["):  # a control token, which is in no text
-            start = f"start: TEXT ({begin} {literal(rest)} {calls})?\nTEXT: /(.|\\n)*/"
-        else:
-            start = f"start: TEXT | head {literal(rest)} {calls}\nTEXT: /(.|\\n)*/\nhead[lazy]: TEXT {begin}"
+            more = f"({token} TEXT)*" if token else ""
+            start = f"start: FIRST? {more} | {literal(form.begin)} {calls}\nFIRST: /[^{{](.|\\n)*/"
+        else:  # as a token of its own, and as its letters
+            before, single = f"(TEXT {token})*" if token else "", literal(marker)
+            called_by_token = f"| TEXT {single} {rest}" if single.startswith("<[") else ""
+            start = f"start: {before} (TEXT | head {rest} {called_by_token})\nhead[lazy]: TEXT {json.dumps(marker)}"
+        rules += ["TEXT: /(.|\\n)*/"]
         return self.calling.grammars.of_lark("\n".join([start, f"call: {' | '.join(called)}", *rules]))
 
     def parser(self) -> CallParser | None:
@@ -223,9 +223,10 @@ class CallParser:
 
     def __init__(self, form: CallForm):
         self.calls: list[dict[str, Any]] = []  # as in a message
-        self._form, self._stops = form, StopStrings(form.marker)
-        self._reading, self._held, self._said = self._content, "", ""
-        self._depth, self._in_string, self._escaped = 0, False, False
+        self._form, self._stops, self._said = form, StopStrings(form.marker), ""
+        self._deltas: list[dict[str, Any]] = []
+        self._reading = self._read()
+        next(self._reading)
 
     @property
     def called(self) -> bool:
@@ -238,76 +239,57 @@ class CallParser:
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """What is new in the answer."""
-        self._held += text
-        deltas, last = [], None
-        while last != self._reading:  # where one part ends, the next begins
-            last = self._reading
-            deltas += last()
-        return deltas
+        self._deltas = []
+        self._reading.send(text)
+        return self._deltas
 
     def finish(self) -> list[dict[str, Any]]:
         """What was held back for a marker that never came."""
-        return self._say(self._stops.finish()) if self._reading == self._content else []
+        self._deltas = []
+        self._say("" if self._stops.found else self._stops.finish())
+        return self._deltas
 
-    def _say(self, text: str) -> list[dict[str, Any]]:
+    def _say(self, text: str) -> None:
         self._said += text
-        return [{"content": text}] if text else []
+        self._deltas += [{"content": text}] if text else []
 
-    def _content(self) -> list[dict[str, Any]]:
-        new, self._held = self._held, ""
-        if self._form.marker == "{" and (self._said or new[:1] not in ("", "{")):
-            return self._say(new)
-        text = self._stops.push(new)
-        if self._stops.found:
-            self._held, self._reading = self._stops.held, self._begin
-        return self._say(text)
+    def _read(self) -> Generator[None, str, None]:
+        """The whole answer; waits for text at each `yield`."""
+        form, held = self._form, (yield)
+        while not self._stops.found:
+            only_text = form.marker == "{" and (self._said or held[:1] not in ("", "{"))
+            self._say(held if only_text else self._stops.push(held))
+            held = self._stops.held if self._stops.found else (yield)
+        begin: str | None = form.begin
+        while True:
+            while begin is None or not held.startswith(begin):  # to the end, behind the last call
+                held += yield
+            held = held.removeprefix(begin)
+            while form.middle not in held:
+                held += yield
+            name, _, held = held.partition(form.middle)
+            call = {"id": uuid.uuid4().hex[: len(PROBE_ID)], "type": "function"}
+            self.calls.append({**call, "function": {"name": name, "arguments": ""}})
+            self._tell({**call, "function": {"name": name, "arguments": ""}})
+            while (end := self._add(held)) is None:
+                held = yield
+            held, begin = held[end:], form.between
 
-    def _begin(self) -> list[dict[str, Any]]:
-        return self._expect(self._form.begin)
+    def _tell(self, call: dict[str, Any]) -> None:
+        self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **call}]})
 
-    def _between(self) -> list[dict[str, Any]]:
-        return self._expect(self._form.between) if self._form.between is not None else []
-
-    def _expect(self, text: str) -> list[dict[str, Any]]:
-        if self._held.startswith(text):
-            self._held, self._reading = self._held[len(text) :], self._name
-        return []
-
-    def _name(self) -> list[dict[str, Any]]:
-        name, middle, rest = self._held.partition(self._form.middle)
-        if not middle:
-            return []
-        self._held, self._reading = rest, self._arguments
-        # nine letters and digits: what Mistral's templates take back
-        call = {"id": uuid.uuid4().hex[:9], "type": "function"}
-        self.calls.append({**call, "function": {"name": name, "arguments": ""}})
-        function = {"name": name, "arguments": ""}
-        return [{"tool_calls": [{"index": len(self.calls) - 1, **call, "function": function}]}]
-
-    def _arguments(self) -> list[dict[str, Any]]:
-        end = self._object_end()
-        piece, self._held = self._held[:end], self._held[end:]
-        if not piece:
-            return []
-        self.calls[-1]["function"]["arguments"] += piece
-        if not self._depth:
-            self._reading = self._between
-        return [{"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": piece}}]}]
-
-    def _object_end(self) -> int:
-        """Characters of the held text up to the end of the JSON object, which may have begun in an earlier piece."""
-        for i, char in enumerate(self._held):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped, self._in_string = char == "\\", char != '"'
-            elif char == '"':
-                self._in_string = True
-            elif char in "{}":
-                self._depth += 1 if char == "{" else -1
-                if not self._depth:
-                    return i + 1
-        return len(self._held)
+    def _add(self, text: str) -> int | None:
+        """Add text to the arguments; the length of its part of them once their object is complete."""
+        function = self.calls[-1]["function"]
+        before, function["arguments"] = function["arguments"], function["arguments"] + text
+        end = None
+        if "}" in text:
+            with contextlib.suppress(ValueError):
+                end = OBJECT.raw_decode(function["arguments"])[1] - len(before)
+        function["arguments"] = before + text[:end]
+        if text[:end]:
+            self._tell({"function": {"arguments": text[:end]}})
+        return end
 
 
 def _functions(tools: Any) -> list[dict[str, Any]]:
@@ -316,22 +298,17 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
         raise ValueError(f"tools must be a list of at most {MOST_TOOLS} tools")
     found: list[dict[str, Any]] = []
     for i, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
+        function, where = tool.get("function") if isinstance(tool, Mapping) else None, f"tools[{i}].function"
         if not isinstance(function, Mapping) or tool.get("type") != "function":
             raise ValueError(f"tools[{i}] must be {{'type': 'function', 'function': {{'name': ...}}}}")
-        where, known = f"tools[{i}].function", ("name", "description", "parameters", "strict")
-        if unknown := sorted(function.keys() - set(known)):
-            raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(known)}")
-        name, description, strict = (function.get(key) for key in ("name", "description", "strict"))
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(f"{where}.name = {name!r:.80} must match {NAME.pattern}")
-        if any(name == other["name"] for other in found):
-            raise ValueError(f"{where}.name = {name!r} is there twice")
+        if unknown := sorted(function.keys() - set(FUNCTION)):
+            raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(FUNCTION)}")
+        name, description, parameters, strict = map(function.get, FUNCTION)
+        if not isinstance(name, str) or not NAME.fullmatch(name) or any(name == other["name"] for other in found):
+            raise ValueError(f"{where}.name = {name!r:.80} must match {NAME.pattern}, and no other function's name")
         if not isinstance(description, str | None) or not isinstance(strict, bool | None):
             raise ValueError(f"{where}: description must be a text, and strict true or false")
-        parameters = function.get("parameters")
-        if parameters is None:
-            parameters = NO_PARAMETERS
+        parameters = NO_PARAMETERS if parameters is None else parameters
         if not isinstance(parameters, dict) or parameters.get("type") != "object":
             raise ValueError(f"{where}.parameters must be a JSON schema of type 'object'")
         found.append({"name": name, "description": description or "", "parameters": parameters})

@@ -236,7 +236,9 @@ def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> Non
             grammar.accept(token)
         return len(ids) + 1
 
-    for text in (said + call, "Only text, with a { brace and a <tool.", ""):
+    texts = [said + call, "Only text, with a { brace and a <tool.", ""]
+    texts += ["<think>\nI {{ think.\n</think>\n\nSo.", *(["<think>\nHm.</think>" + call] if said else [])]
+    for text in texts:
         assert goes(text) == len(ids_of(kind, text)) + 1, text
     assert goes(said + call.replace("add", "sub")) < len(ids_of(kind, said + call))
     assert goes(said + call.replace("-20", '"x"')) < len(ids_of(kind, said + call))
@@ -280,7 +282,7 @@ def tool(**function: Any) -> list[dict[str, Any]]:
         (tool() * 200, None, "at most 128"),
         ([{"type": "custom"}], None, r"tools\[0\] must be {'type': 'function'"),
         (tool(name="a b"), None, r"tools\[0\].function.name = 'a b' must match"),
-        (tool() + tool(), None, "'f' is there twice"),
+        (tool() + tool(), None, "'f' must match .* and no other function's name"),
         (tool(parametres={}), None, r"tools\[0\].function has 'parametres'"),
         (tool(strict=1), None, "strict true or false"),
         (tool(parameters={"type": "array"}), None, r"tools\[0\].function.parameters must be a JSON schema of type"),

@@ -14,6 +14,7 @@ from tools.bench import loader, loader_rivals
 from tools.bench.loader_process import LOADERS, worst_deviation
 
 
+@pytest.mark.slow
 def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loader_rivals, "FOLDER", tmp_path)
     out = tmp_path / "loader.md"

@@ -1,0 +1,46 @@
+"""One server with an API key, for every client; and the clients that live in environments of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.laneformer.serve.clients.openai_checks import Asked
+from tests.laneformer.serve.conftest import start
+
+KEY = "key-of-the-tests"
+PYTHON_CLIENTS = Path(sys.prefix) / "clients"  # the last major of openai, litellm, schemathesis
+NODE_CLIENTS = Path(sys.prefix) / "node-clients"
+
+
+@pytest.fixture(scope="module")
+def asked(model_folder: Path) -> Iterator[Asked]:
+    server = start(model_folder, engine={"context_tokens": 1024}, api_key=KEY)  # room for tools
+    yield Asked(server.url, "tiny", KEY)
+    assert server.stop() == 0, server.output()
+
+
+@pytest.fixture(scope="session")
+def other_python() -> Callable[..., str]:
+    """`other_python(*arguments, cwd)`: stdout of Python with the packages of .venv/clients before its own."""
+    if not PYTHON_CLIENTS.is_dir():
+        pytest.skip(f"no {PYTHON_CLIENTS}: make {PYTHON_CLIENTS.relative_to(Path.cwd())}")
+
+    def run(*arguments: str, cwd: Path | None = None) -> str:
+        return output([sys.executable, *arguments], cwd, PYTHONPATH=str(PYTHON_CLIENTS))
+
+    return run
+
+
+def output(command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str) -> str:
+    """stdout of a program that must succeed."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    return done.stdout

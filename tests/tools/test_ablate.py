@@ -1,0 +1,145 @@
+"""The ablation: what its variants compute, that runs are paired and resume, and that the report finds what is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+import torch
+
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.model import rope_table
+from tools.ablate.__main__ import Options, Plan
+from tools.ablate.report import interval, paired
+from tools.ablate.variants import build
+
+SHIPPED = Path("configs/ablation.toml")
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "num_lanes": 4, "swa_layers": (), "vocab_size": 52, "max_position_embeddings": 16,
+    "broadcast_delay": 0,
+}  # fmt: skip
+CONFIG = LaneformerConfig(**SMALL)
+IDS = torch.arange(12).reshape(1, 12) % 52
+
+
+def reference(model: Laneformer, order: str) -> torch.Tensor:
+    """Logits by the definitions, one stream, float64: every module's summed output P_n, and what module n reads."""
+    h0 = model.tok_embeddings(IDS)[:, :, None].expand(-1, -1, 4, -1)
+    sums: list[torch.Tensor] = []
+    positions = torch.arange(IDS.shape[1])
+    rope, masks = rope_table(model.config, positions), model.masks(positions, positions)
+    for n in range(6):
+        layer, late = model.layers[n // 2], {"ladder": 1, "parallel": n % 2, "plain": 0}[order]
+        h = h0 + sum(sums[: max(0, n - late)])
+        if n % 2:
+            partial = layer.feed_forward(layer.ffn_norm(h))
+        else:
+            partial = layer.attention(layer.attention_norm(h), rope, masks[n // 2], None)
+        sums.append(partial.sum(2, keepdim=True))
+    return model.lm_head(h0 + sum(sums), model.norm)
+
+
+@pytest.mark.parametrize("kind", ["ladder", "parallel"])
+def test_a_neighbour_is_what_its_definition_says(kind: str):
+    model = build(CONFIG, kind, seed=3).double()
+    assert torch.allclose(model(IDS), reference(model, kind), rtol=0, atol=1e-12)
+    assert not torch.allclose(model(IDS), reference(model, "plain"), rtol=0, atol=1e-6)
+
+
+def test_desync_by_one_reduces_everywhere_and_is_tensor_parallelism():
+    plain, desync = build(CONFIG, None, 1).double(), build(CONFIG, "desync_1", 1).double()
+    assert torch.allclose(plain(IDS), desync(IDS), rtol=0, atol=1e-12)
+    never = build(LaneformerConfig(**SMALL | {"use_attention_comm": False, "use_mlp_comm": False}), None, 1).double()
+    assert torch.allclose(never(IDS), build(CONFIG, "desync_7", 1).double()(IDS), rtol=0, atol=1e-12)  # of 6 modules
+    assert not torch.allclose(plain(IDS), build(CONFIG, "desync_2", 1).double()(IDS), rtol=0, atol=1e-6)
+
+
+def test_a_seed_gives_all_variants_the_same_weights():
+    models = [build(CONFIG, kind, 5) for kind in (None, "ladder", "parallel", "desync_2", "lost_lane")]
+    for other in models[1:]:
+        for (name, a), (same, b) in zip(models[0].named_parameters(), other.named_parameters(), strict=True):
+            assert name == same
+            assert torch.equal(a, b)
+
+
+def test_what_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="joins = 'lader' is unknown; choose from ladder"):
+        build(CONFIG, "lader", 0)
+    with pytest.raises(ValueError, match="leave broadcast_delay at 0"):
+        build(LaneformerConfig(**SMALL | {"broadcast_delay": 2}), "ladder", 0)
+
+
+def result(variant: str, seed: int, loss: float, rate: float = 1.0) -> dict[str, object]:
+    return {
+        "size": "s", "variant": variant, "seed": seed, "learning_rate": rate, "valid_loss": loss, "parameters": 1,
+        "tokens": 1,
+    }  # fmt: skip
+
+
+def test_differences_are_paired_by_seed_at_each_variants_best_rate():
+    results = [result("base", 0, 9.0, rate=2.0), result("late", 0, 9.0, rate=1.0)]
+    results += [result("base", seed, loss) for seed, loss in enumerate((4.0, 5.0, 6.0))]
+    results += [result("late", seed, loss, rate=2.0) for seed, loss in enumerate((4.1, 5.2, 6.3))]
+    rows = {row["variant"]: row for row in paired(results, "base")}
+    assert rows["late"]["learning_rate"] == 2.0
+    assert rows["late"]["difference"] == pytest.approx(0.2)
+    assert rows["late"]["half_width_95"] == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)  # not the spread of the seeds
+    assert rows["base"]["difference"] == rows["base"]["half_width_95"] == 0.0
+    assert interval([1.0])[0] == 1.0
+
+
+def test_every_variant_and_size_of_the_shipped_config_builds():
+    plan = Plan.read(Options(SHIPPED, Path("unused"), sizes=("1m", "2m5", "10m", "30m", "100m")))
+    parameters = {}
+    for job in plan.sweep():
+        config = LaneformerConfig(vocab_size=4096, max_position_embeddings=256, **job.model)
+        with torch.device("meta"):
+            Laneformer(config)
+        if job.size == "1m":
+            build(config, job.joins, 0)
+        parameters[job.size] = config.parameter_count()["total"] - 2 * 4096 * config.hidden_size
+    assert list(parameters) == ["1m", "2m5", "10m", "30m", "100m"]
+    assert parameters["1m"] < parameters["2m5"] < parameters["10m"] < parameters["30m"] < parameters["100m"]
+
+
+def run(config: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.ablate", str(config), "--out", str(out), "--workers", "1", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data: Path, tmp_path: Path):
+    values = tomli.loads(SHIPPED.read_text())
+    lock = next(prepared_data.glob("**/phase1.lock.json"))
+    text = SHIPPED.read_text().replace(values["training"]["lock"], str(lock))
+    shrunk = {
+        "steps = 400": "steps = 3", "seq_len = 256": "seq_len = 16", "batch_sequences = 8": "batch_sequences = 2",
+        "num_hidden_layers = 8": "num_hidden_layers = 3", "[0, 1, 2]": "[0, 1]",
+    }  # fmt: skip
+    for old, new in shrunk.items():
+        assert old in text
+        text = text.replace(old, new)
+    config = tmp_path / "toy.toml"
+    config.write_text(text + "\n")
+    out = tmp_path / "out"
+    flags = ("--variants", "delay_0", "delay_2", "ladder", "lost_lane")
+    first = run(config, out, *flags)
+    assert first.returncode == 0, first.stderr
+    lines = (out / "results.jsonl").read_text().splitlines()
+    assert len(lines) == 4 * 3 + 4
+    (out / "results.jsonl").write_text("\n".join(lines[:9]) + "\n" + lines[9][:40])  # cut off while it wrote
+    again = run(config, out, *flags)
+    assert again.returncode == 0, again.stderr
+    key = ("variant", "seed", "learning_rate", "valid_loss")
+    whole = [line for line in (out / "results.jsonl").read_text().splitlines() if line.endswith("}")]
+    rows = [sorted(str([json.loads(line)[k] for k in key]) for line in part) for part in (lines, whole)]
+    assert rows[0] == rows[1]  # the same losses to the last bit
+    assert (out / "differences.svg").read_text().lstrip().startswith("<?xml")
+    other = run(config, out, *flags, "--device", "meta")
+    assert other.returncode == 1
+    assert "holds results of another training (device)" in other.stderr
