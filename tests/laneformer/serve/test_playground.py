@@ -98,7 +98,7 @@ def page(browser: Page, server: StandIn) -> Page:
     if browser.run("location.protocol") == "http:":
         browser.run("localStorage.clear(), sessionStorage.clear()")
     browser.open(server.address)
-    browser.until("document.querySelector('#promise b')")
+    browser.until("document.querySelector('#model').innerText")
     return browser
 
 
@@ -249,7 +249,7 @@ def test_a_key_is_asked_for(page: Page, server: StandIn) -> None:
     page.run("document.querySelector('.notice input').focus()")
     page.type("secret")
     page.press("Enter", "\r")
-    page.until("document.querySelector('#promise b') && !document.querySelector('.notice')")
+    page.until("document.querySelector('#model').innerText && !document.querySelector('.notice')")
     say(page, "Hello")
     assert text(page, "article.assistant .body") == "You said: Hello"
     assert "secret" not in page.run("JSON.stringify(localStorage)")
