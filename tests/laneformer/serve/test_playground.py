@@ -144,7 +144,7 @@ def test_markdown_is_the_same_streamed_and_at_once(page: Page) -> None:
     assert html.startswith(RENDERED)
     assert '<ol start="3"><li>third</li><li>fourth</li></ol><blockquote><p>quoted<br>twice</p></blockquote>' in html
     assert '<td class="left">a</td><td class="right"><code>1</code></td>' in html
-    assert '<span class="comment"># a comment</span>' in html
+    assert '<span class="call">merge</span>(a, b):  <span class="comment"># a comment</span>' in html
     assert '<span class="string">    of text."""</span>' in html, "a string over two lines"
     assert '<li>two<ol start="1"><li>deeper</li><li>and deeper<figure class="code">' in html
     assert html.endswith("<hr><p>Last <em>words</em>.</p>")
