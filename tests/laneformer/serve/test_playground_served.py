@@ -81,14 +81,14 @@ def test_a_key_a_refusal_and_a_server_that_dies(
     browser.type("secret")
     browser.press("Enter", "\r")
     browser.until("document.querySelector('#model').innerText && !document.querySelector('.notice')")
-    browser.run("localStorage.setItem('laneformer.settings', '{\"top_p\": 0}')")
+    browser.run("localStorage.setItem('laneformer.settings', '{\"max_completion_tokens\": 0}')")
     browser.open(running.url + "/")
     browser.until("document.querySelector('#model').innerText")
     browser.run("document.querySelector('#prompt').focus()")
     browser.type("Hello")
     browser.press("Enter", "\r")
     browser.until("document.querySelector('.notice')")
-    assert "top_p" in text(browser, ".notice"), "the server's own words"
+    assert "max_completion_tokens" in text(browser, ".notice"), "the server's own words"
     browser.click("#open-settings")
     browser.click("#reset")
     browser.click(".notice button")
