@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
 RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
-PACE_S = 0.001  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
+PACE_S = 0.002  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
 LONGEST_RETRY_S = 60
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
