@@ -16,7 +16,7 @@ from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
 from laneformer.engine.options import batch_seeds
 from tests.laneformer.serve.conftest import Server, start
-from tests.laneformer.serve.test_completions import GREEDY, chunks
+from tests.laneformer.serve.test_completions import GREEDY, chunks, counted
 
 TALK: list[Any] = [{"role": "user", "content": "Hello, how are you?"}]
 
@@ -237,6 +237,15 @@ def roomy(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     server = start(folder)
     yield server
     assert server.stop() == 0, server.output()
+
+
+def test_a_stop_string_ends_the_request_in_the_engine(roomy):
+    text = post(roomy, max_tokens=40, ignore_eos=True)["choices"][0]["message"]["content"]
+    before = counted(roomy, 'ended_total{reason="cancelled"')
+    answer = post(roomy, max_tokens=1900, ignore_eos=True, stop=text[10:14])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["prompt_tokens_details"] is not None
+    assert counted(roomy, 'ended_total{reason="cancelled"') == before + 1
 
 
 def test_tool_calls(roomy):
