@@ -175,6 +175,7 @@ def test_refusals(tiny):
     assert refused(tiny, message=[])["message"].startswith("message is unknown; did you mean 'messages'?")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_says_so(server, model_folder, tmp_path):
     folder = Path(shutil.copytree(model_folder, tmp_path / "plain"))
     (folder / "tokenizer_config.json").write_text("{}")
@@ -183,6 +184,7 @@ def test_a_model_without_a_template_says_so(server, model_folder, tmp_path):
     assert httpx.post(f"{one.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_sampling_of_the_models_makers(server, model_folder, tmp_path):
     """Their generation_config.json holds for what a request leaves open."""
     folder = Path(shutil.copytree(model_folder, tmp_path / "sampled"))
