@@ -246,6 +246,15 @@ def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> Non
     assert parsed(use, "Only a <tool.", random.Random(1)) == ("Only a <tool.", [])
 
 
+@pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3"])
+def test_several_calls_are_told_apart(name: str) -> None:
+    use = calling(name).use(TOOLS)
+    made = [call["function"] for call in CALLS] * 2
+    expected = [(function["name"], function["arguments"]) for function in made]
+    for seed in range(20):
+        assert parsed(use, "Hm. " + use.calling.form.written(made), random.Random(seed)) == ("Hm. ", expected)
+
+
 def ids_of(kind: str, text: str) -> list[int]:
     """Ids of an answer: without the space that some tokenizers put before a text and behind a control token."""
     known = Tokenizer.from_str(grammars(kind).tokenizer.to_str())
