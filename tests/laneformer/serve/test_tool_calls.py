@@ -207,6 +207,7 @@ def check_calls(name: str, kind: str, seeds: range) -> None:
                 assert parsed(use, text) == (content, calls)
                 for function, arguments in calls:
                     jsonschema.validate(arguments, SCHEMAS[function])
+                    assert arguments.keys() <= SCHEMAS[function].get("properties", {}).keys()
                 if choice != "auto":
                     assert content is None
                     assert calls
