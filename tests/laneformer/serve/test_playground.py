@@ -32,6 +32,7 @@ Next line of 2*3*4 and snake_case_name, ~~gone~~, \\*escaped\\*.
 - three
 
 3. third
+
 4. fourth
 
 > quoted

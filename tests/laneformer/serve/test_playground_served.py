@@ -21,7 +21,7 @@ from tests.laneformer.serve.conftest import Server
 pytestmark = [needs_browser, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[3]
 PICTURE = ROOT / "docs/images/playground.png"
-PROMPT = "Write a Python function that merges two sorted lists."
+PROMPT = "Write a Python function that reverses a string."
 IDLE = "!document.body.classList.contains('running')"
 
 

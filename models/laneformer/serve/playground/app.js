@@ -208,7 +208,7 @@ function drawSettings() {
     return make("label", {}, make("span", {}, label, make("small", { id: `about-${name}` }, help)), field);
   });
   $("settings-form").replaceChildren(make("label", { class: "tall" }, "System prompt", system), ...rows);
-  for (const [name, value] of Object.entries(settings)) $("settings-form").elements[name].value = value;
+  for (const field of $("settings-form").elements) field.value = settings[field.name] ?? "";
 }
 
 function showSettings(open) {
