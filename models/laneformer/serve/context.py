@@ -37,6 +37,7 @@ class ServingContext:
         self.eos_ids, self.sampling_defaults = engine.eos_ids, engine.sampling_defaults
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids)
+        self.grammars.prepare()  # before requests come, whose streams it would stall
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
         identity = repr((__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model))
         self.fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"

@@ -156,6 +156,7 @@ class CompletionRequest(Sampled):
 class Called(Body):
     name: str
     arguments: str
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None  # of the openai client's own, sent back
 
 
 class ToolCall(Body):
@@ -179,6 +180,7 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] = []  # of our own answers, sent back
+    parsed: Annotated[Any, Field(exclude=True)] = None  # of the openai client's own
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:

@@ -225,3 +225,14 @@ def test_examples_of_the_reference_are_accepted():
     for example in examples:
         values = json.loads(example)
         (CompletionRequest if "prompt" in values else ConversationRequest).model_validate(values)
+
+
+def test_what_the_openai_client_parsed_may_be_sent_back():
+    """`client.chat.completions.parse` adds what it made of the answer; the template does not see it."""
+    function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
+    call = {"id": "1", "type": "function", "function": function}
+    said = [{"role": "assistant", "content": "{}", "parsed": {"a": 2}}, {"role": "assistant", "tool_calls": [call]}]
+    body = parsed(ConversationRequest, messages=[{"role": "user", "content": "Hi"}, *said])
+    answer, called = (message.plain() for message in body.messages[1:])
+    assert answer == {"role": "assistant", "content": "{}"}
+    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
