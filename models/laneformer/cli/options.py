@@ -13,6 +13,8 @@ import tyro
 from ..engine import Engine, GenerationOptions
 from ..tensors import MatrixDtype
 
+FOLDERS_ALONE = ("lanes", "cache", "context_tokens")  # a flavor has its own
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -34,15 +36,22 @@ class ModelOptions:
     """Lanes of a Llama-family model; default: as suit the threads. A Laneformer has its own."""
     cache: bool = True
     """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start."""
+    context_tokens: int | None = None
+    """Longest prompt and answer together; default: as the model says."""
+    cache_bytes: int | None = None
+    """Memory for keys and values of earlier requests; default: a quarter of what is left. CPU only."""
 
     def load(self, path: Path) -> Engine:
-        return Engine.from_pretrained(path, **dataclasses.asdict(self))
+        return Engine.from_pretrained(path, **self._given())
 
     def random(self, flavor: str) -> Engine:
-        options = dataclasses.asdict(self)
-        for name in ("lanes", "cache"):  # there is no folder, and a flavor has its own lanes
-            del options[name]
+        options = self._given()
+        for name in FOLDERS_ALONE:
+            options.pop(name, None)
         return Engine.random(flavor, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
@@ -153,13 +152,13 @@ def add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         found = refusal(error.errors())
-        kind = request.headers.get("content-type", "").partition(";")[0]
-        if found.code == "invalid_json" and kind != "application/json":
+        kind = request.headers.get("content-type", "")
+        if found.code == "invalid_json" and not kind.startswith("application/json"):
             found = RequestError(f"the body has the content type {kind!r}; send application/json", None, "invalid_json")
         return error_response(found)
 
-    for kind in (HTTPException, RequestError, *STATUS, Exception):
-        app.add_exception_handler(kind, told)
+    for kind_of_error in (HTTPException, RequestError, *STATUS, Exception):
+        app.add_exception_handler(kind_of_error, told)
     app.add_exception_handler(RequestValidationError, invalid)
 
 
@@ -200,7 +199,7 @@ def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] 
     on_start: is told the address as soon as it can be called.
     """
     with options.listen() as listening:
-        if options.host not in LOOPBACK and options.api_key is None:
+        if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
             print(
                 f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it", file=sys.stderr
             )

@@ -78,21 +78,37 @@ class Grammars:
         """The part of a Lark grammar that stands for JSON of a schema; ValueError says where the schema is wrong."""
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
-        rule = f"%json {_compiled(schema)}"
-        self._check_size(rule, what)
-        if math.lcm(*_multiples(schema)) > MOST_MULTIPLE:
-            raise ValueError(f"{what}: the least common multiple of all multipleOf is above {MOST_MULTIPLE:,}")
-        if error := self._error(schema):
-            raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
+        try:
+            rule = f"%json {_compiled(schema)}"
+            self._check_size(rule, what)
+            if math.lcm(*_multiples(schema)) > MOST_MULTIPLE:
+                raise ValueError(f"{what}: the least common multiple of all multipleOf is above {MOST_MULTIPLE:,}")
+            if error := self._error(schema):
+                raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
+        except RecursionError:
+            raise ValueError(f"{what} is nested too deeply") from None
         return rule
 
+    @cached_property
+    def _control(self) -> dict[str, int]:
+        """Tokens that no text of a grammar matches: llguidance's choice, <think> as well as <|im_end|>."""
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in added if self._tokenizer.is_special_token(i)}
+
     def literal(self, text: str) -> str:
-        """The part of a Lark grammar that stands for this text, in which control tokens may be spelled."""
-        tokenizer = self.tokenizer
-        control = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
-        names = "|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)"
+        """The part of a Lark grammar that stands for this text, control tokens in it as such."""
+        names = "|".join(map(re.escape, sorted(self._control, key=len, reverse=True))) or "(?!)"
         parts = [part for part in re.split(f"({names})", text) if part]
-        return " ".join(f"<[{control[p]}]>" if p in control else json.dumps(p, ensure_ascii=False) for p in parts)
+        return " ".join(
+            f"<[{self._control[part]}]>" if part in self._control else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        )
+
+    def text_tokens(self, but: str) -> str:
+        """The part that stands for one token that is text to people though none to llguidance; "" without such."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        ids = [i for name, i in self._control.items() if not added[i].special and name != but]
+        return f"<[{','.join(map(str, ids))}]>" if ids else ""
 
     def of_lark(self, lark: str) -> Grammar:
         """A grammar in llguidance's variant of Lark's syntax, made of rules that have been checked."""

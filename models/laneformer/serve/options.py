@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-RANGES: dict[str, tuple[float, float]] = {
-    "port": (0, 65535),
-    "max_waiting": (0, 10_000),
-    "deadline_s": (0.001, 1e9),
-    "grace_s": (0, 1e6),
-    "max_body_bytes": (1, 2**40),
-    "keep_alive_s": (0.01, 1e6),
+from ..engine.options import in_range
+
+RANGES: dict[str, tuple[type, float, float]] = {
+    "port": (int, 0, 65535),
+    "max_waiting": (int, 0, 10_000),
+    "deadline_s": (float, 0.001, 1e9),
+    "grace_s": (float, 0, 1e6),
+    "max_body_bytes": (int, 1, 2**40),
+    "keep_alive_s": (float, 0.01, 1e6),
 }
 
 
@@ -44,31 +46,18 @@ class ServerOptions:
             object.__setattr__(self, "api_key", os.environ.get("LANEFORMER_API_KEY"))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""):
             raise ValueError("the API key must be ASCII text without spaces around it, at least one character")
-        for name in ("model", "host"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"{name} = {getattr(self, name)!r} must be a text of at least one character")
-        kinds = {field.name: field.type for field in fields(self)}
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            allowed = (int,) if kinds[name] == "int" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
-                raise ValueError(f"{name} = {value!r} must be {kinds[name]} from {low:g} to {high:g}")
+        if not self.model or not self.host:
+            raise ValueError(f"model = {self.model!r} and host = {self.host!r} must have at least one character")
+        for name, (kind, low, high) in RANGES.items():
+            object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
 
     def listen(self) -> socket.socket:
-        """A bound socket, so that nobody else takes the port; ValueError says why there is none."""
+        """A listening socket, so that nobody else takes the port; ValueError says why there is none."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listening = socket.socket(family, kind, protocol)
+            return socket.create_server((self.host, self.port), family=family)
         except OSError as error:
-            raise ValueError(f"host = {self.host!r} is no address of this machine: {error.strerror}") from None
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-        except OSError as error:
-            listening.close()
+            reason = (error.strerror or str(error)).partition(" (while")[0]
             raise ValueError(
-                f"cannot listen on port {self.port} of {self.host}: {error.strerror}; choose another with --port"
+                f"cannot listen on port {self.port} of {self.host}: {reason}; choose another --port or --host"
             ) from None
-        return listening

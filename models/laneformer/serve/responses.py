@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from .completions import CompletionAnswer
+from .conversations import ConversationAnswer
 from .scheduler import Busy, DeadlineExceeded, EngineError, Stopping
 from .schema import RequestError
 
@@ -21,14 +21,6 @@ CODES = {401: "invalid_api_key", 429: "queue_full"}
 STALLED_S = 30.0  # a reader that has not read for so long is gone
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"
-
-
-class Answer(Protocol):
-    """What completions and conversations give: JSON texts of chunks, or the whole."""
-
-    def __aiter__(self) -> AsyncIterator[str]: ...
-    async def whole(self) -> dict[str, Any]: ...
-    def cancel(self) -> None: ...
 
 
 def error_body(error: Exception) -> tuple[int, bytes]:
@@ -57,7 +49,7 @@ class AnswerResponse(Response):
     an event. While nothing comes, a comment every `keep_alive_s` keeps proxies from closing the connection.
     """
 
-    def __init__(self, answer: Answer, stream: bool, keep_alive_s: float):
+    def __init__(self, answer: CompletionAnswer | ConversationAnswer, stream: bool, keep_alive_s: float):
         self.status_code, self.background = 200, None
         self._answer, self._streamed, self._keep_alive_s = answer, stream, keep_alive_s
         self._writing = asyncio.Lock()
@@ -66,6 +58,8 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(disconnected(receive))
         work = asyncio.create_task(self._stream(send) if self._streamed else self._whole(scope, receive, send))
+        if self._streamed:
+            self._keeping = asyncio.create_task(self._keep_alive(work))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -81,9 +75,6 @@ class AnswerResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         self._send = send
-        task = asyncio.current_task()
-        assert task is not None
-        keeping = asyncio.create_task(self._keep_alive(task))
         end = DONE
         try:
             async for chunk in self._answer:
@@ -94,7 +85,7 @@ class AnswerResponse(Response):
             end = b"data: %b\n\n" % error_body(error)[1] + DONE
         finally:
             async with self._writing:  # not in the middle of a comment
-                keeping.cancel()
+                self._keeping.cancel()
         await self._write(end, more=False)
 
     async def _write(self, body: bytes, more: bool = True) -> None:
@@ -105,20 +96,13 @@ class AnswerResponse(Response):
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _keep_alive(self, work: asyncio.Task[None]) -> None:
-        stalled_s = 0.0
-        while stalled_s < STALLED_S:
-            before = self._writes
-            await asyncio.sleep(self._keep_alive_s)
-            if self._writes != before:
-                stalled_s = 0.0
-            elif self._writing.locked():
-                stalled_s += self._keep_alive_s
-            else:
-                with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # of a write that the client holds up, this one or another
+            while True:
+                before = self._writes
+                await asyncio.sleep(self._keep_alive_s)
+                if self._writes == before:
                     async with asyncio.timeout(STALLED_S):
                         await self._write(b": keep-alive\n\n")
-                        continue
-                break
         work.cancel()
 
 

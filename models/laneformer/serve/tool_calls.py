@@ -196,16 +196,18 @@ class ToolUse:
                 called.append(f"{literal(function['name'] + form.middle)} a{number}")
         more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         calls = f"call {more} {literal(form.end)}"
-        marker, rest = form.marker, form.begin.removeprefix(form.marker)
-        begin = literal(marker)
+        marker, rest = form.marker, f"{literal(form.begin.removeprefix(form.marker))} {calls}"
+        token = self.calling.grammars.text_tokens(but=marker)
         if not self.optional:
             start = f"start: {literal(form.begin)} {calls}"
         elif marker == "{":
-            start = f"start: TEXT? | {literal(form.begin)} {calls}\nTEXT: /[^{{](.|\\n)*/"
-        elif begin.startswith("<["):  # a control token, which is in no text
-            start = f"start: TEXT ({begin} {literal(rest)} {calls})?\nTEXT: /(.|\\n)*/"
-        else:
-            start = f"start: TEXT | head {literal(rest)} {calls}\nTEXT: /(.|\\n)*/\nhead[lazy]: TEXT {begin}"
+            more = f"({token} TEXT)*" if token else ""
+            start = f"start: FIRST? {more} | {literal(form.begin)} {calls}\nFIRST: /[^{{](.|\\n)*/"
+        else:  # as a token of its own, and as its letters
+            before, single = f"(TEXT {token})*" if token else "", literal(marker)
+            called_by_token = f"| TEXT {single} {rest}" if single.startswith("<[") else ""
+            start = f"start: {before} (TEXT | head {rest} {called_by_token})\nhead[lazy]: TEXT {json.dumps(marker)}"
+        rules += ["TEXT: /(.|\\n)*/"]
         return self.calling.grammars.of_lark("\n".join([start, f"call: {' | '.join(called)}", *rules]))
 
     def parser(self) -> CallParser | None:

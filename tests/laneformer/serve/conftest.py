@@ -84,20 +84,30 @@ def start(folder: Path, prelude: str = "", engine: dict[str, Any] | None = None,
     return found
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of a few thousand tokens a second, with sliding windows; its context is 512 tokens."""
-    folder = tmp_path_factory.mktemp("served") / "tiny"
+def write_model(folder: Path, **sizes: Any) -> Path:
+    """A random model whose ids beyond the tokenizer's are padding, as many models have."""
     tokenizer = byte_level(TEXTS * 20, SPECIAL, vocab_size=400)
     vocab_size = tokenizer.get_vocab_size()
-    config = small_config(vocab_size=vocab_size + -vocab_size % 4, max_position_embeddings=512)
-    end = tokenizer.token_to_id("<|im_end|>")
-    write_folder(folder, random_model(config), eos_token_id=end)
+    config = small_config(vocab_size=vocab_size + -vocab_size % 4, **sizes)
+    write_folder(folder, random_model(config), eos_token_id=tokenizer.token_to_id("<|im_end|>"))
     save(
         tokenizer, folder, chat_template=SMOLLM2, eos_token="<|im_end|>", bos_token="<|endoftext|>",
         tokenizer_class="PreTrainedTokenizerFast",
     )  # fmt: skip
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some ten thousand tokens a second, with sliding windows; its context is 512 tokens."""
+    return write_model(tmp_path_factory.mktemp("served") / "tiny", max_position_embeddings=512)
+
+
+@pytest.fixture(scope="session")
+def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
+    sizes = {"hidden_size": 320, "intermediate_size": 704, "num_hidden_layers": 8, "max_position_embeddings": 8192}
+    return write_model(tmp_path_factory.mktemp("served") / "slow", **sizes)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from laneformer import Laneformer
 from laneformer.engine import Batch
@@ -22,6 +22,7 @@ TEXTS = [
     '[{"é": null}, {"東京": true}, "2024-01-31T10:00:00Z", "a@b.org"] false, the answer is "x".\n  ',
 ]
 SPECIAL = ["<s>", "</s>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]"]
+HERMES_TAGS = "<tool_call>", "</tool_call>"
 EOS = "</s>", "<|im_end|>"
 UNUSED = 45  # rows of the embedding table behind the tokenizer's last id
 
@@ -71,7 +72,19 @@ def pieces_tokenizer() -> Tokenizer:
     return tokenizer_of({f"tokenizer.ggml.{name}": value for name, value in {**values, "scores": scores}.items()})
 
 
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": bytes_tokenizer, "pieces": pieces_tokenizer}
+@functools.cache
+def tagged_tokenizer() -> Tokenizer:
+    """As Qwen's: tags are tokens, which decoding shows."""
+    made = Tokenizer.from_str(bytes_tokenizer().to_str())
+    made.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>", *HERMES_TAGS)])
+    return made
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": bytes_tokenizer,
+    "pieces": pieces_tokenizer,
+    "tagged": tagged_tokenizer,
+}
 
 
 @functools.cache

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.laneformer.serve.conftest import Server
+from tests.laneformer.serve.conftest import Server, start
 
-LONG = {"prompt": "The quick", "max_tokens": 500, "ignore_eos": True, "temperature": 1.0}
-# 20 ms a token, so that a request is still running when a test looks
-SLOW = """
-import time
-from laneformer.engine.batch import Batch
-updates = Batch.updates
-def slow(self, timeout_s):
-    time.sleep(0.02)
-    return updates(self, timeout_s)
-Batch.updates = slow
-"""
+KEY = {"authorization": "Bearer sesame"}
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -30,18 +20,6 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     return error
-
-
-def metric(server: Server, name: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"laneformer_{name}"))
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.02)
 
 
 def test_health_and_models(tiny: Server) -> None:
@@ -118,6 +96,13 @@ def test_a_body_may_be_so_long(tiny: Server, length: str) -> None:
     assert "more than 4194304 bytes" in error_of(response)["message"]
 
 
+@pytest.fixture(scope="module")
+def named(model_folder: Path) -> Iterator[Server]:
+    server = start(model_folder, host_names=["Playground.example"], api_key="sesame")
+    yield server
+    assert server.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -135,7 +120,7 @@ def test_a_body_may_be_so_long(tiny: Server, length: str) -> None:
     ],
 )
 def test_pages_of_other_sites_cannot_use_it(named: Server, headers: dict[str, str], status: int) -> None:
-    headers = {name: named.url if value == "OWN" else value for name, value in headers.items()}
+    headers = {name: named.url if value == "OWN" else value for name, value in headers.items()} | KEY
     response = httpx.get(f"{named.url}/v1/models", headers=headers)
     assert response.status_code == status
     if status == 403:
@@ -143,10 +128,11 @@ def test_pages_of_other_sites_cannot_use_it(named: Server, headers: dict[str, st
     assert "access-control-allow-origin" not in response.headers
 
 
-@pytest.fixture(scope="module")
-def named(model_folder):
-    from tests.laneformer.serve.conftest import start
-
-    server = start(model_folder, host_names=["Playground.example"])
-    yield server
-    assert server.stop() == 0
+def test_the_key(named: Server) -> None:
+    for headers in ({}, {"authorization": "Bearer Sesame"}, {"authorization": "sesame"}, {"authorization": "Bearer é"}):
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/x")):
+            response = httpx.request(method, named.url + path, headers=[(k, v.encode()) for k, v in headers.items()])
+            assert response.status_code == 401
+            assert error_of(response)["code"] == "invalid_api_key"
+    assert httpx.get(f"{named.url}/health").status_code == 200
+    assert httpx.get(f"{named.url}/v1/models", headers=KEY).status_code == 200

@@ -44,15 +44,16 @@ class CudaDecoder(OneAtATime):
         math: str = "auto",
         pin: bool | None = None,
         kv_dtype: str = "auto",
+        cache_bytes: int | None = None,
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
 
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin,
-        kv_dtype.
+        kv_dtype, cache_bytes.
         """
         if dtype == "auto":
             dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
-        unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
+        unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "cache_bytes": cache_bytes}
         unsupported["math"] = None if math in ("auto", "exact") else math
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         unsupported["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype

@@ -20,7 +20,7 @@ NODE_CLIENTS = Path(sys.prefix) / "node-clients"
 
 @pytest.fixture(scope="module")
 def asked(model_folder: Path) -> Iterator[Asked]:
-    server = start(model_folder, api_key=KEY)
+    server = start(model_folder, engine={"context_tokens": 1024}, api_key=KEY)  # room for tools
     yield Asked(server.url, "tiny", KEY)
     assert server.stop() == 0, server.output()
 

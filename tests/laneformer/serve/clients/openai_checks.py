@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 QUESTION = [{"role": "user", "content": "def main(argv):"}]
 IDLE_S = 10.0
-LONG: dict[str, Any] = {"messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {"messages": QUESTION, "max_tokens": 400, "n": 32, "extra_body": {"ignore_eos": True}}
 
 
 @dataclass
@@ -203,7 +203,8 @@ def tools(a: Asked) -> None:
 
     with a.sync() as client:
         given: dict[str, Any] = {
-            "model": a.model, "messages": QUESTION, "max_tokens": 100, "temperature": 0, "tool_choice": "required",
+            "model": a.model, "messages": QUESTION, "max_tokens": 300, "temperature": 0, "tool_choice": "required",
+            "parallel_tool_calls": False,  # random weights would not stop to call
             "tools": [openai.pydantic_function_tool(Paint, name="paint")],
         }  # fmt: skip
         (choice,) = client.chat.completions.parse(**given).choices
@@ -289,7 +290,7 @@ def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:
 
 
 CHECKS = (
-    models, chat, streamed_chat, logprobs, several_choices, completions, errors, cancelled_stream,
+    models, chat, streamed_chat, logprobs, several_choices, completions, errors, structured, tools, cancelled_stream,
     timeouts, many_at_once, cancelled_tasks,
 )  # fmt: skip
 
