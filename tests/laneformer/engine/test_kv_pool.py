@@ -86,21 +86,37 @@ def test_without_room_a_conversation_goes_on_with_its_windows_alone(window):
         assert seen[2] == 0
 
 
-def test_between_starts_goes_first_and_edits_read_from_the_last_start_on():
+def test_positions_between_starts_go_first():
+    """A start keeps the pages of its window, so that any position of its last page may be one."""
     model = random_model(small_config(**LONG), seed=5)
     with engine_of(model) as engine, engine_of(model) as fresh:
         talk = random_ids(engine.config, 300)
         talk += answer(engine, talk, 150)[0] + random_ids(engine.config, 200, seed=1)
         talk += answer(engine, talk, 150)[0]
-        core(engine).set_cache_limit(kv_bytes(engine) - 1)  # one position too many
-        other = random_ids(engine.config, 20, seed=2)
-        engine.generate(other, max_new_tokens=1)
-        # ends of prompts: 299 and 649; of the first answer: 449. Each has its window's pages, and so all up to them
-        for parted, at in ((760, 649), (650, 649), (640, 449), (460, 449), (380, 299), (250, 0)):
-            prompt = [*talk[:parted], (talk[parted] + 1) % 100]
+        core(engine).set_cache_limit(kv_bytes(engine) - 1)
+        engine.generate(random_ids(engine.config, 20, seed=2), max_new_tokens=1)
+        # ends of prompts: 299 and 649; of the first answer: 449
+        for kept, start in ((760, 649), (650, 649), (640, 449), (460, 449), (380, 299), (250, 0)):
+            prompt = [*talk[:kept], (talk[kept] + 1) % 100]
             seen = answer(engine, prompt, 1)
             assert seen[:2] == answer(fresh, prompt, 1, reuse_prefix=False)[:2]
-            assert at <= seen[2] <= -(-at // PAGE) * PAGE, "within the page that holds the start"
+            assert start <= seen[2] <= -(-start // PAGE) * PAGE
+
+
+def test_a_window_that_is_there_in_part_is_no_start():
+    """Of 600 positions, a window of 150 keeps 128..319 and 448..599 for the starts 299 and 599."""
+    model = random_model(small_config(**{**LONG, "sliding_window": 150}), seed=5)
+    with engine_of(model) as engine, engine_of(model) as fresh:
+        talk = random_ids(engine.config, 600)
+        engine.generate(talk[:300], max_new_tokens=1)
+        engine.generate(talk, max_new_tokens=1)
+        core(engine).set_cache_limit(kv_bytes(engine) - 1)
+        engine.generate(random_ids(engine.config, 20, seed=2), max_new_tokens=1)
+        for kept, start in ((598, 598), (597, 597), (560, 320)):
+            prompt = [*talk[:kept], (talk[kept] + 1) % 100]
+            seen = answer(engine, prompt, 1)
+            assert seen[:2] == answer(fresh, prompt, 1, reuse_prefix=False)[:2]
+            assert seen[2] == start
 
 
 def test_choices_of_one_prompt_read_it_once():

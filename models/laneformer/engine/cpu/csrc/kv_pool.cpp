@@ -19,10 +19,6 @@ int common(const std::vector<int>& a, const std::vector<int>& b, int most) {
   const auto same = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
   return std::max(0, std::min(static_cast<int>(same), most));
 }
-
-int positions_of_a_page(size_t position_bytes) {
-  return static_cast<int>(round_up((page_bytes() + position_bytes - 1) / position_bytes, 16));
-}
 }  // namespace
 
 KvPool::KvPool(const ModelSpec& spec, std::vector<int> heads)
@@ -30,7 +26,7 @@ KvPool::KvPool(const ModelSpec& spec, std::vector<int> heads)
       heads_(std::move(heads)),
       position_bytes_(spec.padded_head_dim() * laneformer::bytes_of(spec.kv_dtype)),
       head_bytes_(round_up(spec.cache_slots() * position_bytes_, page_bytes())),
-      page_(positions_of_a_page(position_bytes_)),
+      page_(static_cast<int>(round_up((page_bytes() + position_bytes_ - 1) / position_bytes_, 16))),
       all_heads_(std::accumulate(heads_.begin(), heads_.end(), 0)) {
   for (int layer = 0; layer < spec.layers; ++layer)
     if (windowed(layer)) window_ = std::max(window_, spec.window[layer]), ++windows_;
@@ -130,13 +126,11 @@ void KvPool::add_start(Cache& cache, int position) {
 
 // Positions from `position` on will be written anew; it is not inside of a page that was dropped.
 void KvPool::truncate(Cache& cache, int position) {
-  if (const int kept = cache.pages_dropped; kept || !position) {
-    for (int page = page_of(position + page_ - 1); page < static_cast<int>(cache.dropped.size()); ++page)
-      drop(cache, page, false);
-    if (cache.pages_dropped < kept || !position) {
-      release(cache, position, cache.written, false);
-      cache.written = position;
-    }
+  const int before = cache.pages_dropped;
+  for (size_t page = page_of(position + page_ - 1); page < cache.dropped.size(); ++page) drop(cache, page, false);
+  if (cache.pages_dropped < before || !position) {
+    release(cache, position, cache.written, false);
+    cache.written = position;
   }
   cache.ids.resize(position);
   cache.starts.erase(std::upper_bound(cache.starts.begin(), cache.starts.end(), position), cache.starts.end());
@@ -160,6 +154,8 @@ void KvPool::copy(int t) const {
 
 // A cache of its own, with what it will copy from another one.
 int KvPool::add(int source) {
+  const auto is_free = [](const Cache& cache) { return cache.memory.empty(); };
+  if (caches_.size() >= kMostCaches && std::none_of(caches_.begin(), caches_.end(), is_free)) give_up_cache(source);
   Cache cache;
   for (;;) try {
       for (const size_t bytes : bytes_) cache.memory.push_back(Pages::sparse(bytes));
@@ -173,18 +169,10 @@ int KvPool::add(int source) {
                                   "context_tokens, or kv_dtype = 'fp16'");
     }
   cache.dropped.assign(page_of(spec_.context) + 2, 0);
-  const int index = free_slot(source);
-  caches_[index] = std::move(cache);
-  return index;
-}
-
-int KvPool::free_slot(int source) {
-  const auto is_free = [](const Cache& cache) { return cache.memory.empty(); };
-  if (caches_.size() >= kMostCaches && std::none_of(caches_.begin(), caches_.end(), is_free)) give_up_cache(source);
-  const auto found = std::find_if(caches_.begin(), caches_.end(), is_free);
-  if (found != caches_.end()) return static_cast<int>(found - caches_.begin());
-  caches_.emplace_back();
-  return static_cast<int>(caches_.size()) - 1;
+  auto slot = std::find_if(caches_.begin(), caches_.end(), is_free);
+  if (slot == caches_.end()) slot = caches_.emplace(slot);
+  *slot = std::move(cache);
+  return static_cast<int>(slot - caches_.begin());
 }
 
 size_t KvPool::bytes_of(int positions, int pages_dropped) const {
@@ -215,24 +203,25 @@ bool KvPool::make_room(size_t more, int source) {
 
 // What is least likely to be missed: positions between the starts; whole caches; of running sequences, all starts.
 bool KvPool::give_up_one(int source) {
-  std::vector<int> by_age(caches_.size());
-  std::iota(by_age.begin(), by_age.end(), 0);
-  std::erase_if(by_age, [&](int i) { return needed(i, source); });
-  std::sort(by_age.begin(), by_age.end(), [&](int a, int b) { return caches_[a].last_used < caches_[b].last_used; });
+  const std::vector<int> oldest_first = by_age(source);
   const auto thinned = [&](bool keep_starts) {
-    return std::any_of(by_age.begin(), by_age.end(), [&](int i) { return thin(i, keep_starts); });
+    return std::any_of(oldest_first.begin(), oldest_first.end(), [&](int i) { return thin(i, keep_starts); });
   };
   return thinned(true) || give_up_cache(source) || thinned(false);
 }
 
 bool KvPool::give_up_cache(int source) {
-  int oldest = -1;
-  for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
-    if (!caches_[i].in_use && !needed(i, source) &&
-        (oldest < 0 || caches_[i].last_used < caches_[oldest].last_used))
-      oldest = i;
-  if (oldest >= 0) caches_[oldest] = {};
-  return oldest >= 0;
+  for (const int i : by_age(source))
+    if (!caches_[i].in_use) return caches_[i] = {}, true;
+  return false;
+}
+
+std::vector<int> KvPool::by_age(int source) const {
+  std::vector<int> found(caches_.size());
+  std::iota(found.begin(), found.end(), 0);
+  std::erase_if(found, [&](int i) { return needed(i, source); });
+  std::sort(found.begin(), found.end(), [&](int a, int b) { return caches_[a].last_used < caches_[b].last_used; });
+  return found;
 }
 
 // Free, or somebody starts from it in the next pass.
@@ -257,7 +246,7 @@ bool KvPool::thin(int index, bool keep_starts) {
   return thinner;
 }
 
-void KvPool::drop(Cache& cache, int page, bool dropped) {
+void KvPool::drop(Cache& cache, size_t page, bool dropped) {
   cache.pages_dropped += dropped - cache.dropped[page];
   cache.dropped[page] = dropped;
 }

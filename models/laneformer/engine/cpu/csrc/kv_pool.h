@@ -73,16 +73,16 @@ class KvPool {
   Found find(const std::vector<int>& ids, int most) const;
   int start_in(const Cache& cache, int shared) const;
   int add(int source);
-  int free_slot(int source);
   void add_start(Cache& cache, int position);
   void truncate(Cache& cache, int position);
   bool make_room(size_t bytes, int source);
   bool give_up_one(int source);
   bool give_up_cache(int source);
   bool thin(int cache, bool keep_starts);
+  std::vector<int> by_age(int source) const;  // without the needed ones
   bool needed(int cache, int source) const;
   size_t unyielding(int source) const;
-  void drop(Cache& cache, int page, bool dropped);
+  void drop(Cache& cache, size_t page, bool dropped);
   void release(Cache& cache, int from, int to, bool windows_only);
   size_t bytes_of(int positions, int pages_dropped = 0) const;
   bool windowed(int layer) const { return spec_.window[layer] && spec_.window[layer] < spec_.context; }
