@@ -122,8 +122,8 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
 
     @app.get("/props")
     async def props() -> dict[str, Any]:
-        probe_bytes_per_s = facts["probe_bytes_per_s"]
-        return {**facts, "limit_tokens_per_s": probe_bytes_per_s and probe_bytes_per_s / facts["weight_bytes"]}
+        read = facts["probe_bytes_per_s"]
+        return {**facts, "limit_tokens_per_s": read and read / facts["weight_bytes"]}
 
     @app.get("/metrics")
     async def metrics_text() -> Response:

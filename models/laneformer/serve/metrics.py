@@ -39,8 +39,8 @@ class Metrics(Collector):
         scheduler, totals = self._scheduler, self._scheduler.totals
         labels = {name: str(value) for name, value in self._facts.items()}
         yield InfoMetricFamily("laneformer_engine", "The model and how it is decoded", labels)
-        yield GaugeMetricFamily("laneformer_waiting", "Requests in the queue", scheduler.waiting)
-        yield GaugeMetricFamily("laneformer_running", "Requests that decode", scheduler.running)
+        yield GaugeMetricFamily("laneformer_waiting", "Requests in the queue", len(scheduler.waiting))
+        yield GaugeMetricFamily("laneformer_running", "Requests that decode", len(scheduler.running))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"laneformer_{name}", text, getattr(totals, name))
         yield histogram("time_to_first_token", "From a request's arrival to its first token", totals.first_token)
