@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -28,12 +28,9 @@ class Metrics(Collector):
     def __init__(self, scheduler: Scheduler, facts: Mapping[str, Any]):
         """facts: what does not change, with weight_bytes and, where it is known, probe_bytes_per_s."""
         self._scheduler, self._facts = scheduler, facts
-        self._registry = CollectorRegistry()
-        self.answers = Counter("laneformer_requests", "Answers", ["endpoint", "status"], registry=self._registry)
-        self._registry.register(self)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+        self.registry = CollectorRegistry()
+        self.answers = Counter("laneformer_requests", "Answers", ["endpoint", "status"], registry=self.registry)
+        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         scheduler, totals = self._scheduler, self._scheduler.totals

@@ -59,7 +59,6 @@ class Grammar(Protocol):
 
     def mask(self, index: int) -> np.ndarray:
         """The ids that new token `index` may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
-        ...
 
     def accept(self, token_id: int) -> None: ...
 
@@ -352,9 +351,8 @@ class Scheduler:
             setattr(totals, name, getattr(totals, name) + getattr(statistics, name))
         decode_s = (running.last_token_s or 0.0) - (running.first_token_s or 0.0)
         if decode_s > 0:
-            decoded = running.generated_tokens - 1
-            totals.tokens_per_s = decoded / decode_s
-            totals.passes_per_s = (decoded - statistics.accepted_tokens) / decode_s
+            totals.tokens_per_s = (running.generated_tokens - 1) / decode_s
+            totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
         """Give news to the event loop, with one wake-up for all that it has not read yet."""
