@@ -25,6 +25,7 @@ try:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, Response
     from fastapi.staticfiles import StaticFiles
+    from prometheus_client import generate_latest
     from starlette.exceptions import HTTPException
 
     from .completions import CompletionAnswer
@@ -122,12 +123,12 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
 
     @app.get("/props")
     async def props() -> dict[str, Any]:
-        probe_bytes_per_s = facts["probe_bytes_per_s"]
-        return {**facts, "limit_tokens_per_s": probe_bytes_per_s and probe_bytes_per_s / facts["weight_bytes"]}
+        read = facts["probe_bytes_per_s"]
+        return {**facts, "limit_tokens_per_s": read and read / facts["weight_bytes"]}
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=1.0.0; charset=utf-8")
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -166,12 +167,9 @@ class Server(uvicorn.Server):
     """Uvicorn that says where it listens, and for which a signal is an orderly end."""
 
     def __init__(self, app: FastAPI, options: ServerOptions, on_start: Callable[[str], None] | None):
-        longest_s = round(options.grace_s) + 5  # the scheduler has cancelled the answers by then
-        super().__init__(
-            uvicorn.Config(
-                app, log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=longest_s
-            )
-        )
+        config = uvicorn.Config(app, log_level="warning", server_header=False, proxy_headers=False)
+        config.timeout_graceful_shutdown = round(options.grace_s) + 5  # the scheduler has cancelled the answers by then
+        super().__init__(config)
         self.options, self.scheduler, self.on_start = options, app.state.scheduler, on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

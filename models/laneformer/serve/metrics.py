@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -28,19 +28,16 @@ class Metrics(Collector):
     def __init__(self, scheduler: Scheduler, facts: Mapping[str, Any]):
         """facts: what does not change, with weight_bytes and, where it is known, probe_bytes_per_s."""
         self._scheduler, self._facts = scheduler, facts
-        self._registry = CollectorRegistry()
-        self.answers = Counter("laneformer_requests", "Answers", ["endpoint", "status"], registry=self._registry)
-        self._registry.register(self)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+        self.registry = CollectorRegistry()
+        self.answers = Counter("laneformer_requests", "Answers", ["endpoint", "status"], registry=self.registry)
+        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         scheduler, totals = self._scheduler, self._scheduler.totals
         labels = {name: str(value) for name, value in self._facts.items()}
         yield InfoMetricFamily("laneformer_engine", "The model and how it is decoded", labels)
-        yield GaugeMetricFamily("laneformer_waiting", "Requests in the queue", scheduler.waiting)
-        yield GaugeMetricFamily("laneformer_running", "Requests that decode", scheduler.running)
+        yield GaugeMetricFamily("laneformer_waiting", "Requests in the queue", len(scheduler.waiting))
+        yield GaugeMetricFamily("laneformer_running", "Requests that decode", len(scheduler.running))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"laneformer_{name}", text, getattr(totals, name))
         yield histogram("time_to_first_token", "From a request's arrival to its first token", totals.first_token)

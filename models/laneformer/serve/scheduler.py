@@ -59,7 +59,6 @@ class Grammar(Protocol):
 
     def mask(self, index: int) -> np.ndarray:
         """The ids that new token `index` may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
-        ...
 
     def accept(self, token_id: int) -> None: ...
 
@@ -183,8 +182,8 @@ class Scheduler:
         self.totals = Totals()
         self.failure: str | None = None  # of the thread: nothing runs any more
         self.stopping = False  # takes no more answers
-        self._waiting: deque[Running] = deque()
-        self._admitted: set[Running] = set()  # they left the queue and have not ended
+        self.waiting: deque[Running] = deque()
+        self.running: set[Running] = set()  # they left the queue and have not ended
         self._joined: dict[int, Running] = {}  # by ticket; of the engine's thread alone
         self._closing = False
         self._lock = threading.Lock()
@@ -195,14 +194,6 @@ class Scheduler:
         self._request_s = 1.0  # mean time that a request takes
         self._thread = threading.Thread(target=self._serve, name="laneformer-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return len(self._admitted)
 
     def submit(self, wanted: Wanted | Scored, admitted: bool = False) -> Running:
         """Queue a request. ValueError for what the engine would refuse; Busy, Stopping, EngineError. On a loop.
@@ -220,10 +211,10 @@ class Scheduler:
                 raise EngineError(self.failure)
             if self._closing or (self.stopping and not admitted):
                 raise Stopping("the server is shutting down and takes no more requests")
-            if not admitted and self.waiting + self.running >= self.most_waiting + self.most_joined:
+            if not admitted and len(self.waiting) + len(self.running) >= self.most_waiting + self.most_joined:
                 one_ends_s = math.ceil(self._request_s / self.most_joined)
                 raise Busy(self.most_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
-            self._waiting.append(running)
+            self.waiting.append(running)
             self._changed.notify()
         deadline_s = self.deadline_s if wanted.deadline_s is None else wanted.deadline_s
         if deadline_s is not None:
@@ -235,9 +226,9 @@ class Scheduler:
         """Take no more answers, let those that run or wait end for `grace_s`, then cancel them."""
         self.stopping = True
         end_s = time.monotonic() + grace_s
-        while (self._waiting or self._admitted) and time.monotonic() < end_s:
+        while (self.waiting or self.running) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
-        for running in [*self._waiting, *self._admitted]:
+        for running in [*self.waiting, *self.running]:
             running.cancel(Stopping("the server is shutting down; it has cancelled the request"))
 
     def close(self) -> None:
@@ -252,8 +243,8 @@ class Scheduler:
             running.left = True
             if running.ticket is not None:
                 self._batch.leave(running.ticket)
-            elif running in self._waiting:
-                self._waiting.remove(running)
+            elif running in self.waiting:
+                self.waiting.remove(running)
                 running._receive(Update(-1, [], "cancelled"))
 
     # The engine's thread
@@ -268,19 +259,19 @@ class Scheduler:
             self.failure = f"the engine's thread has failed: {error!r}"
         with self._lock:
             self._closing = True
-            left = [*self._waiting, *self._admitted]
-            self._waiting.clear()
-            self._admitted.clear()
+            left = [*self.waiting, *self.running]
+            self.waiting.clear()
+            self.running.clear()
         self._hand_over([(running, Update(-1, [], "error", error=self.failure or "it is closed")) for running in left])
         self._batch.close()
 
     def _admit(self) -> None:
         """Join whoever is first in the queue while there is room; waits for a request where none runs."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._admitted or self._closing)
-            room = self.most_joined - len(self._admitted)
-            first = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-            self._admitted.update(first)
+            self._changed.wait_for(lambda: self.waiting or self.running or self._closing)
+            room = self.most_joined - len(self.running)
+            first = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+            self.running.update(first)
         for running in first:
             self._join(running)
 
@@ -294,7 +285,7 @@ class Scheduler:
         except ValueError as error:
             running.error = error
             with self._lock:
-                self._admitted.discard(running)
+                self.running.discard(running)
             self._hand_over([(running, Update(-1, [], "error"))])
             return
         running.started_s = time.monotonic()
@@ -318,7 +309,7 @@ class Scheduler:
                 self._count_ended(running, update)
                 del self._joined[update.ticket]
                 with self._lock:
-                    self._admitted.discard(running)
+                    self.running.discard(running)
             elif update.tokens:
                 self._allow(running, update.tokens)
             news.append((running, update))
@@ -360,9 +351,8 @@ class Scheduler:
             setattr(totals, name, getattr(totals, name) + getattr(statistics, name))
         decode_s = (running.last_token_s or 0.0) - (running.first_token_s or 0.0)
         if decode_s > 0:
-            decoded = running.generated_tokens - 1
-            totals.tokens_per_s = decoded / decode_s
-            totals.passes_per_s = (decoded - statistics.accepted_tokens) / decode_s
+            totals.tokens_per_s = (running.generated_tokens - 1) / decode_s
+            totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
         """Give news to the event loop, with one wake-up for all that it has not read yet."""
