@@ -31,7 +31,7 @@ $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
 
 $(VENV)/.ready: $(VENV)/.engine-ready
 	$(BIN)/pip install -q "$(TORCH)"
-	$(BIN)/pip install -q --no-build-isolation -e ".[$(SERVING),train,eval,cuda,demo,dev]"
+	$(BIN)/pip install -q --no-build-isolation -e ".[$(SERVING),train,eval,cuda,demo,figures,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 

@@ -19,6 +19,7 @@ from tests.laneformer.engine.assets import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+PLAYGROUND = ROOT / "models/laneformer/serve/playground"
 DECODE = """
 import json, sys
 import laneformer
@@ -45,6 +46,9 @@ def test_the_wheel_decodes_elsewhere(tmp_path):
     sources = {name for name in names if name.endswith((".cpp", ".h"))}
     assert sources == {"laneformer/engine/sampling.h"}, "the CUDA kernels are compiled at run time"
     assert all(name.startswith("laneformer") for name in names)
+    page = {f"laneformer/serve/playground/{path.name}" for path in PLAYGROUND.iterdir()}
+    assert len(page) == 7
+    assert page <= set(names), "the playground ships"
 
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", environment, cwd=tmp_path)

@@ -46,7 +46,6 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
@@ -200,7 +199,7 @@ def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] 
     on_start: is told the address as soon as it can be called.
     """
     with options.listen() as listening:
-        if options.host not in LOOPBACK and options.api_key is None:
+        if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
             print(
                 f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it", file=sys.stderr
             )

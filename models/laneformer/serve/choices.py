@@ -1,7 +1,6 @@
 """The choices of one answer: prompts x n requests of the scheduler, each read as text up to a stop string.
 
-The first of a prompt's choices is submitted alone; the others come after its first token and find the prompt's keys and
-values in the cache.
+The engine reads a prompt once for all choices that wait for it; not more of them are submitted than can decode.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Written(NamedTuple):
 class Piece(NamedTuple):
     """What is new of one choice. tokens: those of the text, where they have log-probabilities; ids: all that came.
 
-    scores: of the prompt, where they are wanted: in the first piece of its first choice.
+    scores: of the prompt, where they are wanted: in the first piece.
     """
 
     choice: int
@@ -108,7 +107,6 @@ class Choices:
         self._control = with_control_tokens
         self._runs: list[Running] = []
         self._generating: dict[int, Running] = {}  # by choice
-        self._begun = [asyncio.Event() for _ in prompts]
         self._room = asyncio.Semaphore(context.scheduler.most_joined)
         self._ready: Running | None = None  # the first request, until it is read
         if wanted := self._scored(0) or self._wanted(0):
@@ -160,25 +158,18 @@ class Choices:
                 task.cancel()
 
     async def _choice(self, choice: int) -> AsyncGenerator[Piece, None]:
-        begun = self._begun[choice // self.n]
-        if choice % self.n:
-            await begun.wait()
         async with self._room:
-            try:
-                if scored := self._scored(choice):
-                    running = self._submit(scored)
-                    async for _ in running:
-                        pass
-                    yield Piece(choice, scores=running.scores)
-                if wanted := self._wanted(choice):
-                    running = self._generating[choice] = self._submit(wanted)
-                    async for piece in self._written(choice, running):
-                        yield piece
-                        begun.set()
-                else:
-                    yield Piece(choice, finish_reason="length")
-            finally:
-                begun.set()
+            if scored := self._scored(choice):
+                running = self._submit(scored)
+                async for _ in running:
+                    pass
+                yield Piece(choice, scores=running.scores)
+            if wanted := self._wanted(choice):
+                running = self._generating[choice] = self._submit(wanted)
+                async for piece in self._written(choice, running):
+                    yield piece
+            else:
+                yield Piece(choice, finish_reason="length")
 
     async def _written(self, choice: int, running: Running) -> AsyncGenerator[Piece, None]:
         assert self._options is not None
@@ -200,8 +191,7 @@ class Choices:
 
     def _scored(self, choice: int) -> Scored | None:
         ids = self.prompts[choice // self.n]
-        wanted = self._score_top is not None and choice % self.n == 0 and len(ids) > 1
-        return Scored(ids, 1, self._score_top or 0) if wanted else None
+        return Scored(ids, 1, self._score_top) if self._score_top is not None and len(ids) > 1 else None
 
     def _wanted(self, choice: int) -> Wanted | None:
         if self._options is None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from ..engine import GeneratedToken, PromptLogprobs
+from ..engine import GeneratedToken
 from ..engine.text import TextStream
 from .answers import Answer, completion_logprobs
 from .choices import Choices, Piece, Written
@@ -28,7 +28,6 @@ class CompletionAnswer(Answer):
         super().__init__(request, choices, "cmpl", "text_completion")
         self.request = request
         self._echoed: dict[int, int] = {}  # by choice that has begun: characters of the prompt in front
-        self._scores: dict[int, PromptLogprobs] = {}  # by prompt
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         async for piece in self.choices:
@@ -64,10 +63,8 @@ class CompletionAnswer(Answer):
         text = given if isinstance(given, str) else self.context.tokenizer.decode(ids)
         if self.request.logprobs is None:
             return text, []
-        if piece.scores is not None:
-            self._scores[prompt] = piece.scores
         tokens = [GeneratedToken(ids[0])]
-        if (s := self._scores.get(prompt)) is not None:
+        if (s := piece.scores) is not None:
             tokens += GeneratedToken.described(ids[1:], (s.logprobs, s.top_ids.ravel(), s.top_logprobs.ravel()))
         stream, offset, placed = TextStream(self.context.tokenizer, []), 0, []
         for token in tokens:

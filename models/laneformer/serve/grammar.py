@@ -78,12 +78,15 @@ class Grammars:
         """The part of a Lark grammar that stands for JSON of a schema; ValueError says where the schema is wrong."""
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
-        rule = f"%json {_compiled(schema)}"
-        self._check_size(rule, what)
-        if math.lcm(*_multiples(schema)) > MOST_MULTIPLE:
-            raise ValueError(f"{what}: the least common multiple of all multipleOf is above {MOST_MULTIPLE:,}")
-        if error := self._error(schema):
-            raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
+        try:
+            rule = f"%json {_compiled(schema)}"
+            self._check_size(rule, what)
+            if math.lcm(*_multiples(schema)) > MOST_MULTIPLE:
+                raise ValueError(f"{what}: the least common multiple of all multipleOf is above {MOST_MULTIPLE:,}")
+            if error := self._error(schema):
+                raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
+        except RecursionError:
+            raise ValueError(f"{what} is nested too deeply") from None
         return rule
 
     @cached_property

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-RANGES: dict[str, tuple[float, float]] = {
-    "port": (0, 65535),
-    "max_waiting": (0, 10_000),
-    "deadline_s": (0.001, 1e9),
-    "grace_s": (0, 1e6),
-    "max_body_bytes": (1, 2**40),
-    "keep_alive_s": (0.01, 1e6),
+from ..engine.options import in_range
+
+RANGES: dict[str, tuple[type, float, float]] = {
+    "port": (int, 0, 65535),
+    "max_waiting": (int, 0, 10_000),
+    "deadline_s": (float, 0.001, 1e9),
+    "grace_s": (float, 0, 1e6),
+    "max_body_bytes": (int, 1, 2**40),
+    "keep_alive_s": (float, 0.01, 1e6),
 }
 
 
@@ -46,12 +48,8 @@ class ServerOptions:
             raise ValueError("the API key must be ASCII text without spaces around it, at least one character")
         if not self.model or not self.host:
             raise ValueError(f"model = {self.model!r} and host = {self.host!r} must have at least one character")
-        kinds = {field.name: field.type for field in fields(self)}
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            allowed = (int,) if kinds[name] == "int" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
-                raise ValueError(f"{name} = {value!r} must be {kinds[name]} from {low:g} to {high:g}")
+        for name, (kind, low, high) in RANGES.items():
+            object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
 
     def listen(self) -> socket.socket:
         """A listening socket, so that nobody else takes the port; ValueError says why there is none."""

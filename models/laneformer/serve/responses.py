@@ -58,6 +58,8 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(disconnected(receive))
         work = asyncio.create_task(self._stream(send) if self._streamed else self._whole(scope, receive, send))
+        if self._streamed:
+            self._keeping = asyncio.create_task(self._keep_alive(work))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -73,9 +75,6 @@ class AnswerResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         self._send = send
-        task = asyncio.current_task()
-        assert task is not None
-        keeping = asyncio.create_task(self._keep_alive(task))
         end = DONE
         try:
             async for chunk in self._answer:
@@ -86,7 +85,7 @@ class AnswerResponse(Response):
             end = b"data: %b\n\n" % error_body(error)[1] + DONE
         finally:
             async with self._writing:  # not in the middle of a comment
-                keeping.cancel()
+                self._keeping.cancel()
         await self._write(end, more=False)
 
     async def _write(self, body: bytes, more: bool = True) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
 RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
-PACE_S = 0.001  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
+PACE_S = 0.002  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
 LONGEST_RETRY_S = 60
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -241,12 +241,10 @@ class Scheduler:
             running.cancel(Stopping("the server is shutting down; it has cancelled the request"))
 
     def close(self) -> None:
-        """End everything and wait for the thread; the engine then takes other requests."""
+        """End everything with an error and wait for the thread; the engine then takes other requests."""
         with self._changed:
-            self.stopping = self._closing = True
+            self._closing = True
             self._changed.notify()
-        for running in [*self._waiting, *self._admitted]:
-            running.cancel()
         self._thread.join()
 
     def _leave(self, running: Running) -> None:
@@ -262,21 +260,22 @@ class Scheduler:
 
     def _serve(self) -> None:
         try:
-            while self._admit():
+            while not self._closing:
+                self._admit()
                 self._hand_over(self._collect())
         except BaseException as error:
             log.exception("the engine's thread has failed")
-            with self._lock:
-                self.failure = f"the engine's thread has failed: {error!r}"
-                left = [*self._waiting, *self._admitted]
-                self._waiting.clear()
-                self._admitted.clear()
-            self._hand_over([(running, Update(-1, [], "error", error=self.failure)) for running in left])
-        finally:
-            self._batch.close()
+            self.failure = f"the engine's thread has failed: {error!r}"
+        with self._lock:
+            self._closing = True
+            left = [*self._waiting, *self._admitted]
+            self._waiting.clear()
+            self._admitted.clear()
+        self._hand_over([(running, Update(-1, [], "error", error=self.failure or "it is closed")) for running in left])
+        self._batch.close()
 
-    def _admit(self) -> bool:
-        """Join whoever is first in the queue while there is room; waits for a request where none runs. False: stop."""
+    def _admit(self) -> None:
+        """Join whoever is first in the queue while there is room; waits for a request where none runs."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._admitted or self._closing)
             room = self.most_joined - len(self._admitted)
@@ -284,7 +283,6 @@ class Scheduler:
             self._admitted.update(first)
         for running in first:
             self._join(running)
-        return bool(self._admitted or not self._closing)
 
     def _join(self, running: Running) -> None:
         wanted, batch = running.wanted, self._batch

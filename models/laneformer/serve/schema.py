@@ -67,6 +67,11 @@ def refuse(field: str, message: str, code: str = "invalid_value") -> None:
     raise PydanticCustomError("refused", "{message}", {"field": field, "message": message, "code": code})
 
 
+def as_list(given: Any) -> Any:
+    """One text, or the ids of one, as a list of such."""
+    return [given] if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int) else given
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -83,9 +88,7 @@ class Sampled(Body):
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[
-        list[Text], Field(max_length=MOST_STOPS), BeforeValidator(lambda v: [v] if type(v) is str else v)
-    ] = []
+    stop: Annotated[list[Text], Field(max_length=MOST_STOPS), BeforeValidator(as_list, str | list[str])] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -129,17 +132,12 @@ class Sampled(Body):
             raise RequestError(str(error)) from None
 
 
-def as_prompts(given: Any) -> Any:
-    """One prompt, a text or ids, as a list of prompts."""
-    return [given] if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int) else given
-
-
 class CompletionRequest(Sampled):
     """/v1/completions."""
 
     refused = {"suffix": "the model continues text and fills no gaps; send a prompt alone"}
 
-    prompt: Annotated[list[str] | list[Ids], BeforeValidator(as_prompts)]
+    prompt: Annotated[list[str] | list[Ids], BeforeValidator(as_list, str | list[str] | Ids | list[Ids])]
     best_of: int | None = None
     echo: bool = False
     logprobs: Likeliest | None = None

@@ -328,7 +328,7 @@ def test_the_pace_keeps_gaps_below_twice_the_usual(machine: str) -> None:
         pace.passed(columns, seconds(columns) * disturbed * rng.uniform(1.0, 1.05))
     assert max(taken) <= max(2, 1.1 * best)
     assert np.mean(taken) >= 0.8 * best, "prompts are not held up for nothing"
-    assert taken.count(0) < 20
+    assert 10 <= taken.count(0) < 20, "the usual time is measured again and again"
 
 
 def test_an_engine_may_close_while_requests_run_and_wait() -> None:

@@ -21,11 +21,10 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-MACHINE = {
-    "model": "stand-in", "device": "cpu", "cpu": "a clock", "threads": 2, "isa": "none", "dtype": "bf16",
-    "context": 4096, "most_joined": 8, "chat": True, "weight_bytes": 269e6, "memory_bytes_per_s": 134.5e9,
-    "limit_tokens_per_s": 500.0, "most_draft_tokens": 31,
-    "sampling_defaults": {"temperature": 0.2, "top_k": 50, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.1},
+PROPS = {
+    "id": "stand-in", "isa": "none", "dtype": "bf16", "math": "exact", "kv_dtype": "fp16", "threads": 2, "chat": True,
+    "weight_bytes": 269_000_000, "probe_bytes_per_s": 134.5e9, "limit_tokens_per_s": 500.0, "context_tokens": 4096,
+    "sampling_defaults": {"temperature": 0.2, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
 }  # fmt: skip
 
 
@@ -62,8 +61,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/machine":
-            return self.send(200, json.dumps(MACHINE).encode(), "application/json") if self.allowed() else None
+        if self.path == "/props":
+            return self.send(200, json.dumps(PROPS).encode(), "application/json") if self.allowed() else None
         path = FOLDER / (self.path.removeprefix("/playground/") if self.path != "/" else "index.html")
         self.send(200, path.read_bytes(), TYPES[path.suffix]) if path.is_file() else self.fail(404, "no such file")
 

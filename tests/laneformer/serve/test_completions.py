@@ -49,6 +49,12 @@ def refused(server: Server, **body: Any) -> dict[str, Any]:
     return {**answer.json()["error"], "status": answer.status_code}
 
 
+def counted(server: Server, name: str) -> float:
+    """What /metrics says."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"laneformer_{name}"))
+
+
 def chunks(server: Server, path: str = "completions", **body: Any) -> list[dict[str, Any]]:
     """Of a stream; the last event must be [DONE]."""
     with httpx.stream("POST", f"{server.url}/v1/{path}", json={**GREEDY, **body, "stream": True}) as answer:
@@ -75,8 +81,8 @@ def test_text_ids_and_lists(client, engine):
     assert answer.usage.completion_tokens == sum(map(len, tokens))
 
 
-def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(client, engine):
-    ids = list(range(5, 45))
+def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(client, tiny, engine):
+    ids, before = list(range(5, 45)), counted(tiny, "reused_tokens_total")
     answer = client.completions.create(
         model="tiny", prompt=ids, n=4, best_of=4, temperature=1.5, seed=11, max_tokens=8, logit_bias={"7": -100}
     )
@@ -87,6 +93,7 @@ def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(client, engine)
     assert [choice.text for choice in answer.choices] == expected
     assert len(set(expected)) == 4
     assert answer.usage.prompt_tokens == 40
+    assert counted(tiny, "reused_tokens_total") - before >= 3 * 39  # all but the last id, which has to be read
     again = client.completions.create(prompt=ids, max_tokens=1, **GREEDY)
     assert again.usage.prompt_tokens_details.cached_tokens > 0
     without_seed = [client.completions.create(model="tiny", prompt=ids, temperature=1.5).choices[0].text for _ in "ab"]

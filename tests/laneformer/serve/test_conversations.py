@@ -16,7 +16,7 @@ from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
 from laneformer.engine.options import batch_seeds
 from tests.laneformer.serve.conftest import Server, start
-from tests.laneformer.serve.test_completions import GREEDY, chunks
+from tests.laneformer.serve.test_completions import GREEDY, chunks, counted
 
 TALK: list[Any] = [{"role": "user", "content": "Hello, how are you?"}]
 
@@ -175,6 +175,7 @@ def test_refusals(tiny):
     assert refused(tiny, message=[])["message"].startswith("message is unknown; did you mean 'messages'?")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_says_so(server, model_folder, tmp_path):
     folder = Path(shutil.copytree(model_folder, tmp_path / "plain"))
     (folder / "tokenizer_config.json").write_text("{}")
@@ -183,6 +184,7 @@ def test_a_model_without_a_template_says_so(server, model_folder, tmp_path):
     assert httpx.post(f"{one.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_sampling_of_the_models_makers(server, model_folder, tmp_path):
     """Their generation_config.json holds for what a request leaves open."""
     folder = Path(shutil.copytree(model_folder, tmp_path / "sampled"))
@@ -237,6 +239,15 @@ def roomy(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     server = start(folder)
     yield server
     assert server.stop() == 0, server.output()
+
+
+def test_a_stop_string_ends_the_request_in_the_engine(roomy):
+    text = post(roomy, max_tokens=40, ignore_eos=True)["choices"][0]["message"]["content"]
+    before = counted(roomy, 'ended_total{reason="cancelled"')
+    answer = post(roomy, max_tokens=1900, ignore_eos=True, stop=text[10:14])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["prompt_tokens_details"] is not None
+    assert counted(roomy, 'ended_total{reason="cancelled"') == before + 1
 
 
 def test_tool_calls(roomy):

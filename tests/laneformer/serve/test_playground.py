@@ -32,6 +32,7 @@ Next line of 2*3*4 and snake_case_name, ~~gone~~, \\*escaped\\*.
 - three
 
 3. third
+
 4. fourth
 
 > quoted
@@ -98,7 +99,7 @@ def page(browser: Page, server: StandIn) -> Page:
     if browser.run("location.protocol") == "http:":
         browser.run("localStorage.clear(), sessionStorage.clear()")
     browser.open(server.address)
-    browser.until("document.querySelector('#promise b')")
+    browser.until("document.querySelector('#model').innerText")
     return browser
 
 
@@ -144,7 +145,7 @@ def test_markdown_is_the_same_streamed_and_at_once(page: Page) -> None:
     assert html.startswith(RENDERED)
     assert '<ol start="3"><li>third</li><li>fourth</li></ol><blockquote><p>quoted<br>twice</p></blockquote>' in html
     assert '<td class="left">a</td><td class="right"><code>1</code></td>' in html
-    assert '<span class="comment"># a comment</span>' in html
+    assert '<span class="call">merge</span>(a, b):  <span class="comment"># a comment</span>' in html
     assert '<span class="string">    of text."""</span>' in html, "a string over two lines"
     assert '<li>two<ol start="1"><li>deeper</li><li>and deeper<figure class="code">' in html
     assert html.endswith("<hr><p>Last <em>words</em>.</p>")
@@ -249,7 +250,7 @@ def test_a_key_is_asked_for(page: Page, server: StandIn) -> None:
     page.run("document.querySelector('.notice input').focus()")
     page.type("secret")
     page.press("Enter", "\r")
-    page.until("document.querySelector('#promise b') && !document.querySelector('.notice')")
+    page.until("document.querySelector('#model').innerText && !document.querySelector('.notice')")
     say(page, "Hello")
     assert text(page, "article.assistant .body") == "You said: Hello"
     assert "secret" not in page.run("JSON.stringify(localStorage)")

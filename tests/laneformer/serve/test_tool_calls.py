@@ -207,6 +207,7 @@ def check_calls(name: str, kind: str, seeds: range) -> None:
                 assert parsed(use, text) == (content, calls)
                 for function, arguments in calls:
                     jsonschema.validate(arguments, SCHEMAS[function])
+                    assert arguments.keys() <= SCHEMAS[function].get("properties", {}).keys()
                 if choice != "auto":
                     assert content is None
                     assert calls
@@ -244,6 +245,15 @@ def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> Non
     assert goes(said + call.replace("-20", '"x"')) < len(ids_of(kind, said + call))
     assert parsed(use, said + call) == (said or None, [("add", {"a": 1, "b": -20})])
     assert parsed(use, "Only a <tool.", random.Random(1)) == ("Only a <tool.", [])
+
+
+@pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3"])
+def test_several_calls_are_told_apart(name: str) -> None:
+    use = calling(name).use(TOOLS)
+    made = [call["function"] for call in CALLS] * 2
+    expected = [(function["name"], function["arguments"]) for function in made]
+    for seed in range(20):
+        assert parsed(use, "Hm. " + use.calling.form.written(made), random.Random(seed)) == ("Hm. ", expected)
 
 
 def ids_of(kind: str, text: str) -> list[int]:

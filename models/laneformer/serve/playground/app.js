@@ -10,11 +10,11 @@ const kept = (name, otherwise) => JSON.parse(localStorage.getItem(`laneformer.${
 const keep = (name, value) => localStorage.setItem(`laneformer.${name}`, JSON.stringify(value));
 const SPEED_EVERY_MS = 100;  // figures that change faster cannot be read
 const SETTINGS = [  // name in the request, label, what it does, least, most, step, default where the model has no say
-  ["temperature", "Temperature", "0 always takes the likeliest token", 0, 10],
-  ["top_p", "Top-p", "from the fewest tokens that reach this probability", 0.01, 1],
-  ["top_k", "Top-k", "from this many likeliest; 0 is off", 0, 1e6, 1],
-  ["min_p", "Min-p", "at least this share of the likeliest’s probability", 0, 1],
-  ["repetition_penalty", "Repetition penalty", "divides the logits of tokens seen so far", 0.01, 10],
+  ["temperature", "Temperature", "0 always takes the likeliest token", 0, 10, "any", 0],
+  ["top_p", "Top-p", "from the fewest tokens that reach this probability", 0.01, 1, "any", 1],
+  ["top_k", "Top-k", "from this many likeliest; 0 is off", 0, 1e6, 1, 0],
+  ["min_p", "Min-p", "at least this share of the likeliest’s probability", 0, 1, "any", 0],
+  ["repetition_penalty", "Repetition penalty", "divides the logits of tokens seen so far", 0.01, 10, "any", 1],
   ["frequency_penalty", "Frequency penalty", "for each time a token was written", -2, 2, "any", 0],
   ["presence_penalty", "Presence penalty", "for tokens that were written", -2, 2, "any", 0],
   ["max_completion_tokens", "Most tokens", "of an answer", 1, 1e6, 1, "no limit"],
@@ -27,7 +27,7 @@ const STARTERS = [
   "Compare TCP and UDP in a table of three rows.",
   "Write four lines about the sea at night.",
 ];
-const machine = { model: "", sampling_defaults: {}, limit_tokens_per_s: null };
+const machine = { id: "", sampling_defaults: {}, limit_tokens_per_s: null };  // what the server says in /props
 const settings = kept("settings", {});  // only what the user has set
 let messages = kept("chat", []), running = null;  // running: the AbortController of what streams
 
@@ -37,7 +37,7 @@ let messages = kept("chat", []), running = null;  // running: the AbortControlle
 function requestFor(conversation) {
   const { system, ...sampling } = settings, seed = crypto.getRandomValues(new Uint32Array(1))[0];
   const spoken = [...(system ? [{ role: "system", content: system }] : []), ...conversation];
-  return { model: machine.model, seed, ...sampling, messages: spoken.map(({ role, content }) => ({ role, content })) };
+  return { model: machine.id, seed, ...sampling, messages: spoken.map(({ role, content }) => ({ role, content })) };
 }
 
 function send(text) {
@@ -136,7 +136,6 @@ function edit(turn, message) {
     if (event.key === "Escape") drawAll(), $("prompt").focus();
   });
   turn.replaceChildren(field, make("footer", {}, button("Send", done), button("Cancel", drawAll)));
-  turn.classList.add("editing");
   field.focus();
 }
 
@@ -184,32 +183,32 @@ function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cach
   $("gauge").firstChild.style.transform = `scaleX(${Math.min(100, percent) / 100})`;
 }
 
-/** What the server runs on; without it the page works and shows no limit. */
+/** What the server runs on. */
 async function learn() {
   try {
-    Object.assign(machine, await (await ask("machine")).json());
+    Object.assign(machine, await (await ask("props")).json());
   } catch (failure) {
-    if (failure.status !== 404) return notice(failure, () => (drawAll(), learn()));
-    machine.model = (await (await ask("v1/models")).json()).data[0].id;
+    return notice(failure, () => (drawAll(), learn()));
   }
-  const { model, cpu, threads, isa, dtype, context, weight_bytes, memory_bytes_per_s, limit_tokens_per_s: limit } = machine;
-  $("model").textContent = model;
-  if (limit) $("promise").replaceChildren(make("b", {}, shown.rate(limit)), " tokens/s");
-  if (limit) $("promise-why").textContent = `is the limit of this machine: so often a second can its memory deliver the ${shown.bytes(weight_bytes)} of ${model}. Ask something, and see how close it comes.`;
-  const facts = { Model: model, Processor: cpu, Threads: threads, Instructions: isa, Weights: weight_bytes && `${shown.bytes(weight_bytes)}, ${dtype}`, Memory: memory_bytes_per_s && `${shown.bytes(memory_bytes_per_s)}/s`, Limit: limit && `${shown.rate(limit)} tokens/s`, Context: context && `${context} tokens` };
-  $("machine").replaceChildren(...Object.entries(facts).filter(([, fact]) => fact).map(([name, fact]) => make("div", {}, make("dt", {}, name), make("dd", {}, `${fact}`))));
+  const { id, threads, isa, dtype, context_tokens, weight_bytes, probe_bytes_per_s: probe, limit_tokens_per_s: limit } = machine;
+  const facts = { Model: id, Weights: `${shown.bytes(weight_bytes)}, ${dtype}`, Context: `${context_tokens} tokens`, Threads: threads, Instructions: isa, ...(limit && { "Memory reads": `${shown.bytes(probe)}/s`, Limit: `${shown.rate(limit)} tokens/s` }) };
+  $("machine").replaceChildren(...Object.entries(facts).map(([name, fact]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(fact)))));
+  $("model").textContent = id;
   drawSettings();
+  if (!limit) return;  // a GPU has not been probed: the page works and shows no limit
+  $("promise").replaceChildren(make("b", {}, shown.rate(limit)), " tokens/s");
+  $("promise-why").textContent = `is the limit of this machine: so often a second can its memory deliver the ${shown.bytes(weight_bytes)} of ${id}. Ask something, and see how close it comes.`;
 }
 
 function drawSettings() {
   const system = make("textarea", { rows: 3, name: "system", placeholder: "none" });
-  const rows = SETTINGS.map(([name, label, help, min, max, step = "any", off = ""]) => {
-    const placeholder = machine.sampling_defaults[name] ?? off, most = name === "speculate" ? machine.most_draft_tokens ?? max : max;
-    const field = make("input", { type: "number", name, min, max: most, step, placeholder, "aria-label": label, "aria-describedby": `about-${name}` });
+  const rows = SETTINGS.map(([name, label, help, min, max, step, off]) => {
+    const placeholder = machine.sampling_defaults[name] ?? off;
+    const field = make("input", { type: "number", name, min, max, step, placeholder, "aria-label": label, "aria-describedby": `about-${name}` });
     return make("label", {}, make("span", {}, label, make("small", { id: `about-${name}` }, help)), field);
   });
   $("settings-form").replaceChildren(make("label", { class: "tall" }, "System prompt", system), ...rows);
-  for (const [name, value] of Object.entries(settings)) $("settings-form").elements[name].value = value;
+  for (const field of $("settings-form").elements) field.value = settings[field.name] ?? "";
 }
 
 function showSettings(open) {

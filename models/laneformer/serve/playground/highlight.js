@@ -21,7 +21,7 @@ export function highlighter(language) {
   const opening = python ? `"""|'''` : hash ? "(?!)" : "/\\*|`";
   const token = new RegExp(
     `(?<comment>${comment})|(?<open>${opening})|(?<string>"(?:\\\\.|[^"\\\\])*"?|'(?:\\\\.|[^'\\\\])*'?)` +
-      "|(?<number>\\b(?:0x[\\da-f]+|\\d[\\d_]*\\.?\\d*(?:e[+-]?\\d+)?)\\w*)|(?<word>[a-z_$][\\w$]*)(?<call>(?=\\())?", "gi");
+      "|(?<number>\\b(?:0x[\\da-f]+|\\d[\\d_]*\\.?\\d*(?:e[+-]?\\d+)?)\\w*)|(?<word>[a-z_$][\\w$]*)", "gi");
   const known = (word) => (sql ? SQL.has(word.toLowerCase()) : WORDS.has(word));
   let until = null;  // what ends the comment or string that an earlier line has begun
   return (line) => {
@@ -38,10 +38,10 @@ export function highlighter(language) {
     };
     if (until) close(0);
     for (let match; at < line.length && ((token.lastIndex = at), (match = token.exec(line))); ) {
-      const { comment, open, string, number, word, call } = match.groups, end = match.index + match[0].length;
+      const { comment, open, string, number, word } = match.groups, end = match.index + match[0].length;
       add(match.index);
       if (open) (until = open === "/*" ? "*/" : open), close(end);
-      else add(end, comment ? "comment" : string ? "string" : number ? "number" : known(word) ? "keyword" : call !== undefined ? "call" : "");
+      else add(end, comment ? "comment" : string ? "string" : number ? "number" : known(word) ? "keyword" : line[end] === "(" ? "call" : "");
     }
     add(line.length);
     return nodes;

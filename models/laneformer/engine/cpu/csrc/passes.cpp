@@ -36,17 +36,19 @@ Decoder::Pass Decoder::next_pass() {
 // can run.
 bool Decoder::change_sequences() {
   const auto waits = [](const Sequence* s) { return s->awaits_mask; };
+  const auto is_waiting = [](const auto& s) { return s->stage == Sequence::Stage::waiting; };
   for (;;) {
     for (Sequence* s : running_)
       if (s->awaits_mask) take_token(*s, s->kept_logits.data());
     std::lock_guard lock(team_->mutex);
     end_sequences();  // first, as others may take their caches
     for (const auto& s : sequences_)
-      if (s->stage == Sequence::Stage::waiting) admit(*s);
+      if (is_waiting(s)) admit(*s);
     end_sequences();  // of those that have begun now, too, some have nothing to run
     has_news_ = joined_ && std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
     tells_news_ |= has_news_;
     if (!std::all_of(running_.begin(), running_.end(), waits)) return true;
+    if (running_.empty() && std::any_of(sequences_.begin(), sequences_.end(), is_waiting)) continue;
     const auto drawable = [](const Sequence* s) { return s->masks.count(s->new_tokens()) > 0; };
     if (std::none_of(running_.begin(), running_.end(), drawable)) return serving_ = false;
   }
