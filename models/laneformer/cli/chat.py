@@ -79,14 +79,23 @@ class Terminal:
         print(piece.translate(CONTROLS), end="", flush=True)
 
     def converse(self) -> None:
-        while not self.left and (text := self.read()) is not None:
+        while not self.left:
             try:
-                if text.startswith("/"):
-                    self.command(*text[1:].split(maxsplit=1))
-                elif text.strip():
-                    self.answer([*self.conversation.messages, {"role": USER, "content": text}])
+                self.turn()
             except (ValueError, OSError) as error:
                 self.note(str(error))
+            except KeyboardInterrupt:  # while a line is written: it is thrown away
+                if not self.interactive:
+                    raise
+
+    def turn(self) -> None:
+        text = self.read()
+        if text is None:
+            self.left = True
+        elif text.startswith("/"):
+            self.command(*text[1:].split(maxsplit=1))
+        elif text.strip():
+            self.answer([*self.conversation.messages, {"role": USER, "content": text}])
 
     def read(self) -> str | None:
         """A message of one or several lines; None at the end of the input."""
@@ -97,12 +106,6 @@ class Terminal:
                 line = self.line("... " if lines else "> ")
             except EOFError:
                 return "\n".join(lines) if lines else None
-            except KeyboardInterrupt:
-                if not self.interactive:
-                    raise
-                print()
-                lines, quoted = [], False
-                continue
             if not lines and line.startswith('"""'):
                 quoted, line = True, line[3:]
             mark = '"""' if quoted else "\\"
@@ -113,7 +116,11 @@ class Terminal:
 
     def line(self, prompt: str) -> str:
         if self.interactive:
-            return input(prompt)
+            try:
+                return input(prompt)
+            except KeyboardInterrupt:
+                print()
+                raise
         if not (line := sys.stdin.readline()):
             raise EOFError
         return line.removesuffix("\n")
