@@ -37,19 +37,20 @@ class Asked:
     def asynchronous(self, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(**self._options(options))
 
-    def running(self) -> int:
-        """Requests that wait or decode, by the server's own count."""
+    def counts(self) -> tuple[int, int]:
+        """Requests that wait or decode, and those that have been cancelled, by the server's own count."""
         headers = {"Authorization": f"Bearer {self.key}"}
         with urllib.request.urlopen(urllib.request.Request(f"{self.url}/metrics", headers=headers)) as answer:
             lines = [line.split() for line in answer.read().decode().splitlines()]
-        found = {line[0]: float(line[1]) for line in lines if line[0] != "#"}
-        return int(found["laneformer_running"] + found["laneformer_waiting"])
+        found = {line[0]: int(float(line[1])) for line in lines if line[0] != "#"}
+        busy = found["laneformer_running"] + found["laneformer_waiting"]
+        return busy, found.get('laneformer_ended_total{reason="cancelled"}', 0)
 
     def becomes_idle(self) -> bool:
         end_s = time.monotonic() + IDLE_S
-        while self.running() and time.monotonic() < end_s:
+        while self.counts()[0] and time.monotonic() < end_s:
             time.sleep(0.02)
-        return not self.running()
+        return not self.counts()[0]
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         given = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": 60}
@@ -220,19 +221,23 @@ def tools(a: Asked) -> None:
 
 
 def cancelled_stream(a: Asked) -> None:
+    before = a.counts()[1]
     with a.sync() as client:
         stream = a.chat(client, **LONG, stream=True)
         for _ in range(3):
             next(stream)
         stream.close()
         assert a.becomes_idle()
+        assert a.counts()[1] > before, "they ran to their end, for nobody"
         assert a.chat(client).choices, "the next one is answered"
 
 
 def timeouts(a: Asked) -> None:
+    before = a.counts()[1]
     with a.sync(timeout=0.02) as client:
         refused(openai.APITimeoutError, lambda: a.chat(client, **LONG))
     assert a.becomes_idle()
+    assert a.counts()[1] > before, "they ran to their end, for nobody"
     with a.sync() as client:
         assert a.chat(client).choices, "the next one is answered"
 
@@ -277,8 +282,10 @@ def cancelled_tasks(a: Asked) -> None:
             await asyncio.gather(task, return_exceptions=True)
             assert task.cancelled()
 
+    before = a.counts()[1]
     asyncio.run(ask())
     assert a.becomes_idle()
+    assert a.counts()[1] > before, "they ran to their end, for nobody"
 
 
 def refused(kind: type[Exception], ask: Callable[[], Any]) -> Any:

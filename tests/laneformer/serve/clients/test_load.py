@@ -130,12 +130,12 @@ def test_a_storm_of_requests(server: Callable[..., Server], model_folder: Path) 
     expected = asyncio.run(alone())
     assert len(set(expected)) > 6
     asyncio.run(storm(running.url, expected, 100))  # what is made once: buffers, threads, arenas
-    assert asked.becomes_idle(), f"{asked.running()} requests are left"
+    assert asked.becomes_idle(), f"{asked.counts()[0]} requests are left"
     before = held(running)
     told = asyncio.run(storm(running.url, expected))
     assert sum(told[what] for what in ("answered", "left", "bad")) == REQUESTS
     assert told["429"], "the queue was never full, so this shows nothing about it"
-    assert asked.becomes_idle(), f"{asked.running()} requests are left"
+    assert asked.becomes_idle(), f"{asked.counts()[0]} requests are left"
     assert asyncio.run(alone()) == expected
     rss, files, threads = (after - first for after, first in zip(held(running), before, strict=True))
     assert rss < RSS_BYTES, f"{rss:,} bytes more than before"
