@@ -233,11 +233,9 @@ def cancelled_stream(a: Asked) -> None:
 
 
 def timeouts(a: Asked) -> None:
-    before = a.counts()[1]
     with a.sync(timeout=0.02) as client:
         refused(openai.APITimeoutError, lambda: a.chat(client, **LONG))
     assert a.becomes_idle()
-    assert a.counts()[1] > before, "they ran to their end, for nobody"
     with a.sync() as client:
         assert a.chat(client).choices, "the next one is answered"
 

@@ -120,7 +120,7 @@ def held(server: Server) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_a_storm_of_requests(server: Callable[..., Server], model_folder: Path) -> None:
-    running = server(model_folder, max_waiting=4)
+    running = server(model_folder, engine={"cache_bytes": 4 << 20}, max_waiting=4)
     asked = Asked(running.url, "tiny", "none")
 
     async def alone() -> list[str]:
