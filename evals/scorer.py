@@ -50,9 +50,8 @@ class EngineEncoder:
         """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        return self._tokenizer.decode(list(ids))
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:
         """The piece of the vocabulary, as the tokenizer writes it."""
@@ -111,8 +110,8 @@ class TransformersEncoder:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def id_to_token(self, token: int) -> str | None:
         return str(self._tokenizer.convert_ids_to_tokens(token))

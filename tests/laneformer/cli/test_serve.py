@@ -46,4 +46,4 @@ def test_serve_opens_the_page_and_ends_with_ctrl_c(folder: Path, tmp_path: Path)
 def test_mistakes_are_told_before_the_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "/nowhere", "--port", "70000"])
-    assert "port = 70000 must be int from 0 to 65535" in capsys.readouterr().err
+    assert "port = 70000 is outside 0 to 65535" in capsys.readouterr().err

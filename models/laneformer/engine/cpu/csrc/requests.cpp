@@ -125,6 +125,7 @@ int64_t Decoder::join(Request request) {
     team_->changed.wait(lock, [&] { return !team_->busy(); });
     joined_ = true, sequences_.clear();
     request_ = std::make_shared<const Request>();
+    probe_buffer_ = Pages();  // a server probes once, at its start
   }
   const int64_t ticket = sequence->ticket = ++tickets_;
   sequences_.push_back(std::move(sequence));
