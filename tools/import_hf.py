@@ -16,6 +16,9 @@ from laneformer.hf.load_folder import import_folder
 from records.checkpoints import write_checksums
 
 if __name__ == "__main__":
-    result = tyro.cli(import_folder)
+    try:
+        result = tyro.cli(import_folder)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"tools.import_hf: {error}") from None
     write_checksums(Path(result["checkpoint"]))
     print(json.dumps(result))

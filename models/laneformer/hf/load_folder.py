@@ -37,7 +37,10 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
     started = time.monotonic()
     values = json.loads((hf / "config.json").read_text())
     if values.get("model_type") not in MODEL_TYPES:
-        raise ValueError(f"{hf}/config.json: model_type is {values.get('model_type')!r}, not 'laneformer'")
+        raise ValueError(
+            f"{hf}/config.json: model_type is {values.get('model_type')!r}, not 'laneformer': training starts from a "
+            "Laneformer's folder alone; `laneformer generate` and `serve` read models of the Llama family as they are"
+        )
     values = modern_spelling(values)
     config = LaneformerConfig.from_dict({key: value for key, value in values.items() if key in FIELDS})
     console.print(f"reading {hf}")
