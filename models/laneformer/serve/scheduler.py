@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -105,7 +105,7 @@ class Totals:
     accepted_tokens: int = 0
     first_token: Distribution = field(default_factory=Distribution)  # from the submission
     gap: Distribution = field(default_factory=Distribution)  # between tokens of one request
-    ended: dict[str, int] = field(default_factory=dict)  # by finish reason
+    ended: Counter[str] = field(default_factory=Counter)  # by finish reason; of the event loop's thread
     tokens_per_s: float = 0.0
     passes_per_s: float = 0.0
 
@@ -158,6 +158,7 @@ class Running:
         self._tokens += update.tokens
         if update.finish_reason is not None:
             self.finish_reason = update.finish_reason
+            self._scheduler.totals.ended[self.finish_reason] += 1  # those that only waited, too
             self.statistics, self.scores = update.statistics, update.scores
             if update.finish_reason == "error":
                 self.error = self.error or EngineError(f"the engine could not finish the request: {update.error}")
@@ -343,7 +344,6 @@ class Scheduler:
 
     def _count_ended(self, running: Running, update: Update) -> None:
         totals, wanted = self.totals, running.wanted
-        totals.ended[str(update.finish_reason)] = totals.ended.get(str(update.finish_reason), 0) + 1
         totals.prompt_tokens += len(wanted.ids if isinstance(wanted, Scored) else wanted.prompt_ids)
         now_s, statistics = time.monotonic(), update.statistics or Statistics(0, 0, 0, 0)
         self._request_s += RATE_WEIGHT * (now_s - (running.started_s or now_s) - self._request_s)

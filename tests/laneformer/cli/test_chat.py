@@ -182,7 +182,7 @@ def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
                 terminal.read(timeout_s=0.1)
         terminal.expect("\n> ")
         terminal.send(f"/save {tmp_path}/said.json\n")
-        terminal.expect("4 messages in")
+        terminal.expect("4 messages in.*> ")  # readline is there to see the key
         terminal.send("\x04")
         assert terminal.process.wait(20) == 0
     finally:
