@@ -84,7 +84,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body: dict[str, Any]) -> None:
         """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "BREAK" and the connection ends;
-        otherwise the text of `texts`, or an echo, at 800/s with speculation and 400/s without."""
+        "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the text of `texts`, or an
+        echo, at 800/s with speculation and 400/s without."""
         asked = body["messages"][-1]["content"]
         word, _, rest = asked.partition(" ")
         text = self.server.texts.get(asked, f"You said: {asked}")
@@ -94,6 +95,8 @@ class Handler(BaseHTTPRequestHandler):
             pieces, rate, run = [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))], 2000.0, 4
         elif word == "SLOW":
             pieces, rate = ["slow "] * 1000, 10.0
+        elif word == "Hello":
+            rate = 20.0
         pieces = pieces[: body.get("max_completion_tokens", len(pieces))]
         self.head(200, {"Content-Type": "text/event-stream", "Connection": "close"})
         self.event({"role": "assistant", "content": ""}, None, 0)
