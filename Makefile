@@ -100,7 +100,7 @@ test: lint structure browser
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
 test-all: lint structure browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2)
-	$(PYTEST) --durations 40 --durations-min 5
+	$(PYTEST) $(SELECT) --durations 40 --durations-min 5
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross
