@@ -51,6 +51,7 @@ class EngineEncoder:
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids."""
         return self._tokenizer.decode(list(ids), skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:

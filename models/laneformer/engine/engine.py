@@ -341,14 +341,14 @@ class Engine:
             raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
         return Request([checked], score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
 
-    def _request(self, prompts: list[list[int]], options: GenerationOptions) -> Request:
-        request = options.request(prompts, self.config.vocab_size, self.eos_ids)
+    def _request(self, prompts: list[list[int]], options: GenerationOptions, masked: bool = False) -> Request:
+        request = dataclasses.replace(options.request(prompts, self.config.vocab_size, self.eos_ids), masked=masked)
         self._open().check(request)
         return request
 
     def _joining(self, prompt_ids: Sequence[int], masked: bool, options: dict[str, Any]) -> Request:
-        request = self._request([self._prompt(prompt_ids, "prompt_ids")], GenerationOptions.from_kwargs(options))
-        return dataclasses.replace(request, masked=masked)
+        prompts = [self._prompt(prompt_ids, "prompt_ids")]
+        return self._request(prompts, GenerationOptions.from_kwargs(options), masked)
 
     def _acquire(self) -> None:
         if not self.request_lock.acquire(blocking=False):

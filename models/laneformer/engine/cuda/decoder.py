@@ -21,6 +21,7 @@ from .sequence import POLL_S, SequenceDecoder
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
 CPU_ONLY = (
     "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "min_new_tokens", "logprobs",
+    "masked",
 )  # fmt: skip
 
 
