@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -206,6 +207,28 @@ def test_stop_edit_and_regenerate(page: Page, server: StandIn) -> None:
     edited, again = server.requests[1:]
     assert edited["messages"] == again["messages"] == [{"role": "user", "content": "Quick"}]
     assert edited["seed"] != again["seed"], "without a seed of the user, another answer"
+
+
+def test_copy_and_export(page: Page, server: StandIn) -> None:
+    """What would go to the clipboard and into the file."""
+    code = "```python\nprint(1)\n```"
+    server.texts["Code"] = code
+    say(page, "Code")
+    page.run(
+        "window.copied = [], navigator.clipboard.writeText = async (text) => void copied.push(text),"
+        "URL.createObjectURL = (blob) => (blob.text().then((text) => window.written = text), 'blob:x'),"
+        "HTMLAnchorElement.prototype.click = function () { window.file = this; }"
+    )
+    page.run("document.querySelector('article.assistant .copy').click()")
+    page.run(
+        "[...document.querySelectorAll('article.assistant footer button')].find((b) => b.innerText === 'Copy').click()"
+    )
+    page.until("copied.length === 2")
+    assert [text.strip() for text in page.run("copied")] == ["print(1)", code]
+    page.run("document.querySelector('#export').click()")
+    page.until("window.written")
+    assert page.run("file.download") == "laneformer-chat.json"
+    assert [message["content"] for message in json.loads(page.run("written"))["messages"]] == ["Code", code]
 
 
 def test_settings_are_sent_and_remembered(page: Page, server: StandIn) -> None:
