@@ -118,7 +118,7 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     lock = next(prepared_data.glob("**/phase1.lock.json"))
     text = SHIPPED.read_text().replace(values["training"]["lock"], str(lock))
     shrunk = {
-        "steps = 400": "steps = 3", "seq_len = 256": "seq_len = 16", "batch_sequences = 8": "batch_sequences = 2",
+        "steps = 300": "steps = 3", "seq_len = 128": "seq_len = 16", "batch_sequences = 8": "batch_sequences = 2",
         "num_hidden_layers = 8": "num_hidden_layers = 3", "[0, 1, 2]": "[0, 1]",
     }  # fmt: skip
     for old, new in shrunk.items():
