@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tools import readme
+from tools.check import readme
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OURS = ("records", "laneformer", "data_mixtures", "train", "evals", "tools", "examples")
 
@@ -18,7 +18,7 @@ OURS = ("records", "laneformer", "data_mixtures", "train", "evals", "tools", "ex
 @pytest.mark.parametrize("path", [Path("README.md"), readme.PICTURE], ids=str)
 def test_computed_parts_are_up_to_date(path: Path) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
-    assert readme.generated()[path] == text, f"{path} is out of date; run python -m tools.readme"
+    assert readme.generated()[path] == text, f"{path} is out of date; run python -m tools.check.readme"
 
 
 def test_the_first_screen() -> None:
@@ -59,7 +59,7 @@ def exists(module: str) -> bool:
 
 
 def test_modules_that_are_gone_are_found() -> None:
-    assert exists("tools.readme")
+    assert exists("tools.check.readme")
     assert exists("evals.core")
     assert not exists("tools.bench_decode")
     assert not exists("evals.gone.further")

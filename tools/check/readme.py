@@ -1,9 +1,9 @@
 """Writes the parts of README.md that are computed: the table of figures and the picture of the lanes.
 
-    python -m tools.readme    (rewrites README.md and docs/images/lanes.svg)
+    python -m tools.check.readme    (rewrites README.md and docs/images/lanes.svg)
 
 The figures are read from the tables of the newest pages in docs/benchmarks and from the fault tests, so that README
-repeats no number that it could get wrong. tests/tools/test_readme.py holds both.
+repeats no number that it could get wrong. tests/tools/check/test_readme.py holds both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- figures: python -m tools.readme -->", "<!-- end of figures -->"
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- figures: python -m tools.check.readme -->", "<!-- end of figures -->"
 PICTURE = Path("docs/images/lanes.svg")
 FAULT_TESTS = Path("tests/train/test_faults.py")
 
