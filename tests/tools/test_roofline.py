@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import LaneformerConfig
-from tools.roofline.projection import Inputs, ceilings, large_models, launch_limit, layer_cost_s, scaling
+from tools.roofline.projection import Inputs, by_link, ceilings, large_models, launch_limit, layer_cost_s, scaling
 from tools.roofline.timeline import laneformer_joins, token_s
 
 INPUTS = Inputs.read()
@@ -66,6 +66,15 @@ def test_ladder_hides_a_link_as_slow_as_the_module_beside_it():
     assert slow == pytest.approx(LAYERS * 20e-6 + (LAYERS - 1) * 6e-6 + 10e-6)
 
 
+def test_tokens_by_link_meet_the_table_and_only_fall():
+    rows = by_link(INPUTS, "h200")
+    for name in ("tensor_parallel", "ladder", "delay_1", "delay_2"):
+        speeds = [row[name] for row in rows]
+        assert speeds == sorted(speeds, reverse=True)
+    near = min(rows, key=lambda row: abs(row["link_s"] - INPUTS["link.custom_s"]))
+    assert near["delay_2"] == pytest.approx(2_100, rel=0.01)
+
+
 def test_a_replaced_input_counts_and_an_unknown_one_is_refused():
     faster = Inputs.read({"link.custom_s": 1e-6})
     assert faster.rows()["link.custom_s"]["kind"] == "given"
@@ -76,9 +85,13 @@ def test_a_replaced_input_counts_and_an_unknown_one_is_refused():
 
 def test_the_command_writes_tables_and_plot(tmp_path: Path):
     command = [sys.executable, "-m", "tools.roofline", "--gpu", "mi300x", "--out", str(tmp_path / "out")]
+    command += ["--page", str(tmp_path / "docs/benchmarks/page.md")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "mi300x.layer_cost_s" in json.loads((tmp_path / "out/roofline.json").read_text())["inputs"]
     assert "fitted" in run.stdout
+    page = (tmp_path / "docs/benchmarks/page.md").read_text()
+    assert "| 8 | 1 | custom |" in page
+    assert (tmp_path / "docs/benchmarks" / page.split("](")[1].split(")")[0]).is_file()
     assert (tmp_path / "out/roofline.svg").read_text().lstrip().startswith("<?xml")
     wrong = subprocess.run([*command[:3], "--set", "link.custom_s=fast"], capture_output=True, text=True)
     assert wrong.returncode == 1

@@ -7,6 +7,10 @@ projects the 2B on 1 to 16 GPUs. Every input stands in inputs.toml with its sour
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +19,44 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from .projection import GPUS, VARIANTS, Inputs, agent_loop, ceilings, large_models, launch_limit, layer_cost_s, scaling
+from records.files import write_atomically
+from tools.bench.harness import table
+
+from .projection import (
+    GPUS,
+    VARIANTS,
+    Inputs,
+    agent_loop,
+    by_link,
+    ceilings,
+    large_models,
+    launch_limit,
+    layer_cost_s,
+    scaling,
+)  # fmt: skip
+
+START = """# Projection: decode speed by bandwidth, link latency and delay
+
+Nothing here was measured on a GPU: it is arithmetic on the inputs of the last table, each with its source. A module's
+outputs reach the other lanes one link latency after it has finished, and a join waits for what it adds; what a layer
+costs beside reading its weights is fitted so that the published speed comes out, and is the same for every variant. So
+the figures compare variants of one machine; they do not predict a machine that nobody has fitted.
+
+![Tokens/s of the 2B against the number of GPUs, and against the link's latency](../images/roofline.svg)
+"""
+NOTES = {
+    "ceilings, tokens/s": "The published ceilings divide the bandwidth by 4 GB; the config has 4.44 GB of weights a "
+    "token reads (all but the embedding table), so the ceilings are a tenth lower and the published shares of them "
+    "higher (0.30 and 0.40, not 0.27 and 0.36).",
+    "large models, tokens/s at the published share of bandwidth": "The same rule with each model's nominal bits gives "
+    "the published figures for the first model alone. The last column has the bits a weight that they imply: close to "
+    "8 for GPT-OSS-120B (nominal 4.25 with MXFP4 experts) and Kimi-K2.6 (INT4) too, as if computed at FP8's width; "
+    "fewer than 8 for DeepSeek-V4-Flash, as if part of it had 4 bits. The authors' own arithmetic is not known.",
+    "tokens/s of the 2B": "One GPU has no link. Layers before the delay exchange at once (`use_early_comm`), which "
+    "is why `delay_2` is behind `delay_1` where the link is slow, and `delay_2_no_early` ahead of both. 16 GPUs are "
+    "two nodes and would need a model of 16 lanes. Ladder is a join that is awaited one module late.",
+    "an agent's task": "Once decoding is fast, the tools are half the time: their inputs are assumed, replace them.",
+}
 
 
 @dataclass
@@ -26,6 +67,8 @@ class Options:
     """An input to replace, as link.custom_s=2e-6; may be given several times."""
     out: Path | None = None
     """Folder for roofline.json and roofline.svg; default: print only."""
+    page: Path | None = None
+    """Markdown file to write, with the tables and what they say; the plot goes into ../images beside its folder."""
 
 
 def main() -> None:
@@ -41,8 +84,14 @@ def main() -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "roofline.json").write_text(json.dumps(result, indent=1) + "\n")
-        plot(result["tables"]["tokens/s of the 2B"], options.gpu, options.out / "roofline.svg")
+        plot(result["tables"]["tokens/s of the 2B"], result["by_link"], options.gpu, options.out / "roofline.svg")
         console.print(f"written: {options.out}/roofline.json, roofline.svg")
+    if options.page:
+        write_atomically(options.page, markdown(result))
+        picture = options.page.parents[1] / "images/roofline.svg"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        plot(result["tables"]["tokens/s of the 2B"], result["by_link"], options.gpu, picture)
+        console.print(f"written: {options.page}")
 
 
 def project(options: Options) -> dict[str, Any]:
@@ -66,7 +115,29 @@ def project(options: Options) -> dict[str, Any]:
         "kind": "fitted",
         "source": "so that the published speed comes out",
     }
-    return {"tables": tables, "inputs": {**inputs.rows(), f"{options.gpu}.layer_cost_s": fitted}}
+    inputs_used = {**inputs.rows(), f"{options.gpu}.layer_cost_s": fitted}
+    return {"tables": tables, "by_link": by_link(inputs, options.gpu), "inputs": inputs_used}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The page: every table with what it says, then the inputs."""
+    command = shlex.join(["python", "-m", "tools.roofline", *sys.argv[1:]])
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    parts = [START, f"{time.strftime('%Y-%m-%d', time.gmtime())}, commit {commit}:\n\n    {command}\n"]
+    inputs = [{"input": name, **row} for name, row in result["inputs"].items()]
+    for title, rows in {**result["tables"], "inputs": inputs}.items():
+        parts.append(f"## {title[0].upper()}{title[1:]}\n")
+        parts.append(
+            table([name.replace("_", " ") for name in rows[0]], [[number(v) for v in row.values()] for row in rows])
+            + "\n"
+        )
+        parts += [NOTES[title] + "\n"] if title in NOTES else []
+    return "\n".join(parts)
+
+
+def number(value: Any) -> Any:
+    return shown(value) if isinstance(value, (int, float)) and value >= 100 else value
 
 
 def replacement(text: str) -> tuple[str, float]:
@@ -90,8 +161,8 @@ def shown(value: Any) -> str:
     return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
 
 
-def plot(rows: list[dict[str, Any]], gpu: str, path: Path) -> None:
-    """Tokens/s against the number of GPUs, for the custom link and, beyond one node, that between nodes."""
+def plot(rows: list[dict[str, Any]], links: list[dict[str, float]], gpu: str, path: Path) -> None:
+    """Tokens/s against the number of GPUs (the custom link; two nodes: theirs), and on one node against the link."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -99,14 +170,18 @@ def plot(rows: list[dict[str, Any]], gpu: str, path: Path) -> None:
     from matplotlib import pyplot
 
     chosen = [row for row in rows if row["link"] in ("custom", "between_nodes")]
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(10, 4))
     for name in VARIANTS:
-        axes.plot([r["gpus"] for r in chosen], [r[name] for r in chosen], marker="o", label=name.replace("_", " "))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([r["gpus"] for r in chosen], [str(r["gpus"]) for r in chosen])
-    axes.set(xlabel=f"{gpu.upper()}s (16: two nodes)", ylabel="tokens/s, projected", ylim=(0, None))
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+        left.plot([r["gpus"] for r in chosen], [r[name] for r in chosen], marker="o", label=name.replace("_", " "))
+        right.plot([1e6 * r["link_s"] for r in links], [r[name] for r in links])
+    left.set_xscale("log", base=2)
+    left.set_xticks([r["gpus"] for r in chosen], [str(r["gpus"]) for r in chosen])
+    left.set(xlabel=f"{gpu.upper()}s (16: two nodes)", ylabel="tokens/s, projected", ylim=(0, None))
+    left.legend(frameon=False)
+    right.set_xscale("log")
+    right.set(xlabel=f"latency of the link, us, on 8 x {gpu.upper()}")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)
 

@@ -146,6 +146,18 @@ def scaling(inputs: Inputs, gpu: str) -> list[dict[str, Any]]:
     return rows
 
 
+def by_link(inputs: Inputs, gpu: str) -> list[dict[str, float]]:
+    """Tokens/s of every variant on one node whose link takes 0.5 to 200 us, twenty steps a decade."""
+    cost, rows = layer_cost_s(inputs, gpu), []
+    for step in range(53):
+        row = {"link_s": 0.5e-6 * 10 ** (step / 20)}
+        for name, (values, ladder) in VARIANTS.items():
+            config = LaneformerConfig.from_flavor("2b", **values)
+            row[name] = 1 / decode_s(inputs, gpu, NODE_GPUS, row["link_s"], config, cost, ladder)
+        rows.append(row)
+    return rows
+
+
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "tensor_parallel": ({"broadcast_delay": 0}, False),
     "ladder": ({"broadcast_delay": 0}, True),
