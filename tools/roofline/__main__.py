@@ -87,9 +87,10 @@ def main() -> None:
         plot(result["tables"]["tokens/s of the 2B"], result["by_link"], options.gpu, options.out / "roofline.svg")
         console.print(f"written: {options.out}/roofline.json, roofline.svg")
     if options.page:
+        picture = options.page.absolute().parents[1] / "images/roofline.svg"
+        for folder in (options.page.parent, picture.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         write_atomically(options.page, markdown(result))
-        picture = options.page.parents[1] / "images/roofline.svg"
-        picture.parent.mkdir(parents=True, exist_ok=True)
         plot(result["tables"]["tokens/s of the 2B"], result["by_link"], options.gpu, picture)
         console.print(f"written: {options.page}")
 
