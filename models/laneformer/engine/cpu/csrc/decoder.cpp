@@ -35,10 +35,8 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
       cpus_(std::move(cpus)),
       plans_(plan_tapes(spec, threads, dtype)),
       workers_(plans_.size()),
-      modules_done_(new Counter[plans_.size()]),
-      met_(new Counter[plans_.size()]),
-      group_met_(new Counter[plans_.size()]),
-      spin_turns_(threads <= processors ? 1000 : 0) {
+      spin_turns_(threads <= processors ? 1000 : 0),
+      exchange_({ring_layers_, spec.lanes, threads, kMaxColumns * size_t(spec.padded_hidden())}, spin_turns_) {
   const size_t hidden = spec.padded_hidden(), vocab = round_up(spec.vocab, 16);
   const size_t widest_in = std::max({hidden, round_up(spec.q_rows(), 32), round_up(spec.ff_rows(), 32)});
   const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
@@ -48,7 +46,6 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
   norms_ = floats((2 * spec.layers + 1) * (spec.shared_scale ? 1 : spec.lanes) * hidden);
   if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
   if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
-  mailbox_ = floats(ring_layers_ * 2 * size_t(spec.lanes) * kMaxColumns * hidden);
   logits_ = floats(kMaxColumns * vocab);
   if (spec.head == Head::lane) lane_logits_ = floats(spec.lanes * kMaxColumns * vocab);
   if (spec.head == Head::replicate) final_streams_ = floats(spec.lanes * kMaxColumns * hidden);
@@ -259,20 +256,10 @@ void Decoder::serve(int t) {
   }
 }
 
-// Every thread waits for every other.
-void Decoder::meet(int t) { meet_among(met_.get(), t, 0, threads()); }
-
 // The threads that share a lane wait for each other; nothing to do where a lane has one thread.
 void Decoder::meet_group(int t) {
   const ThreadPlan& plan = plans_[t];
-  if (plan.members > 1) meet_among(group_met_.get(), t, plan.leader, plan.leader + plan.members);
-}
-
-void Decoder::meet_among(Counter* met, int t, int first, int last) {
-  const uint64_t number = met[t].value.load(std::memory_order_relaxed) + 1;
-  met[t].value.store(number, std::memory_order_release);
-  for (int peer = first; peer < last; ++peer)
-    spin_until(spin_turns_, [&] { return met[peer].value.load(std::memory_order_acquire) >= number; });
+  if (plan.members > 1) exchange_.meet(Exchange::kGroupMet, t, plan.leader, plan.leader + plan.members);
 }
 
 // The best of a few plain read loops over every thread's share of a large buffer.

@@ -3,11 +3,12 @@
 // A pass sends a block of columns through all layers; a column is one position of one sequence: a part of a prompt,
 // one new token of each sequence of a batch, or a new token and draft tokens after it. A thread runs its lanes'
 // modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its own
-// `modules_done`. Only a join that needs other lanes waits: PRESENT for this module, PAST for the module `delay` layers
-// ago. Where threads outnumber lanes, a group of threads shares each lane: its members own rows of the lane's matrices,
-// keep a copy each of its residual stream, and meet within a module. Two meetings of all threads a pass: before the
-// first thread samples, and before the next pass. No column's result depends on which other columns it shares the pass
-// with, not in a single bit (on the matrix unit: as long as they are four or more, or fewer; kernels/amx.h).
+// modules done (exchange.h). Only a join that needs other lanes waits: PRESENT for this module, PAST for the module
+// `delay` layers ago. Where threads outnumber lanes, a group of threads shares each lane: its members own rows of the
+// lane's matrices, keep a copy each of its residual stream, and meet within a module. Two meetings of all threads a
+// pass: before the first thread samples, and before the next pass. No column's result depends on which other columns it
+// shares the pass with, not in a single bit (on the matrix unit: as long as they are four or more, or fewer;
+// kernels/amx.h).
 #pragma once
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "exchange.h"
 #include "kv_pool.h"
 #include "model.h"
 #include "pace.h"
@@ -110,9 +112,6 @@ class Decoder {
     Column column[kMaxColumns] = {};
     int head[kMaxColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
   };
-  struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 fetches together
-    std::atomic<uint64_t> value{0};
-  };
   struct Attended {  // what one call of the kernel computes: a KV head's query heads for some columns of a sequence
     int head, column, count;
   };
@@ -135,9 +134,8 @@ class Decoder {
   // decoder.cpp: threads, loading, the loop over passes
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
-  void meet(int t);
+  void meet(int t) { exchange_.meet(Exchange::kMet, t, 0, threads()); }  // every thread waits for every other
   void meet_group(int t);
-  void meet_among(Counter* met, int t, int first, int last);
   void probe(int t);
   void read_tape(int t, size_t most);
 
@@ -187,11 +185,11 @@ class Decoder {
   void multiply(int owner, const Matrix& matrix, Inputs x, float* y, int y_stride, int columns);
   void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void rotate(const float* from, float* to, int position) const;
-  float* mailbox(uint64_t layer, Module module, int lane) const;
   float* stream(int t, int own, int column) const;
   const float* norm_scale(int index, int lane) const;
-  void wait_for(int t, int first, int last, uint64_t modules) const;
-  void wait_for_peers(int t, uint64_t modules) const { wait_for(t, 0, threads(), modules); }
+  void wait_for_peers(int t, uint64_t modules) const {
+    exchange_.wait_for(Exchange::kModulesDone, t, 0, threads(), modules);
+  }
 
   // families.cpp: what other models' layers have beyond a Laneformer's, and tied embeddings
   void embed(int token, float* out) const;
@@ -217,14 +215,14 @@ class Decoder {
   std::vector<Worker> workers_;
   std::unique_ptr<KvPool> caches_;
   Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
-  Pages embedding_, norms_, mailbox_, final_streams_, logits_, lane_logits_, probe_buffer_;
+  Pages embedding_, norms_, final_streams_, logits_, lane_logits_, probe_buffer_;
   std::vector<float> cosine_, sine_;
   bool mapped_ = false;  // tapes or embedding are read-only
   size_t ahead_ = 3072;  // bytes of the tape to prefetch ahead, the same for all threads
 
   bool wants_tokens_ = false;
-  std::unique_ptr<Counter[]> modules_done_, met_, group_met_;
   const int spin_turns_;  // before the core is given up: none where threads outnumber the processors
+  Exchange exchange_;
   Counter pass_issued_;
 
   // the requests: while they run, only the first thread writes these, between two meetings

@@ -10,11 +10,6 @@
 
 namespace laneformer {
 
-float* Decoder::mailbox(uint64_t layer, Module module, int lane) const {
-  const size_t slot = (layer % ring_layers_ * 2 + module) * spec_.lanes + lane;
-  return mailbox_.floats() + slot * kMaxColumns * spec_.padded_hidden();
-}
-
 float* Decoder::stream(int t, int own, int column) const {
   return workers_[t].streams.floats() + (size_t(own) * kMaxColumns + column) * spec_.padded_hidden();
 }
@@ -22,12 +17,6 @@ float* Decoder::stream(int t, int own, int column) const {
 const float* Decoder::norm_scale(int index, int lane) const {
   const size_t row = spec_.shared_scale ? index : size_t(index) * spec_.lanes + lane;
   return norms_.floats() + row * spec_.padded_hidden();
-}
-
-void Decoder::wait_for(int t, int first, int last, uint64_t modules) const {
-  for (int peer = first; peer < last; ++peer)
-    if (peer != t)
-      spin_until(spin_turns_, [&] { return modules_done_[peer].value.load(std::memory_order_acquire) >= modules; });
 }
 
 // The columns' inputs of a matrix as its product reads them, in `buffer` unless they are read as they are.
@@ -65,10 +54,10 @@ void Decoder::run_layers(int t, const Pass& pass) {
       const uint64_t last_read = global + delay_;
       if (last_read >= uint64_t(ring_layers_)) wait_for_peers(t, 2 * (last_read - ring_layers_) + module + 2);
       for (int own = 0; own < own_lanes; ++own) {
-        float* partial = mailbox(global, module, plan.first_lane + own);
+        float* partial = exchange_.slot(global, module, plan.first_lane + own);
         module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
       }
-      modules_done_[t].value.store(2 * global + module + 1, std::memory_order_release);
+      exchange_.publish(Exchange::kModulesDone, t, 2 * global + module + 1);
       if (pass.barriers) meet(t);
       join_lanes(t, layer, module, pass);
       if (!request_->keep_partials.empty()) keep_partials(t, layer, module, pass);
@@ -103,20 +92,21 @@ void Decoder::join_lanes(int t, int layer, Module module, const Pass& pass) {
   const int n = spec_.padded_hidden();
   const uint64_t from = how == Join::present ? global : global - (delayed ? delay_ : 0);
   float* total = workers_[t].total.floats();
-  wait_for(t, plan.leader, plan.leader + plan.members, 2 * global + module + 1);  // the rest of the own lane's rows
+  // the rest of the own lane's rows
+  exchange_.wait_for(Exchange::kModulesDone, t, plan.leader, plan.leader + plan.members, 2 * global + module + 1);
   if (how == Join::present || delayed) wait_for_peers(t, 2 * from + module + 1);
   for (size_t c = 0; c < size_t(pass.columns); ++c) {  // one after the other, so that sums stay in the first cache
     if (how == Join::present || delayed)
-      kernels_->sum_rows(mailbox(from, module, 0) + c * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
+      kernels_->sum_rows(exchange_.slot(from, module, 0) + c * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
       float* h = stream(t, lane - plan.first_lane, static_cast<int>(c));
-      const float* partial = mailbox(global, module, lane) + c * n;
+      const float* partial = exchange_.slot(global, module, lane) + c * n;
       if (how == Join::present)
         kernels_->add(h, total, n);
       else if (how == Join::no_reduce)
         kernels_->add_scaled(h, partial, std::sqrt(static_cast<float>(spec_.lanes)), n);
       else if (delayed)
-        kernels_->add_past(h, partial, total, mailbox(from, module, lane) + c * n, n);
+        kernels_->add_past(h, partial, total, exchange_.slot(from, module, lane) + c * n, n);
       else
         kernels_->add(h, partial, n);
     }
@@ -134,7 +124,7 @@ void Decoder::keep_partials(int t, int layer, Module module, const Pass& pass) {
     const size_t row = (size_t(found - chosen.begin()) * spec_.layers + layer) * 2 + module;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
       std::memcpy(kept_partials_.data() + (row * spec_.lanes + lane) * spec_.hidden,
-                  mailbox(pass.first_layer + layer, module, lane) + size_t(c) * spec_.padded_hidden(),
+                  exchange_.slot(pass.first_layer + layer, module, lane) + size_t(c) * spec_.padded_hidden(),
                   spec_.hidden * sizeof(float));
   }
 }

@@ -22,14 +22,14 @@ inline size_t page_bytes() {
   return bytes;
 }
 
-// Zeroed, 64-byte aligned memory that is touched first by whoever writes it first; huge pages for the long streams.
+// Zeroed, 128-byte aligned memory that is touched first by whoever writes it first; huge pages for the long streams.
 class Pages {
  public:
   Pages() = default;
 #if defined(__SANITIZE_ADDRESS__)
   // AddressSanitizer watches the heap and not mappings: the bytes after these are then a guard zone.
   explicit Pages(size_t size, bool = false) : size_(size ? size : 1) {
-    if (posix_memalign(&base_, 64, size_)) throw std::bad_alloc();
+    if (posix_memalign(&base_, 128, size_)) throw std::bad_alloc();
     start_ = static_cast<char*>(std::memset(base_, 0, size_));
   }
   ~Pages() { std::free(base_); }
