@@ -12,22 +12,27 @@ import pickle
 import queue
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...config import LaneformerConfig
+from ...tensors import Tensor
 from ..running import wait
 from .decoder import CpuDecoder, Place
-from .processes import Source
 
 
 class Worker(CpuDecoder):
     """The decoder of one process that is not rank 0."""
 
     def __init__(
-        self, inbox: Inbox, place: Place, source: Source, config: LaneformerConfig, dtype: str,
+        self,
+        inbox: Inbox,
+        place: Place,
+        source: Callable[[], Mapping[str, Tensor]],
+        config: LaneformerConfig,
+        dtype: str,
         options: Mapping[str, Any],
-    ):  # fmt: skip
+    ):
         self._inbox = inbox
         super().__init__(config, source(), dtype, place=place, **options)
 

@@ -46,8 +46,6 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
   if (plans_[first_].leader != first_ || last.leader + last.members > first_ + own_)
     throw std::invalid_argument("a lane's threads must be in one process");
   const size_t hidden = spec.padded_hidden(), vocab = round_up(spec.vocab, 16);
-  const size_t widest_in = std::max({hidden, round_up(spec.q_rows(), 32), round_up(spec.ff_rows(), 32)});
-  const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
 
   embedding_ = Pages(embedding_bytes());
@@ -59,28 +57,10 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
   if (spec.head == Head::lane) lane_logits_ = shared(spec.lanes * kMaxColumns * vocab);
   if (spec.head == Head::replicate) final_streams_ = shared(spec.lanes * kMaxColumns * hidden);
   std::vector<int> heads;  // what other processes' threads work with is reserved, but never touched
-  for (size_t t = 0; t < plans_.size(); ++t) {
-    Worker& w = workers_[t];
-    const size_t own = plans_[t].last_lane - plans_[t].first_lane;
-    const bool leads = plans_[t].leader == static_cast<int>(t);  // what a lane's group shares lies with its leader
-    w.tape = Pages(plans_[t].tape_bytes, true);
-    w.streams = floats(own * kMaxColumns * hidden);
-    w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
-    w.prepared = Pages(prepared_bytes(dtype, widest_in));
-    if (leads) w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32));
-    if (leads) w.gated = floats(kMaxColumns * round_up(spec.ff_rows(), 32));
-    w.total = floats(2 * hidden);
-    w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
-    w.head_x.resize(plans_[t].head.size());
-    for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype, hidden));
-    const size_t dim = spec.padded_head_dim(), group = spec.query_heads / spec.kv_heads;
-    const size_t queries = std::max(size_t{kBlockQueries}, group), chunks = spec.context / kChunkPositions + 2;
-    w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
-    w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
-    w.widened = floats(2 * kChunkPositions * dim);
-    if (leads && plans_[t].members > 1)
-      w.partials = floats(chunks * kMaxSequences * (spec.query_heads / spec.lanes) * (dim + kStateExtra));
-    heads.push_back(leads ? static_cast<int>(own) * (spec.kv_heads / spec.lanes) : 0);
+  for (int t = 0; t < this->threads(); ++t) {
+    reserve(t);
+    const int own = plans_[t].last_lane - plans_[t].first_lane;
+    heads.push_back(plans_[t].leader == t ? own * (spec.kv_heads / spec.lanes) : 0);
   }
   caches_ = std::make_unique<KvPool>(spec_, std::move(heads));
   team_ = std::make_unique<Team>(own_, [cpus = cpus_, first = first_](int t) {
@@ -90,6 +70,34 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
 
 Exchange::Shape Decoder::shape() const {
   return {ring_layers_, spec_.lanes, threads(), kMaxColumns * size_t(spec_.padded_hidden())};
+}
+
+// What thread t works with.
+void Decoder::reserve(int t) {
+  const size_t hidden = spec_.padded_hidden();
+  const size_t widest_in = std::max({hidden, round_up(spec_.q_rows(), 32), round_up(spec_.ff_rows(), 32)});
+  const size_t widest_out = std::max({hidden, round_up(spec_.qkv_rows(), 32), size_t(spec_.gate_up_rows())});
+  const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
+  Worker& w = workers_[t];
+  const size_t own = plans_[t].last_lane - plans_[t].first_lane;
+  const bool leads = plans_[t].leader == t;  // what a lane's group shares lies with its leader
+  w.tape = Pages(plans_[t].tape_bytes, true);
+  w.streams = floats(own * kMaxColumns * hidden);
+  w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
+  w.prepared = Pages(prepared_bytes(dtype_, widest_in));
+  if (leads) w.attended = floats(kMaxColumns * round_up(spec_.q_rows(), 32));
+  if (leads) w.gated = floats(kMaxColumns * round_up(spec_.ff_rows(), 32));
+  w.total = floats(2 * hidden);
+  w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
+  w.head_x.resize(plans_[t].head.size());
+  for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype_, hidden));
+  const size_t dim = spec_.padded_head_dim(), group = spec_.query_heads / spec_.kv_heads;
+  const size_t queries = std::max(size_t{kBlockQueries}, group), chunks = spec_.context / kChunkPositions + 2;
+  w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
+  w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
+  w.widened = floats(2 * kChunkPositions * dim);
+  if (leads && plans_[t].members > 1)
+    w.partials = floats(chunks * kMaxSequences * (spec_.query_heads / spec_.lanes) * (dim + kStateExtra));
 }
 
 // Of all columns of a pass; 0 where products read fp32 inputs as they are.

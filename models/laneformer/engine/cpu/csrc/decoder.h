@@ -135,6 +135,7 @@ class Decoder {
   };
 
   // decoder.cpp: threads, loading, the loop over passes
+  void reserve(int t);
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
   void meet(int t);
