@@ -323,6 +323,9 @@ NB_MODULE(_core, m) {
       .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
       .def("probe_bytes_per_s", [](const Decoder& d) { return to_numpy(d.timings().probe_bytes_per_s); })
       .def_prop_ro("first_token_s", [](const Decoder& d) { return d.timings().first_token_s; })
+      .def("set_latency", [](Decoder& d, double s, double jitter, uint64_t seed) { d.set_latency({s, jitter, seed}); },
+           "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
+      .def("set_ladder", &Decoder::set_ladder)
       .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.caches().set_limit(bytes); }, "bytes"_a)
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.caches().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })

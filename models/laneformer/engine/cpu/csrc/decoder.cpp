@@ -130,6 +130,27 @@ void Decoder::on_all_threads(const std::function<void(int)>& job) {
   team_->wait();
 }
 
+// --- for measurements -------------------------------------------------------------------------------------------
+
+void Decoder::set_latency(const Latency& latency) {
+  const auto in_range = [](double value, double most) { return value >= 0.0 && value <= most; };
+  if (!in_range(latency.link_s, 1.0) || !in_range(latency.jitter, 2.0))
+    throw std::invalid_argument("latency: 0 to 1 s, its jitter 0 to 2; got " + std::to_string(latency.link_s) +
+                                " and " + std::to_string(latency.jitter));
+  std::vector<int> first_of_lane;
+  for (const ThreadPlan& plan : plans_) first_of_lane.push_back(plan.leader);
+  on_all_threads([](int) {});  // throws while a request runs
+  exchange_.set_latency(latency, std::move(first_of_lane));
+}
+
+void Decoder::set_ladder() {
+  for (const auto& joins : spec_.join)
+    if (std::find_if(joins.begin(), joins.end(), [](Join how) { return how != Join::present; }) != joins.end())
+      throw std::invalid_argument("ladder: every join of the model must be PRESENT; set broadcast_delay = 0");
+  on_all_threads([](int) {});
+  ladder_ = true;
+}
+
 // --- loading ----------------------------------------------------------------------------------------------------
 
 bool Decoder::set_matrix(const std::string& part, int layer, const void* data, DType from) {

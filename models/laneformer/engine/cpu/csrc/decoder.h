@@ -100,6 +100,10 @@ class Decoder {
   size_t weight_bytes() const;  // read per decoded token, all threads
   KvPool& caches() { return *caches_; }  // its limit and size, while no request runs
 
+  // For measurements. Both throw std::runtime_error while a request runs.
+  void set_latency(const Latency& latency);  // of what threads of different lanes give each other; changes no result
+  void set_ladder();  // of a model without a delay (else std::invalid_argument): as Ladder Residual joins
+
  private:
   enum class Step { layers, probe, end };
   struct Column {
@@ -175,6 +179,8 @@ class Decoder {
   void attend(int t, int layer, int own, const Pass& pass);
   void attend_chunks(int t, int layer, int own, const Pass& pass);
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
+  void add_sum(int t, uint64_t number, const Pass& pass);
+  void join_late(int t, int layer, Module module, const Pass& pass);
   void join_lanes(int t, int layer, Module module, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);
   void run_head(int t, const Pass& pass);
@@ -237,6 +243,7 @@ class Decoder {
   SharedMemory memory_;
   Exchange exchange_;
   Pages said_;  // [meeting % 2][rank]: Said
+  bool ladder_ = false;
   Counter pass_issued_;
 
   // the requests: while they run, only the first thread writes these, between two meetings

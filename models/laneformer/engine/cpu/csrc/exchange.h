@@ -3,10 +3,18 @@
 // A thread writes a slot, then publishes its count; whoever has seen the count may read the slot. Slots are a ring over
 // layers. All of it is one region without pointers: its own pages, or zeroed memory of somebody else, such as a mapping
 // that several processes share.
+//
+// A delay line, for measurements: what a thread publishes becomes readable by threads of other lanes a time after it
+// was published, as over a link of that latency. The publisher stamps when; the reader waits for the count, then for
+// the clock. Counts of one thread arrive in order, also with jitter.
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "model.h"
 #include "system.h"
@@ -15,6 +23,12 @@ namespace laneformer {
 
 struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 fetches together
   std::atomic<uint64_t> value{0};
+};
+
+struct Latency {
+  double link_s = 0.0;  // of every count; 0: no delay line
+  double jitter = 0.0;  // link_s times e^(jitter * z), z normally distributed: its median is link_s
+  uint64_t seed = 0;    // of z, by thread and count
 };
 
 class Exchange {
@@ -26,7 +40,10 @@ class Exchange {
     size_t floats;  // of a slot
     size_t counters() const { return 1 + kCounts * size_t(threads); }
     size_t slots() const { return ring_layers * 2 * size_t(lanes); }
-    size_t bytes() const { return counters() * sizeof(Counter) + slots() * floats * sizeof(float); }
+    // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that publishes it.
+    size_t stamps() const { return size_t(8) * ring_layers; }
+    size_t head_bytes() const { return counters() * (sizeof(Counter) + stamps() * sizeof(Stamp)); }
+    size_t bytes() const { return head_bytes() + slots() * floats * sizeof(float); }
   };
 
   Exchange(const Shape& shape, int spin_turns) : Exchange(shape, spin_turns, Pages(shape.bytes())) {}
@@ -35,20 +52,32 @@ class Exchange {
         spin_turns_(spin_turns),
         memory_(std::move(memory)),
         counters_(reinterpret_cast<Counter*>(memory_.bytes())),
-        slots_(reinterpret_cast<float*>(memory_.bytes() + shape.counters() * sizeof(Counter))) {}
+        stamps_(reinterpret_cast<Stamp*>(memory_.bytes() + shape.counters() * sizeof(Counter))),
+        slots_(reinterpret_cast<float*>(memory_.bytes() + shape.head_bytes())) {}
+
+  // While no thread uses the exchange. first_of_lane: for each thread the first one of those that share its lane.
+  void set_latency(const Latency& latency, std::vector<int> first_of_lane) {
+    latency_ = latency;
+    first_of_lane_ = std::move(first_of_lane);
+  }
 
   float* slot(uint64_t layer, Module module, int lane) const {
     return slots_ + ((layer % shape_.ring_layers * 2 + module) * shape_.lanes + lane) * shape_.floats;
   }
 
-  // By thread t alone; a count only grows.
-  void publish(Count what, int t, uint64_t count) { counter(what, t).store(count, std::memory_order_release); }
+  // By thread t alone; counts go up one by one.
+  void publish(Count what, int t, uint64_t count) {
+    if (latency_.link_s > 0.0) [[unlikely]] stamp_arrival(what, t, count);
+    counter(what, t).store(count, std::memory_order_release);
+  }
   uint64_t published(Count what, int t) const { return counter(what, t).load(std::memory_order_relaxed); }
   // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
-    for (int peer = first; peer < last; ++peer)
-      if (peer != t)
-        spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count || lost(); });
+    for (int peer = first; peer < last; ++peer) {
+      if (peer == t) continue;
+      spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count || lost(); });
+      if (latency_.link_s > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
+    }
   }
   // The threads of [first, last), t among them, wait for each other.
   void meet(Count what, int t, int first, int last) {
@@ -65,14 +94,43 @@ class Exchange {
 
  private:
   static constexpr int kCounts = 4;
+  using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock, which all processes of a machine share
   static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters lie in memory that processes share");
   std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[1 + what * shape_.threads + t].value; }
+  Stamp& stamp(Count what, int t, uint64_t count) const {
+    return stamps_[(what * shape_.threads + t) * shape_.stamps() + count % shape_.stamps()];
+  }
+  static int64_t now_ns() {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  // Before the count, which orders the stamp for whoever reads it.
+  void stamp_arrival(Count what, int t, uint64_t count) {
+    double link_s = latency_.link_s;
+    if (latency_.jitter > 0.0) {  // Box and Muller
+      const uint64_t key = mix_bits(latency_.seed ^ mix_bits(count << 16 | uint64_t(t) << 2 | what));
+      const double u = static_cast<double>((key >> 32) + 1) * 0x1p-32;
+      const double turns = static_cast<double>(key & 0xffffffff) * 0x1p-32;
+      link_s *= std::exp(latency_.jitter * std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * M_PI * turns));
+    }
+    const int64_t last_ns = stamp(what, t, count - 1).load(std::memory_order_relaxed);
+    const int64_t arrival_ns = std::max(last_ns, now_ns() + static_cast<int64_t>(1e9 * link_s));
+    stamp(what, t, count).store(arrival_ns, std::memory_order_relaxed);
+  }
+  void await_arrival(Count what, int t, int peer, uint64_t count) const {
+    if (t < 0 || first_of_lane_[t] == first_of_lane_[peer]) return;
+    const int64_t arrival_ns = stamp(what, peer, count).load(std::memory_order_relaxed);
+    while (now_ns() < arrival_ns) spin_turns_ ? pause_briefly() : std::this_thread::yield();
+  }
 
   const Shape shape_;
   const int spin_turns_;
   const Pages memory_;
   Counter* const counters_;
+  Stamp* const stamps_;
   float* const slots_;
+  Latency latency_;
+  std::vector<int> first_of_lane_;
 };
 
 }  // namespace laneformer

@@ -52,7 +52,7 @@ void Decoder::run_layers(int t, const Pass& pass) {
       // This slot's last readers joined it `delay` layers after it was written; they are past that once they have
       // finished the module that follows.
       const uint64_t last_read = global + delay_;
-      if (last_read >= uint64_t(ring_layers_)) wait_for_peers(t, 2 * (last_read - ring_layers_) + module + 2);
+      if (last_read >= uint64_t(ring_layers_)) wait_for_peers(t, 2 * (last_read - ring_layers_) + module + 2 + ladder_);
       for (int own = 0; own < own_lanes; ++own) {
         float* partial = exchange_.slot(global, module, plan.first_lane + own);
         module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
@@ -83,27 +83,46 @@ void Decoder::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
   multiply(t, matrices.w2, shared.gated.floats(), ff_stride, partial, hidden, pass.columns);
 }
 
+// The sum over lanes of a module's outputs, by its number over all passes, joins the own lanes' streams.
+void Decoder::add_sum(int t, uint64_t number, const Pass& pass) {
+  const int n = spec_.padded_hidden(), own_lanes = plans_[t].last_lane - plans_[t].first_lane;
+  const float* partials = exchange_.slot(number / 2, Module(number % 2), 0);
+  float* total = workers_[t].total.floats();
+  wait_for_peers(t, number + 1);
+  for (int c = 0; c < pass.columns; ++c) {  // one after the other, so that sums stay in the first cache
+    kernels_->sum_rows(partials + size_t(c) * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
+    for (int own = 0; own < own_lanes; ++own) kernels_->add(stream(t, own, c), total, n);
+  }
+}
+
+// Ladder Residual (arXiv 2501.06589), for measurements: every sum joins one module late, the last two together.
+void Decoder::join_late(int t, int layer, Module module, const Pass& pass) {
+  const uint64_t number = 2 * (pass.first_layer + layer) + module;
+  if (layer || module) add_sum(t, number - 1, pass);
+  if (layer == spec_.layers - 1 && module) add_sum(t, number, pass);
+}
+
 // The update table of config.Join for the own lanes; sums over lanes are always in lane order.
 void Decoder::join_lanes(int t, int layer, Module module, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
   const uint64_t global = pass.first_layer + layer;
   const Join how = spec_.join[module][layer];
+  if (ladder_) return join_late(t, layer, module, pass);
+  if (how == Join::present) return add_sum(t, 2 * global + module, pass);
   const bool delayed = how == Join::past && spec_.adds_delayed[module][layer];
   const int n = spec_.padded_hidden();
-  const uint64_t from = how == Join::present ? global : global - (delayed ? delay_ : 0);
+  const uint64_t from = global - (delayed ? delay_ : 0);
   float* total = workers_[t].total.floats();
   // the rest of the own lane's rows
   exchange_.wait_for(Exchange::kModulesDone, t, plan.leader, plan.leader + plan.members, 2 * global + module + 1);
-  if (how == Join::present || delayed) wait_for_peers(t, 2 * from + module + 1);
-  for (size_t c = 0; c < size_t(pass.columns); ++c) {  // one after the other, so that sums stay in the first cache
-    if (how == Join::present || delayed)
+  if (delayed) wait_for_peers(t, 2 * from + module + 1);
+  for (size_t c = 0; c < size_t(pass.columns); ++c) {  // as in add_sum
+    if (delayed)
       kernels_->sum_rows(exchange_.slot(from, module, 0) + c * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
       float* h = stream(t, lane - plan.first_lane, static_cast<int>(c));
       const float* partial = exchange_.slot(global, module, lane) + c * n;
-      if (how == Join::present)
-        kernels_->add(h, total, n);
-      else if (how == Join::no_reduce)
+      if (how == Join::no_reduce)
         kernels_->add_scaled(h, partial, std::sqrt(static_cast<float>(spec_.lanes)), n);
       else if (delayed)
         kernels_->add_past(h, partial, total, exchange_.slot(from, module, lane) + c * n, n);

@@ -159,12 +159,6 @@ DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer) {
   return dtype == DType::int4 && outer ? DType::int8 : dtype;
 }
 
-uint64_t mix_bits(uint64_t x) {  // splitmix64's finaliser
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-
 // Whole lanes while there are enough of them, as evenly as their number allows; else each lane gets a group of threads.
 void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
   plan.first_lane = lanes * t / threads;

@@ -86,6 +86,11 @@ struct PackJob {
 bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape);
 void unpack_row(const Matrix& matrix, int row, const char* tape, float* out);  // of the matrix's own rows
 bool convert(const void* source, DType from, size_t count, void* out, DType to);  // the same, for plain rows
+inline uint64_t mix_bits(uint64_t x) {  // splitmix64's finaliser
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
 void fill_random(void* out, DType dtype, size_t count, uint64_t key, float deviation);
 
 }  // namespace laneformer

@@ -1,0 +1,110 @@
+"""The delay line between lanes changes no token and makes each join wait as long as it must; Ladder Residual."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer.engine import Engine
+from laneformer.engine.bench import after
+from laneformer.engine.cpu.decoder import CpuDecoder
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+from tools.ablate.variants import NeighbourModel
+from tools.roofline.timeline import laneformer_joins, token_s
+
+LINK_S = 0.01
+LAYERS = 5
+VARIANTS: dict[str, dict[str, object]] = {
+    "tensor_parallel": {"broadcast_delay": 0},
+    "ladder": {"broadcast_delay": 0},
+    "delay_1": {"broadcast_delay": 1},
+    "delay_2": {},
+    "delay_2_no_early": {"use_early_comm": False},
+    "replicated_head": {"lm_head_type": "replicate"},
+}
+
+
+def decoder_of(engine: Engine) -> CpuDecoder:
+    assert isinstance(engine._decoder, CpuDecoder)
+    return engine._decoder
+
+
+def engine_with(variant: str, threads: int = 2, link_s: float = 0.0, jitter: float = 0.0, seed: int = 0) -> Engine:
+    engine = engine_of(random_model(small_config(**VARIANTS[variant]), seed=4), threads=threads)
+    if variant == "ladder":
+        decoder_of(engine).set_ladder()
+    decoder_of(engine).set_latency(link_s, jitter, seed)
+    return engine
+
+
+def floor_s(variant: str, link_s: float = LINK_S) -> float:
+    """What a token takes at least where computing takes no time."""
+    joins = laneformer_joins(small_config(**VARIANTS[variant]))
+    return token_s(LAYERS, (0.0, 0.0), link_s, joins, modules_late=int(variant == "ladder"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_token_depends_on_the_latency(variant):
+    ids = random_ids(small_config(), 40)  # more than one block
+    with engine_with(variant, threads=1) as one:
+        expected = one.generate(ids, max_new_tokens=12, ignore_eos=True)
+        logits = one.logits(ids)
+    for threads, link_s, jitter in ((2, 0.0, 0.0), (2, 2e-5, 0.0), (3, 3e-4, 1.0), (5, 1e-4, 0.5)):
+        with engine_with(variant, threads, link_s, jitter=jitter, seed=3) as engine:
+            assert engine.generate(ids, max_new_tokens=12, ignore_eos=True) == expected, (threads, link_s)
+            np.testing.assert_array_equal(engine.logits(ids), logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_wait_takes_its_time_and_no_more_are_waited(variant):
+    with engine_with(variant, link_s=LINK_S) as engine:
+        times = after(engine, [1, 2, 3], 4).token_s()
+    assert min(times) >= floor_s(variant)
+    if variant != "tensor_parallel":  # half the time of an all-reduce after every module is left over for a slow day
+        assert floor_s(variant) < 0.7 * floor_s("tensor_parallel")
+        assert min(times) < floor_s("tensor_parallel")
+
+
+def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():
+    assert floor_s("tensor_parallel", 1.0) == 2 * LAYERS + 1
+
+
+def test_threads_of_one_lane_do_not_wait_for_the_link():
+    model = random_model(small_config(num_lanes=1, broadcast_delay=0))
+    with engine_of(model, threads=2) as engine:
+        decoder_of(engine).set_latency(1.0)
+        assert min(after(engine, [1, 2, 3], 3).token_s()) < 1.0
+
+
+def test_jitter_spreads_the_times_of_tokens():
+    with engine_with("tensor_parallel", link_s=LINK_S, jitter=1.0, seed=1) as engine:
+        times = after(engine, [1, 2, 3], 9).token_s()
+    assert max(times) - min(times) > 2 * LINK_S
+
+
+def test_ladder_computes_what_the_ablation_trains():
+    config = small_config(broadcast_delay=0)
+    model, ids = random_model(config, seed=4), random_ids(config, 40)
+    reference = NeighbourModel(config, "ladder").double().eval()
+    reference.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids]))[0].numpy()
+    with engine_of(model, threads=2) as plain, engine_with("ladder") as ladder:
+        np.testing.assert_allclose(ladder.logits(ids), expected, rtol=0, atol=1e-4)
+        assert np.abs(plain.logits(ids) - expected).max() > 0.1
+
+
+def test_what_cannot_be_measured_is_refused():
+    with engine_with("delay_2") as engine:
+        with pytest.raises(ValueError, match=r"ladder: every join of the model must be PRESENT; set broadcast_delay"):
+            decoder_of(engine).set_ladder()
+        for bad in ((-1e-6, 0.0), (2.0, 0.0), (float("nan"), 0.0), (1e-6, 3.0)):
+            with pytest.raises(ValueError, match=r"latency: 0 to 1 s, its jitter 0 to 2; got"):
+                decoder_of(engine).set_latency(*bad)
+        decoder_of(engine).set_latency(LINK_S)
+        stream = engine.stream([1, 2], max_new_tokens=50, ignore_eos=True)
+        next(stream)
+        with pytest.raises(RuntimeError, match="busy"):
+            decoder_of(engine).set_latency(0.0)
+        stream.close()
