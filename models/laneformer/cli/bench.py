@@ -26,6 +26,8 @@ class Bench:
     """Cached positions before the measured tokens; given several, the JSON has all but the first under "depths"."""
     barriers: bool = False
     """Also measure decoding with a barrier after every module, alternating with normal decoding. CPU only."""
+    processes: int = 1
+    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     json: bool = False
     """Print nothing but the JSON line."""
     model: ModelFlags = field(default_factory=ModelOptions)
@@ -55,7 +57,7 @@ class Bench:
 
     def engine(self) -> Engine:
         if self.hf_dir is not None and self.random_weights is None:
-            return self.model.load(self.hf_dir)
+            return self.model.load(self.hf_dir, self.processes)
         if self.random_weights is not None and self.hf_dir is None:
-            return self.model.random(self.random_weights)
+            return self.model.random(self.random_weights, self.processes)
         raise ValueError("give either a model folder or --random-weights")

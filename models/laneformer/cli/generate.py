@@ -37,6 +37,8 @@ class Generate:
     """Continue after the model's end-of-text token."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to end before; may be given several times."""
+    processes: int = 1
+    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     sampling: SamplingFlags = field(default_factory=SamplingOptions)
     model: ModelFlags = field(default_factory=ModelOptions)
 
@@ -45,7 +47,7 @@ class Generate:
         GenerationOptions(**lengths, **self.sampling.given())  # errors show before the weights are loaded
         if self.system is not None and not self.chat:
             raise ValueError("--system is a message of a conversation; add --chat")
-        with self.model.load(self.hf_dir) as engine:
+        with self.model.load(self.hf_dir, self.processes) as engine:
             prompt = conversation(engine, self.prompt, self.system) if self.chat else self.prompt
             for piece in engine.stream_text(prompt, stop=self.stop, **lengths, **self.sampling.of(engine)):
                 print(piece, end="", flush=True)

@@ -41,17 +41,18 @@ class ModelOptions:
     cache_bytes: int | None = None
     """Memory for keys and values of earlier requests; default: a quarter of what is left. CPU only."""
 
-    def load(self, path: Path) -> Engine:
-        return Engine.from_pretrained(path, **self._given())
+    def load(self, path: Path, processes: int = 1) -> Engine:
+        return Engine.from_pretrained(path, **self._given(processes))
 
-    def random(self, flavor: str) -> Engine:
-        options = self._given()
+    def random(self, flavor: str, processes: int = 1) -> Engine:
+        options = self._given(processes)
         for name in FOLDERS_ALONE:
             options.pop(name, None)
         return Engine.random(flavor, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
 
-    def _given(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+    def _given(self, processes: int) -> dict[str, Any]:
+        several = {} if processes == 1 else {"processes": processes}
+        return several | {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,12 +22,12 @@ import numpy as np
 from ..config import MODULES, LaneformerConfig
 from ..tensors import MATRIX_DTYPES, Tensor, dtype_name
 from .batch import Batch
-from .cpu.decoder import CpuDecoder, RandomTensors
+from .cpu.decoder import RandomTensors
 from .cpu.packed import PackedWeights
+from .cpu.processes import cpu_decoder
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics, described
 from .device import cuda_devices
-from .folder import read_checkpoint
-from .machine import memory_bytes
+from .folder import read_checkpoint, read_tensors, with_context
 from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range, without_logprobs
 from .running import ENGINES, SIGNAL_POLL_S, Running, Stream, wait
 from .text import StopStrings, TextStream, text_of
@@ -60,6 +61,8 @@ class Engine:
     beyond 65,504, which fp16 refuses with a ValueError when they come.
     `cache_bytes` is what keys and values of earlier requests may take, so that a prompt that begins like one of them
     starts where it parts from it: by default a quarter of the memory that is left (csrc/kv_pool.h).
+    `processes` shares the lanes out over that many processes, each with `threads` threads (by default its part of the
+    cores), for one request at a time. A process that is lost ends the request with a RuntimeError, and the engine.
     `isa` is the instruction set: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or
     "portable"; the environment variable LANEFORMER_ISA sets the default. A token has the same bits in a prompt's block,
     a batch, or a draft as alone, but for "amx" with bf16 weights: its passes of four positions and more round
@@ -106,7 +109,7 @@ class Engine:
 
                 decoder = CudaDecoder(config, tensors, dtype, devices, **options)
             else:
-                decoder = CpuDecoder(config, tensors, dtype, **options)
+                decoder = cpu_decoder(config, tensors, dtype, **options)
         self._decoder = decoder
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
 
@@ -132,16 +135,10 @@ class Engine:
         many as share the threads evenly and divide its heads and MLP rows. Other `options` as in Engine.
         """
         on_cpu = not cuda_devices(device)
-        checkpoint = read_checkpoint(Path(path), lanes, threads, dtype)
-        config = checkpoint.config
-        if context_tokens is not None:
-            config = dataclasses.replace(config, max_position_embeddings=context_tokens)
-            needed = config.cached_bytes(context_tokens, 2) + 4 * config.head_dim * context_tokens
-            if needed > (there := memory_bytes()):
-                raise ValueError(
-                    f"context_tokens = {context_tokens} needs {needed / 1e9:,.1f} GB of keys, values, rotary tables; "
-                    f"this machine has {there / 1e9:,.1f} GB"
-                )
+        checkpoint = read_checkpoint(Path(path), lanes, threads and threads * options.get("processes", 1), dtype)
+        config = checkpoint.config if context_tokens is None else with_context(checkpoint.config, context_tokens)
+        if on_cpu:
+            options["source"] = functools.partial(read_tensors, Path(path).resolve(), config.num_lanes, dtype)
         if cache and on_cpu:
             options["packed"] = PackedWeights(Path(path), checkpoint.files)
         for name in ("eos_ids", "tokenizer", "tokenizer_config", "sampling_defaults"):

@@ -23,7 +23,7 @@ from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..published import MODEL_TYPES, modern_spelling
 from ..tensors import STORED_TYPES, Tensor
-from .machine import this_machine
+from .machine import memory_bytes, this_machine
 from .options import sampling_defaults
 
 if TYPE_CHECKING:
@@ -69,6 +69,22 @@ def read_checkpoint(
     own = {plain_name(name): tensor for name, tensor in stored.items()}
     check_tensors(config, own)
     return Checkpoint(config, own, eos_ids(folder, values, config), files, *text_files(folder))
+
+
+def read_tensors(path: Path, lanes: int, dtype: str) -> Mapping[str, Tensor]:
+    """The tensors alone, for a process that has been told the rest."""
+    return read_checkpoint(path, lanes, None, dtype).tensors
+
+
+def with_context(config: LaneformerConfig, tokens: int) -> LaneformerConfig:
+    """The config with this context; ValueError where the machine has no memory for it."""
+    needed = config.cached_bytes(tokens, 2) + 4 * config.head_dim * tokens
+    if needed > (there := memory_bytes()):
+        raise ValueError(
+            f"context_tokens = {tokens} needs {needed / 1e9:,.1f} GB of keys, values, rotary tables; "
+            f"this machine has {there / 1e9:,.1f} GB"
+        )
+    return dataclasses.replace(config, max_position_embeddings=tokens)
 
 
 def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str) -> Checkpoint:

@@ -7,7 +7,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,17 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
 }
 
 
+class Place(NamedTuple):
+    """Which of several processes a decoder is in, and the file descriptor of what they share (processes.py)."""
+
+    rank: int = 0
+    processes: int = 1
+    memory: int = -1
+
+
+ALONE = Place()
+
+
 class CpuDecoder(_core.Decoder):
     """The C++ decoder with its weights loaded; it has every option, and its loop runs on threads of its own.
 
@@ -60,6 +71,7 @@ class CpuDecoder(_core.Decoder):
         kv_dtype: str = "auto",
         cache_bytes: int | None = None,
         packed: PackedWeights | None = None,
+        place: Place = ALONE,
     ):
         if math not in ("auto", *MATHS):
             raise ValueError(f"math = {math!r} is unknown; choose from {('auto', *MATHS)}")
@@ -85,11 +97,17 @@ class CpuDecoder(_core.Decoder):
         super().__init__(
             {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
-            self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors,
+            self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
         )  # fmt: skip
+        self._alone = place.processes == 1
         self._load(config, tensors, packed)
-        self.set_cache_limit(free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes)
+        cache_bytes = free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
+        self.set_cache_limit(self._settle(cache_bytes))
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
+
+    def _settle(self, cache_bytes: int) -> int:
+        """What all processes go by, once each has loaded its weights."""
+        return cache_bytes
 
     def check(self, request: Request) -> None:
         """Every option is supported."""
@@ -134,7 +152,7 @@ class CpuDecoder(_core.Decoder):
             for matrix in MATRICES:
                 send(f"layers.{i}.{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
         send(head_of(config), self.set_matrix, "lm_head", 0)
-        if packed is not None:
+        if packed is not None and self._alone:
             packed.save(self, plan)
 
     def _expect_dtype(self, name: str, dtype: str) -> None:

@@ -46,15 +46,17 @@ class CudaDecoder(OneAtATime):
         pin: bool | None = None,
         kv_dtype: str = "auto",
         cache_bytes: int | None = None,
+        processes: int = 1,
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
 
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin,
-        kv_dtype, cache_bytes.
+        kv_dtype, cache_bytes, processes.
         """
         if dtype == "auto":
             dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "cache_bytes": cache_bytes}
+        unsupported["processes"] = None if processes == 1 else processes
         unsupported["math"] = None if math in ("auto", "exact") else math
         unsupported["dtype"] = None if dtype in DTYPES else dtype
         unsupported["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype

@@ -124,9 +124,10 @@ namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
                const std::string& isa, const std::string& math, std::vector<int> cpus,
-               double processors) {
+               double processors, int rank, int processes, int memory) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, kDTypeCount), dtype_named(embedding_dtype), threads,
-                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors);
+                     choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors,
+                     {rank, processes, memory});
 }
 
 void expect_layer(const Decoder& decoder, int layer) {
@@ -295,7 +296,7 @@ NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
-           "cpus"_a, "processors"_a)
+           "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a)
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)
@@ -329,6 +330,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.caches().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
+      .def_prop_ro("lost", [](const Decoder& d) { return int(d.lost()); })
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
   nb::class_<Pace>(m, "Pace")  // for tests
       .def(nb::init<>())

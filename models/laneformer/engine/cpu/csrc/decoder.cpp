@@ -24,7 +24,7 @@ double now_s() {
 }
 
 Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
-                 Math math, std::vector<int> cpus, double processors)
+                 Math math, std::vector<int> cpus, double processors, Place place)
     : spec_(spec),
       dtype_(dtype),
       embedding_dtype_(embedding_dtype),
@@ -33,50 +33,71 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
       delay_(broadcast_delay(spec)),
       ring_layers_(2 * delay_ + 2),
       cpus_(std::move(cpus)),
-      plans_(plan_tapes(spec, threads, dtype)),
+      place_(place),
+      first_(place.rank * threads),
+      own_(threads),
+      plans_(plan_tapes(spec, threads * place.processes, dtype)),
       workers_(plans_.size()),
-      spin_turns_(threads <= processors ? 1000 : 0),
-      exchange_({ring_layers_, spec.lanes, threads, kMaxColumns * size_t(spec.padded_hidden())}, spin_turns_) {
+      spin_turns_(this->threads() <= processors ? 1000 : 0),
+      memory_(place.memory),
+      exchange_(shape(), spin_turns_, memory_.take(shape().bytes())),
+      said_(memory_.take(2 * place.processes * sizeof(Said))) {
+  const ThreadPlan& last = plans_[first_ + own_ - 1];
+  if (plans_[first_].leader != first_ || last.leader + last.members > first_ + own_)
+    throw std::invalid_argument("a lane's threads must be in one process");
   const size_t hidden = spec.padded_hidden(), vocab = round_up(spec.vocab, 16);
-  const size_t widest_in = std::max({hidden, round_up(spec.q_rows(), 32), round_up(spec.ff_rows(), 32)});
-  const size_t widest_out = std::max({hidden, round_up(spec.qkv_rows(), 32), size_t(spec.gate_up_rows())});
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
 
   embedding_ = Pages(embedding_bytes());
   norms_ = floats((2 * spec.layers + 1) * (spec.shared_scale ? 1 : spec.lanes) * hidden);
   if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
   if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
-  logits_ = floats(kMaxColumns * vocab);
-  if (spec.head == Head::lane) lane_logits_ = floats(spec.lanes * kMaxColumns * vocab);
-  if (spec.head == Head::replicate) final_streams_ = floats(spec.lanes * kMaxColumns * hidden);
-  std::vector<int> heads;
-  for (size_t t = 0; t < plans_.size(); ++t) {
-    Worker& w = workers_[t];
-    const size_t own = plans_[t].last_lane - plans_[t].first_lane;
-    const bool leads = plans_[t].leader == static_cast<int>(t);  // what a lane's group shares lies with its leader
-    w.tape = Pages(plans_[t].tape_bytes, true);
-    w.streams = floats(own * kMaxColumns * hidden);
-    w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
-    w.prepared = Pages(prepared_bytes(dtype, widest_in));
-    if (leads) w.attended = floats(kMaxColumns * round_up(spec.q_rows(), 32));
-    if (leads) w.gated = floats(kMaxColumns * round_up(spec.ff_rows(), 32));
-    w.total = floats(2 * hidden);
-    w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
-    w.head_x.resize(plans_[t].head.size());
-    for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype, hidden));
-    const size_t dim = spec.padded_head_dim(), group = spec.query_heads / spec.kv_heads;
-    const size_t queries = std::max(size_t{kBlockQueries}, group), chunks = spec.context / kChunkPositions + 2;
-    w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
-    w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
-    w.widened = floats(2 * kChunkPositions * dim);
-    if (leads && plans_[t].members > 1)
-      w.partials = floats(chunks * kMaxSequences * (spec.query_heads / spec.lanes) * (dim + kStateExtra));
-    heads.push_back(leads ? static_cast<int>(own) * (spec.kv_heads / spec.lanes) : 0);
+  const auto shared = [&](size_t count) { return memory_.take(count * sizeof(float)); };
+  logits_ = spec.head == Head::lane ? floats(kMaxColumns * vocab) : shared(kMaxColumns * vocab);
+  if (spec.head == Head::lane) lane_logits_ = shared(spec.lanes * kMaxColumns * vocab);
+  if (spec.head == Head::replicate) final_streams_ = shared(spec.lanes * kMaxColumns * hidden);
+  std::vector<int> heads;  // what other processes' threads work with is reserved, but never touched
+  for (int t = 0; t < this->threads(); ++t) {
+    reserve(t);
+    const int own = plans_[t].last_lane - plans_[t].first_lane;
+    heads.push_back(plans_[t].leader == t ? own * (spec.kv_heads / spec.lanes) : 0);
   }
   caches_ = std::make_unique<KvPool>(spec_, std::move(heads));
-  team_ = std::make_unique<Team>(threads, [cpus = cpus_](int t) {
-    if (!cpus.empty()) pin_to(cpus[t % cpus.size()]);
+  team_ = std::make_unique<Team>(own_, [cpus = cpus_, first = first_](int t) {
+    if (!cpus.empty()) pin_to(cpus[(first + t) % cpus.size()]);
   });
+}
+
+Exchange::Shape Decoder::shape() const {
+  return {ring_layers_, spec_.lanes, threads(), kMaxColumns * size_t(spec_.padded_hidden())};
+}
+
+// What thread t works with.
+void Decoder::reserve(int t) {
+  const size_t hidden = spec_.padded_hidden();
+  const size_t widest_in = std::max({hidden, round_up(spec_.q_rows(), 32), round_up(spec_.ff_rows(), 32)});
+  const size_t widest_out = std::max({hidden, round_up(spec_.qkv_rows(), 32), size_t(spec_.gate_up_rows())});
+  const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
+  Worker& w = workers_[t];
+  const size_t own = plans_[t].last_lane - plans_[t].first_lane;
+  const bool leads = plans_[t].leader == t;  // what a lane's group shares lies with its leader
+  w.tape = Pages(plans_[t].tape_bytes, true);
+  w.streams = floats(own * kMaxColumns * hidden);
+  w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
+  w.prepared = Pages(prepared_bytes(dtype_, widest_in));
+  if (leads) w.attended = floats(kMaxColumns * round_up(spec_.q_rows(), 32));
+  if (leads) w.gated = floats(kMaxColumns * round_up(spec_.ff_rows(), 32));
+  w.total = floats(2 * hidden);
+  w.head_inputs = floats(plans_[t].head.size() * kMaxColumns * hidden);
+  w.head_x.resize(plans_[t].head.size());
+  for (size_t i = 0; i < plans_[t].head.size(); ++i) w.head_prepared.emplace_back(prepared_bytes(dtype_, hidden));
+  const size_t dim = spec_.padded_head_dim(), group = spec_.query_heads / spec_.kv_heads;
+  const size_t queries = std::max(size_t{kBlockQueries}, group), chunks = spec_.context / kChunkPositions + 2;
+  w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
+  w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
+  w.widened = floats(2 * kChunkPositions * dim);
+  if (leads && plans_[t].members > 1)
+    w.partials = floats(chunks * kMaxSequences * (spec_.query_heads / spec_.lanes) * (dim + kStateExtra));
 }
 
 // Of all columns of a pass; 0 where products read fp32 inputs as they are.
@@ -104,7 +125,7 @@ void Decoder::on_all_threads(const std::function<void(int)>& job) {
   {
     std::lock_guard lock(team_->mutex);
     if (team_->busy()) throw std::runtime_error("the engine is busy with another request");
-    team_->post(job);
+    team_->post([&](int t) { job(first_ + t); });
   }
   team_->wait();
 }
@@ -144,16 +165,22 @@ bool Decoder::set_matrix(const std::string& part, int layer, const void* data, D
       if (!pack_rows({source, from, rows, inputs, first_row, half}, to, workers_[t].tape.bytes()))
         finite = false;
     };
-    if (part == "lm_head" && spec_.head == Head::replicate)
-      return pack(plan.head[0], data, spec_.vocab, spec_.hidden, 0, -1);
+    const auto pack_head = [&](int owner) {
+      const int rows = spec_.head_rows(), inputs = spec_.head_inputs();
+      char* tape = workers_[owner].tape.bytes();
+      for (int i = 0; const Matrix& head : plans_[owner].head) {
+        const int lane = plans_[owner].first_lane + i++;
+        const void* source = spec_.head == Head::replicate ? data : lane_data(lane, rows, inputs);
+        if (!pack_rows({source, from, rows, inputs}, head, tape)) finite = false;
+      }
+    };
+    // tied embeddings are read from the head, so every process has all of it
+    const int stride = spec_.tied ? own_ : threads();
+    for (int owner = t % stride; part == "lm_head" && owner < threads(); owner += stride) pack_head(owner);
     const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+      if (part == "lm_head") break;
       const int own = lane - plan.first_lane;
-      if (part == "lm_head") {
-        const Matrix& head = plan.head[own];
-        pack(head, lane_data(lane, spec_.head_rows(), head.inputs), spec_.head_rows(), head.inputs, 0, -1);
-        continue;
-      }
       const LaneLayer& matrices = plan.layers[layer][own];
       if (part == "wq") pack(matrices.qkv, lane_data(lane, q, hidden), q, hidden, 0, -1);
       if (part == "wk") pack(matrices.qkv, lane_data(lane, kv, hidden), kv, hidden, q, -1);
@@ -171,7 +198,7 @@ bool Decoder::set_embedding(const void* data, DType from) {
   if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
   std::atomic<bool> finite{true};
   on_all_threads([&](int t) {  // each touches a part first, so every memory node holds some of it
-    const size_t first = size_t(spec_.vocab) * t / threads(), end = size_t(spec_.vocab) * (t + 1) / threads();
+    const size_t first = size_t(spec_.vocab) * (t - first_) / own_, end = size_t(spec_.vocab) * (t - first_ + 1) / own_;
     const char* rows = static_cast<const char*>(data) + first * spec_.hidden * bytes_of(from);
     char* to = embedding_.bytes() + first * spec_.hidden * bytes_of(embedding_dtype_);
     if (!convert(rows, from, (end - first) * spec_.hidden, to, embedding_dtype_)) finite = false;
@@ -185,7 +212,7 @@ void Decoder::copy_parts() {
     Pages tape(plans_[t].tape_bytes, true);
     std::memcpy(tape.bytes(), workers_[t].tape.bytes(), plans_[t].tape_bytes);
     workers_[t].tape = std::move(tape);
-    const size_t first = embedding_bytes() * t / threads(), end = embedding_bytes() * (t + 1) / threads();
+    const size_t first = embedding_bytes() * (t - first_) / own_, end = embedding_bytes() * (t - first_ + 1) / own_;
     std::memcpy(embedding.bytes() + first, embedding_.bytes() + first, end - first);
   });
   embedding_ = std::move(embedding);
@@ -221,11 +248,11 @@ size_t Decoder::tune(int64_t bytes) {
       const int i = (turn + kCount) % kCount;
       meet(t);
       const double began = now_s();
-      if (t == 0) ahead_ = kAhead[i];
+      if (t == first_) ahead_ = kAhead[i];
       meet(t);
       read_tape(t, kMost / plans_.size());
       meet(t);
-      if (t == 0 && turn >= 0) seconds[i][turn / kCount] = now_s() - began;
+      if (t == first_ && turn >= 0) seconds[i][turn / kCount] = now_s() - began;
     }
   });
   const auto median = [](std::array<double, kRounds> of) {
@@ -255,15 +282,17 @@ void Decoder::serve(int t) {
   meet(t);
   uint64_t seen = pass_issued_.value.load(std::memory_order_acquire);
   meet(t);  // nobody issues a pass before everybody knows the number of the last one
-  if (t == 0) request_began_s_ = now_s();
-  for (;;) {
+  if (t == first_) request_began_s_ = now_s();
+  while (!exchange_.lost()) {
     ++seen;
-    if (t == 0) {
+    if (t == first_) {
       pass_ = next_pass();
       pass_issued_.value.store(seen, std::memory_order_release);
       if (std::exchange(tells_news_, false)) team_->changed.notify_all();  // while the others are at work already
     } else {
-      spin_until(spin_turns_, [&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; });
+      const auto issued = [&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; };
+      spin_until(spin_turns_, [&] { return issued() || exchange_.lost(); });
+      if (!issued()) return;
     }
     const Pass pass = pass_;
     if (pass.step == Step::end) return;
@@ -271,10 +300,35 @@ void Decoder::serve(int t) {
       probe(t);
     } else {
       run_layers(t, pass);
-      if (pass.head_columns) run_head(t, pass);
+      if (pass.head_columns && !exchange_.lost()) run_head(t, pass);
     }
     meet(t);
   }
+}
+
+// Every thread waits for every other, in all processes.
+void Decoder::meet(int t) {
+  exchange_.meet(Exchange::kMet, t, first_, first_ + own_);
+  if (place_.processes == 1) return;
+  const uint64_t number = exchange_.published(Exchange::kMet, t);
+  if (t == first_) {
+    said(number, place_.rank) = {plan_hash_, overflowed_, kv_overflowed_, cancelled_};
+    exchange_.publish(Exchange::kProcessesMet, place_.rank, number);
+  }
+  exchange_.wait_for(Exchange::kProcessesMet, -1, 0, place_.processes, number);
+}
+
+// By the first thread after a meeting: what all processes have said there. It stands until the meeting after the next.
+Said Decoder::heard() {
+  const uint64_t number = exchange_.published(Exchange::kMet, first_);
+  Said all{plan_hash_, overflowed_.exchange(0), kv_overflowed_.exchange(0)};
+  for (int rank = 0; place_.processes > 1 && rank < place_.processes; ++rank) {
+    const Said& other = said(number, rank);
+    all.overflowed |= other.overflowed, all.kv_overflowed |= other.kv_overflowed;
+    if (other.plan != all.plan) exchange_.lose(Exchange::kProcessesDisagree);
+  }
+  if (place_.processes > 1) all.left = said(number, 0).left;
+  return all;
 }
 
 // The threads that share a lane wait for each other; nothing to do where a lane has one thread.
@@ -295,7 +349,7 @@ void Decoder::probe(int t) {
     meet(t);
     best = std::max(best, static_cast<double>(share * plans_.size()) / (now_s() - began));
   }
-  if (t == 0) timings_.probe_bytes_per_s.push_back(best);
+  if (t == first_) timings_.probe_bytes_per_s.push_back(best);
 }
 
 }  // namespace laneformer

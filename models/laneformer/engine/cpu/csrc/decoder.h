@@ -21,6 +21,7 @@
 #include "kv_pool.h"
 #include "model.h"
 #include "pace.h"
+#include "processes.h"
 #include "sequence.h"
 #include "system.h"
 #include "team.h"
@@ -38,9 +39,10 @@ double now_s();
 
 class Decoder {
  public:
-  // Thread t stays on cpus[t % size]; with no cpus the system decides. Waits spin where every thread has a processor.
+  // `threads` in each process; thread t of all stays on cpus[t % size]; with no cpus the system decides. Waits spin
+  // where every thread has a processor.
   Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
-          Math math, std::vector<int> cpus = {}, double processors = usable_cpus());
+          Math math, std::vector<int> cpus = {}, double processors = usable_cpus(), Place place = {});
   ~Decoder();
 
   // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
@@ -93,6 +95,7 @@ class Decoder {
   const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
   const ModelSpec& spec() const { return spec_; }
+  Exchange::Loss lost() const { return exchange_.lost(); }
   int threads() const { return static_cast<int>(plans_.size()); }
   size_t weight_bytes() const;  // read per decoded token, all threads
   KvPool& caches() { return *caches_; }  // its limit and size, while no request runs
@@ -136,9 +139,12 @@ class Decoder {
   };
 
   // decoder.cpp: threads, loading, the loop over passes
+  void reserve(int t);
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
-  void meet(int t) { exchange_.meet(Exchange::kMet, t, 0, threads()); }  // every thread waits for every other
+  void meet(int t);
+  Said heard();
+  Exchange::Shape shape() const;
   void meet_group(int t);
   void probe(int t);
   void read_tape(int t, size_t most);
@@ -157,7 +163,7 @@ class Decoder {
   bool probe_is_due(bool over) const;
   Pass plan_pass();
   void add_columns(Pass& pass, int sequence, int most);
-  void finish_pass();
+  void finish_pass(const Said& said);
   void take_tokens(Sequence& sequence);
   bool take_mask(Sequence& sequence, Sequence::Mask& mask);
   bool take_token(Sequence& sequence, const float* logits);
@@ -192,6 +198,10 @@ class Decoder {
   void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void rotate(const float* from, float* to, int position) const;
   float* stream(int t, int own, int column) const;
+  Said& said(uint64_t meeting, int rank) const {
+    return reinterpret_cast<Said*>(said_.bytes())[meeting % 2 * place_.processes + rank];
+  }
+  bool leaves(const Sequence& s) const { return place_.processes > 1 ? leaves_ : s.left; }
   const float* norm_scale(int index, int lane) const;
   void wait_for_peers(int t, uint64_t modules) const {
     exchange_.wait_for(Exchange::kModulesDone, t, 0, threads(), modules);
@@ -217,6 +227,8 @@ class Decoder {
   const int delay_;        // 0 where no output ever arrives late
   const int ring_layers_;  // slots of the mailbox
   const std::vector<int> cpus_;
+  const Place place_;
+  const int first_, own_;  // of the threads: those of this process
   std::vector<ThreadPlan> plans_;
   std::vector<Worker> workers_;
   std::unique_ptr<KvPool> caches_;
@@ -228,7 +240,9 @@ class Decoder {
 
   bool wants_tokens_ = false;
   const int spin_turns_;  // before the core is given up: none where threads outnumber the processors
+  SharedMemory memory_;
   Exchange exchange_;
+  Pages said_;  // [meeting % 2][rank]: Said
   bool ladder_ = false;
   Counter pass_issued_;
 
@@ -237,7 +251,10 @@ class Decoder {
   Pass pass_;
   std::vector<Sequence*> running_;  // places of a pass's columns
   std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
+  std::atomic<bool> cancelled_{false};  // of `start`
   bool probed_ = false, tells_news_ = false;
+  bool leaves_ = false;    // of several processes: it has been cancelled, as all of them know
+  uint64_t plan_hash_ = 0;  // of the running pass
   uint64_t layers_run_ = 0;
   double request_began_s_ = 0, pass_began_s_ = 0;
   std::vector<float> kept_logits_, kept_partials_;

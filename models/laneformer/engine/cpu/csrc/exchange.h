@@ -33,11 +33,12 @@ struct Latency {
 
 class Exchange {
  public:
-  enum Count : int { kModulesDone, kMet, kGroupMet };  // meetings of all threads; of those that share a lane
+  // meetings of a process's threads; of those that share a lane; of all processes (by rank, of which there are no more)
+  enum Count : int { kModulesDone, kMet, kGroupMet, kProcessesMet };
   struct Shape {
     int ring_layers, lanes, threads;
     size_t floats;  // of a slot
-    size_t counters() const { return kCounts * size_t(threads); }
+    size_t counters() const { return 1 + kCounts * size_t(threads); }
     size_t slots() const { return ring_layers * 2 * size_t(lanes); }
     // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that publishes it.
     size_t stamps() const { return size_t(8) * ring_layers; }
@@ -69,26 +70,33 @@ class Exchange {
     if (latency_.link_s > 0.0) [[unlikely]] stamp_arrival(what, t, count);
     counter(what, t).store(count, std::memory_order_release);
   }
-  // Until every thread of [first, last) but t has published `count` or more.
+  uint64_t published(Count what, int t) const { return counter(what, t).load(std::memory_order_relaxed); }
+  // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {
       if (peer == t) continue;
-      spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count; });
+      spin_until(spin_turns_, [&] { return counter(what, peer).load(std::memory_order_acquire) >= count || lost(); });
       if (latency_.link_s > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
     }
   }
   // The threads of [first, last), t among them, wait for each other.
   void meet(Count what, int t, int first, int last) {
-    const uint64_t number = counter(what, t).load(std::memory_order_relaxed) + 1;
+    const uint64_t number = published(what, t) + 1;
     publish(what, t, number);
     wait_for(what, t, first, last, number);
   }
 
+  // Why no wait ends any more, and nothing that was waited for may be used; 0: all processes are there. It is the first
+  // word of the memory.
+  enum Loss : uint64_t { kNoLoss, kProcessLost, kProcessesDisagree };
+  Loss lost() const { return static_cast<Loss>(counters_[0].value.load(std::memory_order_acquire)); }
+  void lose(Loss why) { counters_[0].value.store(why, std::memory_order_release); }
+
  private:
-  static constexpr int kCounts = 3;
+  static constexpr int kCounts = 4;
   using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock, which all processes of a machine share
   static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters lie in memory that processes share");
-  std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[what * shape_.threads + t].value; }
+  std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[1 + what * shape_.threads + t].value; }
   Stamp& stamp(Count what, int t, uint64_t count) const {
     return stamps_[(what * shape_.threads + t) * shape_.stamps() + count % shape_.stamps()];
   }
@@ -110,7 +118,7 @@ class Exchange {
     stamp(what, t, count).store(arrival_ns, std::memory_order_relaxed);
   }
   void await_arrival(Count what, int t, int peer, uint64_t count) const {
-    if (first_of_lane_[t] == first_of_lane_[peer]) return;
+    if (t < 0 || first_of_lane_[t] == first_of_lane_[peer]) return;
     const int64_t arrival_ns = stamp(what, peer, count).load(std::memory_order_relaxed);
     while (now_ns() < arrival_ns) spin_turns_ ? pause_briefly() : std::this_thread::yield();
   }

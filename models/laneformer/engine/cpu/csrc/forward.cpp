@@ -46,7 +46,7 @@ void Decoder::run_layers(int t, const Pass& pass) {
     for (int own = 1; own < own_lanes; ++own)
       std::memcpy(stream(t, own, c), stream(t, 0, c), spec_.hidden * sizeof(float));
   }
-  for (int layer = 0; layer < spec_.layers; ++layer) {
+  for (int layer = 0; layer < spec_.layers && !exchange_.lost(); ++layer) {
     const uint64_t global = pass.first_layer + layer;
     for (const Module module : {kAttention, kMlp}) {
       // This slot's last readers joined it `delay` layers after it was written; they are past that once they have

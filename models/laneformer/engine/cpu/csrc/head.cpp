@@ -44,16 +44,18 @@ void Decoder::prepare_head(int t, const Pass& pass) {
                           pass.head_columns, w.head_prepared[i]);
 }
 
-// This thread's matrices of the head, then what slower threads have left of theirs: nobody waits long at the end of a
-// token for a thread that lost its core for a moment. Each row is one thread's work, so no sum changes.
+// This thread's matrices of the head, then what slower threads of its process have left of theirs: nobody waits long at
+// the end of a token for a thread that lost its core for a moment. Each row is one thread's work, so no sum changes.
 void Decoder::share_head(int t, const Pass& pass) {
   const uint64_t ready = pass.first_layer + 1;
   workers_[t].head_taken.value.store(0, std::memory_order_relaxed);
   workers_[t].head_ready.value.store(ready, std::memory_order_release);
-  for (int i = 0; i < threads(); ++i) {
-    const int owner = (t + i) % threads();
+  for (int i = 0; i < own_; ++i) {
+    const int owner = first_ + (t - first_ + i) % own_;
     Worker& w = workers_[owner];
-    spin_until(spin_turns_, [&] { return w.head_ready.value.load(std::memory_order_acquire) == ready; });
+    const auto is_ready = [&] { return w.head_ready.value.load(std::memory_order_acquire) == ready; };
+    spin_until(spin_turns_, [&] { return is_ready() || exchange_.lost(); });
+    if (!is_ready()) return;
     while (multiply_head_share(owner, w.head_taken.value.fetch_add(1, std::memory_order_relaxed), pass)) {
     }
   }
@@ -98,9 +100,9 @@ void Decoder::lane_inputs(int t, const Pass& pass) {
 }
 
 void Decoder::sum_lane_logits(int t, const Pass& pass) {
-  meet(t);
-  const size_t vocab = round_up(spec_.vocab, 16), share = round_up((vocab + threads() - 1) / threads(), 16);
-  const size_t from = std::min(vocab, t * share), to = std::min(vocab, from + share);
+  meet(t);  // then every process sums for itself
+  const size_t vocab = round_up(spec_.vocab, 16), share = round_up((vocab + own_ - 1) / own_, 16);
+  const size_t from = std::min(vocab, (t - first_) * share), to = std::min(vocab, from + share);
   for (int c = 0; c < pass.head_columns; ++c)
     if (to > from)
       kernels_->sum_rows(lane_logits_.floats() + c * vocab + from, kMaxColumns * vocab, spec_.lanes,

@@ -20,16 +20,24 @@ constexpr char kNoneAllowed[] = "the mask, with min_new_tokens, leaves no id fro
 
 // By the first thread, while the others wait: what the last pass yielded, and what comes next.
 Decoder::Pass Decoder::next_pass() {
+  const Said said = heard();
+  leaves_ = said.left;
+  if (exchange_.lost()) return {};
   if (pass_.step == Step::layers) {
     layers_run_ += spec_.layers;
     caches_->copied();
-    finish_pass();
+    finish_pass(said);
   }
   const bool goes_on = change_sequences();
   probed_ = !probed_ && probe_is_due(!goes_on);
   if (probed_) return {.step = Step::probe};
   if (!goes_on) return {};
-  return plan_pass();
+  Pass pass = plan_pass();
+  plan_hash_ = 0;
+  for (int c = 0; c < pass.columns; ++c)
+    for (const int value : {pass.column[c].token, pass.column[c].position, pass.column[c].cache})
+      plan_hash_ = (plan_hash_ ^ static_cast<uint32_t>(value)) * 0x100000001b3ull;  // FNV-1a's prime
+  return pass;
 }
 
 // Draws the tokens whose masks have come, begins what has joined, ends what is over. False where nothing is left that
@@ -56,7 +64,7 @@ bool Decoder::change_sequences() {
 
 void Decoder::end_sequences() {
   std::erase_if(running_, [this](Sequence* s) {
-    if (!s->finished && !s->left) return false;
+    if (!s->finished && !leaves(*s)) return false;
     caches_->end(s->cache);
     s->stage = Sequence::Stage::ended;
     return true;
@@ -64,7 +72,7 @@ void Decoder::end_sequences() {
 }
 
 void Decoder::admit(Sequence& s) try {
-  if (s.left)
+  if (leaves(s))
     s.stage = Sequence::Stage::ended;
   else if (!caches_->awaits(s.ids, s.most_reusable()))
     begin_sequence(s);
@@ -74,7 +82,7 @@ void Decoder::admit(Sequence& s) try {
 }
 
 bool Decoder::probe_is_due(bool over) const {
-  if (!request_->probe_every || sequences_[0]->left) return false;
+  if (!request_->probe_every || leaves(*sequences_[0])) return false;
   const int new_tokens = sequences_[0]->new_tokens();
   return new_tokens && (over || (new_tokens - 1) % request_->probe_every == 0);
 }
@@ -129,14 +137,13 @@ void Decoder::add_columns(Pass& pass, int sequence, int most) {
   pass.scores |= request.scores() && s.head_columns;
 }
 
-void Decoder::finish_pass() {
+void Decoder::finish_pass(const Said& said) {
   const uint32_t every = joined_ ? 0 : ~0u;  // of a batch's sequences all end
-  const uint32_t overflowed = overflowed_.exchange(0), kv_overflowed = kv_overflowed_.exchange(0);
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& s = *running_[i];
-    if (overflowed & (every | 1u << i)) {
+    if (said.overflowed & (every | 1u << i)) {
       caches_->forget(s.cache);
-      s.error = kv_overflowed & (every | 1u << i) ? kKvOverflow : kOverflow;
+      s.error = said.kv_overflowed & (every | 1u << i) ? kKvOverflow : kOverflow;
       s.finished = true;
     }
     if (s.finished || !s.columns) continue;
@@ -201,9 +208,9 @@ bool Decoder::take_token(Sequence& s, const float* logits) {
   return true;
 }
 
-// Log-probabilities of the ids that follow the pass's positions, shared out over the threads.
+// Log-probabilities of the ids that follow the pass's positions, shared out over the threads of rank 0.
 void Decoder::score_positions(int t, const Pass& pass) {
-  for (int row = t; row < pass.head_columns; row += threads()) {
+  for (int row = t; place_.rank == 0 && row < pass.head_columns; row += own_) {
     const Column& column = pass.column[pass.head[row]];
     Sequence& s = *running_[column.sequence];
     if (!s.request->scores()) continue;

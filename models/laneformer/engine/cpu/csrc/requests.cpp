@@ -40,6 +40,8 @@ void Decoder::expect(const Request& r) const {
 void Decoder::start(Request request) {
   expect(request);
   if (request.masked) throw std::invalid_argument("a masked request must be joined");
+  if (place_.processes > 1 && !request.keep_partials.empty())
+    throw std::invalid_argument("keep_partials needs one process: each has the outputs of its own lanes");
   std::unique_lock lock(team_->mutex);
   if (serving_ || (joined_ && !sequences_.empty()))
     throw std::runtime_error("the engine is busy with another request; finish or close its stream first");
@@ -64,8 +66,8 @@ void Decoder::start(Request request) {
   timings_.token_s.reserve(most_tokens);
   if (request_->probe_every) timings_.probe_bytes_per_s.reserve(most_tokens / request_->probe_every + 2);
   if (request_->probe_every) probe_buffer_ = Pages(kProbeBytes, true);
-  probed_ = false, serving_ = true;
-  team_->post([this](int t) { serve(t); });
+  probed_ = cancelled_ = false, serving_ = true;
+  team_->post([this](int t) { serve(first_ + t); });
 }
 
 std::vector<int> Decoder::poll(size_t from, double timeout_s, bool until_done, bool& finished) {
@@ -105,6 +107,7 @@ void Decoder::cancel() {
   if (getpid() != process_) return;  // nothing runs in a forked child, and its mutex may never be free
   std::unique_lock lock(team_->mutex);
   for (const auto& s : sequences_) s->left = true;
+  cancelled_ = true;
   wake(lock);
 }
 
@@ -112,6 +115,8 @@ void Decoder::cancel() {
 
 int64_t Decoder::join(Request request) {
   expect(request);
+  if (place_.processes > 1)
+    throw std::runtime_error("an engine in several processes runs one request at a time; use one process");
   if (request.prompts.size() > 1 || request.keep_logits || request.probe_every)
     throw std::invalid_argument("a joined request has one prompt, and neither keep_logits nor probe_every");
   auto sequence = std::make_unique<Sequence>(std::make_shared<const Request>(std::move(request)), 0, spec_);
@@ -139,7 +144,7 @@ void Decoder::wake(std::unique_lock<std::mutex>& lock) {
   team_->changed.wait(lock, [&] { return serving_ || !team_->busy(); });  // the last ones are on their way out
   if (serving_) return;
   serving_ = true;
-  team_->post([this](int t) { serve(t); });
+  team_->post([this](int t) { serve(first_ + t); });
 }
 
 std::vector<News> Decoder::collect(double timeout_s) {

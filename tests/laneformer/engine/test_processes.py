@@ -1,0 +1,228 @@
+"""Lanes in several processes: the same bits as in one, and what happens when a process is lost.
+
+The processes outnumber the cores in some of these, so waits also meet a peer that is not running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laneformer.engine import Cancelled, Engine
+from laneformer.engine.cpu.processes import threads_of_each, whole_lanes
+from tests.laneformer.engine.assets import (
+    byte_tokenizer,
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    write_folder,
+)
+
+LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
+ENDLESS = {"max_new_tokens": 19_000, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "repetition_penalty": 1.1, "logprobs": 3}
+LOST_S = 5.0  # generous: a shared machine may stop for a while
+
+
+def results(engine: Engine, ids: list[int]) -> list[object]:
+    """Of several requests in a row, some of which start from what others have left in the cache."""
+    found: list[object] = [engine.generate(ids[:length], max_new_tokens=12) for length in (1, 100, len(ids))]
+    found.append(engine.generate_detailed(ids[:40], max_new_tokens=12, **SAMPLED))
+    found.append(engine.generate_batch([ids[:5], ids[:9], ids[3:8]], max_new_tokens=8, temperature=1.0))
+    found.append(engine.generate(ids[:30] * 2, max_new_tokens=12, speculate=4))
+    scores = engine.logprobs(ids, top=2)
+    found += [scores.logprobs.tolist(), scores.top_ids.tolist(), engine.logits(ids[:20]).tolist()]
+    return found
+
+
+def workers(engine: Engine) -> list[subprocess.Popen[bytes]]:
+    return engine._decoder._workers.processes
+
+
+def compare(numbers: tuple[int, ...], dtype: str = "auto", **overrides: object) -> None:
+    model = random_model(small_config(**{"max_position_embeddings": 400, **overrides}), seed=1, dtype="bf16")
+    ids = random_ids(model.config, 300)
+    with engine_of(model, threads=1, dtype=dtype) as engine:
+        expected = results(engine, ids)
+    for processes in numbers:
+        with engine_of(model, threads=1, dtype=dtype, processes=processes) as engine:
+            assert engine.threads == processes
+            assert results(engine, ids) == expected, f"{processes} processes"
+
+
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+def test_the_same_bits(head):
+    compare((2,), lm_head_type=head, broadcast_delay={"vocab_parallel": 2, "replicate": 0, "lane": 1}[head])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")])
+def test_the_same_bits_of_every_model(head, delay):
+    compare((2, 4), lm_head_type=head, broadcast_delay=delay)
+    compare((2,), "int8", lm_head_type=head, broadcast_delay=delay)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides", [{"use_attention_comm": False, "use_mlp_comm": False}, {"tie_word_embeddings": True}]
+)
+def test_the_same_bits_without_joins_and_with_tied_embeddings(overrides):
+    compare((2, 3), **overrides)
+    compare((3,), "int8", **overrides)
+
+
+@pytest.mark.slow
+def test_groups_of_threads_share_lanes_within_a_process():
+    model = random_model(small_config(num_lanes=2, intermediate_size=352), seed=2, dtype="bf16")
+    ids = random_ids(model.config, 40)
+    with engine_of(model, threads=1) as engine:
+        expected = engine.logits(ids).tolist()
+    with engine_of(model, threads=3, processes=2) as engine:
+        assert engine.threads == 6
+        assert engine.logits(ids).tolist() == expected
+
+
+def test_a_folder_and_random_weights(tmp_path, capfd):
+    folder = write_folder(tmp_path, random_model(small_config(vocab_size=264), dtype="bf16"), eos_token_id=2)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    command = [
+        sys.executable,
+        "-m",
+        "laneformer.cli",
+        "generate",
+        folder,
+        "--prompt",
+        "a b",
+        "--max-new-tokens",
+        "40",
+    ]
+    texts = {
+        processes: subprocess.run(
+            [*command, "--threads", "1", "--processes", str(processes)], capture_output=True, text=True, check=True
+        )
+        for processes in (1, 2)
+    }
+    assert len(texts[1].stdout) > 20
+    assert texts[2].stdout == texts[1].stdout
+    assert texts[2].stderr == texts[1].stderr == ""
+    with Engine.random(small_config(), threads=1) as one, Engine.random(small_config(), threads=1, processes=2) as two:
+        assert two.generate([3], max_new_tokens=20) == one.generate([3], max_new_tokens=20)
+
+
+def test_a_cancelled_request_leaves_the_next_one_as_it_is():
+    model = random_model(small_config(**LONG))
+    with engine_of(model, threads=1) as engine:
+        expected = engine.generate([3, 5], max_new_tokens=20)
+    with engine_of(model, threads=1, processes=2) as engine:
+        for _ in range(2):
+            stream = engine.stream([3, 5], **ENDLESS)
+            assert [next(stream) for _ in range(10)] == expected[:10]
+            stream.close()
+        threading.Timer(0.1, engine.cancel).start()
+        with pytest.raises(Cancelled):
+            engine.generate([3], **ENDLESS)
+        assert engine.generate([3, 5], max_new_tokens=20) == expected
+        threading.Timer(0.1, engine.close).start()
+        with pytest.raises(Cancelled):
+            engine.generate([3], **ENDLESS)
+
+
+def test_a_lost_worker_ends_the_request():
+    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2)
+    lost = workers(engine)[0]
+    stream = engine.stream([3], **ENDLESS)
+    next(stream)
+    began_s = time.monotonic()
+    lost.kill()
+    with pytest.raises(RuntimeError, match=rf"process 1 of 2 \(pid {lost.pid}\) was killed by SIGKILL"):
+        list(stream)
+    assert time.monotonic() - began_s < LOST_S
+    with pytest.raises(RuntimeError, match=r"this engine is closed: process 1 of 2 .* load the model again"):
+        engine.generate([3], max_new_tokens=2)
+    engine.close()
+
+
+def test_a_worker_lost_between_requests():
+    engine = engine_of(random_model(small_config()), threads=1, processes=3)
+    engine.generate([3], max_new_tokens=2)
+    os.kill(workers(engine)[1].pid, signal.SIGTERM)
+    workers(engine)[0].wait(LOST_S)  # it cannot go on either
+    with pytest.raises(RuntimeError, match=r"process 2 of 3 .* SIGTERM"):
+        engine.generate([3], max_new_tokens=2)
+    engine.close()
+
+
+def test_workers_do_not_outlive_rank_0(tmp_path):
+    script = """
+        import json, os, signal, sys
+        from laneformer.config import LaneformerConfig
+        from laneformer.engine import Engine
+
+        config, options = map(json.loads, sys.argv[1:])
+        engine = Engine.random(LaneformerConfig(**config), threads=1, processes=2)
+        stream = engine.stream([3], **options)
+        next(stream)
+        print(*(process.pid for process in engine._decoder._workers.processes), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    before = set(Path("/dev/shm").glob("*"))
+    arguments = [json.dumps(small_config(**LONG).to_dict()), json.dumps(ENDLESS)]
+    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert ended.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) == 1
+    deadline_s = time.monotonic() + LOST_S
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, "a worker still runs"
+        time.sleep(0.01)
+    assert set(Path("/dev/shm").glob("*")) <= before
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which nobody may wait for in a container, is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_model_that_cannot_be_loaded():
+    model = random_model(small_config(), dtype="bf16")
+    model.layers[0].attention.wq.weight.data[0, 0] = np.nan
+    with pytest.raises(ValueError, match=r"tensor layers\.0\.attention\.wq\.weight holds values that are not finite"):
+        engine_of(model, threads=1, processes=2)
+
+
+def test_what_several_processes_do_not_do():
+    with pytest.raises(ValueError, match="processes = 5 must be an integer from 1 to 4, the model's lanes"):
+        engine_of(random_model(small_config()), processes=5)
+    with engine_of(random_model(small_config()), threads=1, processes=2) as engine:
+        batch = engine.batch()
+        with pytest.raises(RuntimeError, match="in several processes runs one request at a time"):
+            batch.join([3], max_new_tokens=2)
+        batch.close()
+        with pytest.raises(ValueError, match="keep_partials needs one process"):
+            engine._partials([3], [0])
+        assert len(engine.generate([3], max_new_tokens=2)) == 2
+
+
+def test_threads_of_each_process():
+    assert [whole_lanes(3, 2, threads) for threads in (1, 2, 4)] == [True, True, False]
+    assert all(whole_lanes(8, 4, threads) for threads in range(1, 40))
+    with pytest.raises(ValueError, match="threads = 4 for each of 2 processes would cut one of 3 lanes"):
+        threads_of_each(3, 2, 4)
+    assert threads_of_each(4, 4, None) >= 1
+    with pytest.raises(ValueError, match=r"threads = 0 must be an integer from 1"):
+        threads_of_each(4, 4, 0)
