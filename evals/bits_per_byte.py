@@ -13,6 +13,7 @@ scored as in training: packed documents, each token in the context of its own wi
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -29,8 +30,8 @@ from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import tokenizer_path
-from evals.scorer import Scorer, open_scorer
-from records.evals import NOWHERE, AboutFlags, EvalCommand
+from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
 from records.files import file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
@@ -40,9 +41,10 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray) -> dict[str, Any]:
     """Score windows (S+1,) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
     nats_all, nats_of_bytes, tokens, byte_count = 0.0, 0.0, 0, 0
-    for index, window in enumerate(windows):
-        targets = window[1:].astype(np.int64)
-        nats = -scorer.score(window.tolist(), 1).logprobs
+    asked, told = itertools.tee(windows)
+    found = scorer.score([Prompt(window.tolist(), 1)] for window in asked)
+    for index, (window, (scores,)) in enumerate(zip(told, found, strict=True)):
+        targets, nats = window[1:].astype(np.int64), -scores.logprobs
         if nats.shape != targets.shape or not np.isfinite(nats).all():
             raise ValueError(
                 f"window {index}: the model gave {nats.size} log-probabilities, {int((~np.isfinite(nats)).sum())} of "
@@ -163,23 +165,24 @@ def show(figures: dict[str, Any]) -> None:
 def main(
     hf_dir: Annotated[Path, tyro.conf.Positional],
     data: Path,
-    windows: int | None = None,
+    limit: int | None = None,
+    source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
-    device: str = "auto",
 ) -> dict[str, Any]:
     """Bits per byte of a model on the held-out windows of each source. The last line on stdout is the record, JSON.
 
     Args:
         hf_dir: folder of the exported model
         data: directory written by `python -m data_mixtures.prepare`
-        windows: windows to score per source; default: all
+        limit: windows to score per source; default: all
+        source: what answers
         about: options of the record
-        device: device that runs the model: auto, cpu or cuda
     """
     started = time.perf_counter()
-    rows, categories = load_windows(data, windows)
+    rows, categories = load_windows(data, limit)
     token_bytes = matching_token_bytes(hf_dir, data)
-    scorer = open_scorer(hf_dir, device)
+    scorer = open_scorer(hf_dir, source)
+    who = origin(hf_dir, scorer) | {"tokenizer_sha256": file_sha256(tokenizer_path(data))}
     figures = bits_per_byte(scorer, rows, categories, token_bytes)
     scorer.close()
     show(figures)
@@ -188,14 +191,14 @@ def main(
         digest.update(name.encode() + b"\0" + rows[name].tobytes())
     return about.append(
         "bits_per_byte",
-        figures,
+        figures | {"limit": limit},
         seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(tokenizer_path(data)),
         data_sha256=digest.hexdigest(),
+        **who,
     )
 
 
-COMMAND = EvalCommand("bits_per_byte", main)
+COMMAND = EvalCommand("bits_per_byte", main, excludes=SERVER, reads=("--data",))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import itertools
 import pkgutil
 import re
 import shlex
@@ -15,7 +16,8 @@ from pathlib import Path
 import tyro
 
 import evals
-from records.evals import About, EvalCommand, flag
+from evals.scorer import devices_of
+from records.evals import About, EvalCommand, flag, refuse_renamed
 from records.job import JobSections
 
 
@@ -54,10 +56,11 @@ def command_modules() -> dict[str, str]:
     return found
 
 
-def choice(name: str, names: Sequence[str]) -> str:
-    """The end of an error message: what may stand in place of a name."""
+def choice(name: str, names: Sequence[str], most: int = 99) -> str:
+    """The end of an error message: what may stand in place of a name, of more than `most` names only the nearest."""
     near = difflib.get_close_matches(name, names, n=1)
-    return f"choose from {', '.join(names)}{f'; nearest: {near[0]}' if near else ''}"
+    all_of_them = f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"
+    return f"{all_of_them}{f'; nearest: {near[0]}' if near else ''}"
 
 
 def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
@@ -67,6 +70,7 @@ def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
         raise ValueError("it does not evaluate a model, so run it once, not at every checkpoint")
     by_watcher = {flag(f.name) for f in fields(About)}
     allowed = sorted({o.flag for o in taken if not o.positional} - by_watcher - {*kind.excludes})
+    refuse_renamed(options)
     given = {word.split("=")[0].replace("_", "-") for word in options if word.startswith("--")}
     for name in sorted(given):
         if name in by_watcher:
@@ -76,12 +80,35 @@ def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
     required = {*kind.needs, *(o.flag for o in taken if o.required and not o.positional)}
     if missing := sorted(required - given):
         raise ValueError(f"{', '.join(missing)} is missing")
-    for name in kind.per_step:  # "--name value" or "--name=value"
-        value = re.search(rf"{name}[= ](\S+)", " ".join(options))
-        if value and "{step}" not in value[1]:
-            raise ValueError(f"{name} {value[1]} must contain {{step}}, such as {name} {value[1]}/{{step}}")
+    for name in kind.per_step:
+        value = option_value(name, options)
+        if value and "{step}" not in value:
+            raise ValueError(f"{name} {value} must contain {{step}}, such as {name} {value}/{{step}}")
     arguments = kind.arguments(Path("model"), options, About(Path("out"), 1, 1, "phase"), "cpu")
     try:  # the values: parsed as the command will parse them, but not run
         tyro.cli(functools.wraps(kind.main)(lambda *_, **__: None), args=arguments, console_outputs=False)
     except SystemExit:
         raise ValueError("a value is of the wrong type, not among the choices, or one too many") from None
+
+
+def option_value(name: str, options: Sequence[str]) -> str | None:
+    """The value of `--name value` or `--name=value`."""
+    words = [part for option in options for part in option.split("=", 1)]
+    return next((value for word, value in itertools.pairwise(words) if word == name), None)
+
+
+def check_machine(job: JobSections) -> None:
+    """Refuse what cannot run on this machine (ValueError): a missing file, GPU or program, before any checkpoint."""
+    for command in job.evals.commands:
+        _, kind, options = read_command(command)
+        try:
+            for name in kind.reads:
+                value = option_value(name, options)
+                if value and not Path(value).exists():
+                    raise ValueError(f"{name} {value} does not exist here")
+            device = option_value("--device", options) or job.evals.device
+            if "cuda" in device:
+                devices_of(device)
+            kind.ready(options)
+        except ValueError as problem:
+            raise ValueError(f"evals.commands: {command!r} cannot run here: {problem}") from None

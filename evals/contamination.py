@@ -19,7 +19,7 @@ from rich.table import Table
 
 from data_mixtures.shards import read_manifest
 from data_mixtures.stages.decontaminate import known_benchmarks
-from records.evals import EvalCommand, append_record
+from records.evals import NO_MODEL, EvalCommand, append_record
 
 
 def contamination(data: Path) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def main(data: Path, out: Path | None = None, phase: str | None = None) -> dict[
         figures,
         phase=phase,
         seconds=time.perf_counter() - started,
-        tokenizer_sha256=sources[0].get("tokenizer_sha256"),
         data_sha256=hashlib.sha256(json.dumps(figures["manifests"], sort_keys=True).encode()).hexdigest(),
+        **NO_MODEL | {"tokenizer_sha256": sources[0].get("tokenizer_sha256")},
     )
 
 

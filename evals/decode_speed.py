@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from records.evals import NOWHERE, AboutFlags, EvalCommand
+from records.files import model_sha256
 
 
 def main(
@@ -32,12 +33,17 @@ def main(
     bench = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if bench.returncode:
         raise SystemExit(f"{' '.join(command[1:])} failed with exit status {bench.returncode}")
+    figures = json.loads(bench.stdout.splitlines()[-1])
     return about.append(
         "decode_speed",
-        json.loads(bench.stdout.splitlines()[-1]),
+        figures,
         seconds=time.perf_counter() - started,
         tokenizer_sha256=None,  # the speed does not depend on the text
         data_sha256=None,
+        model_sha256=model_sha256(hf_dir),
+        backend="engine",
+        device=figures.pop("device", "cpu"),
+        dtype=figures.pop("dtype", None),
     )
 
 

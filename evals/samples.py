@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from evals.scorer import Scorer, open_scorer
-from records.evals import NOWHERE, AboutFlags, EvalCommand
-from records.files import file_sha256, json_lines
+from evals.scorer import LOCAL, SourceFlags, chat_template, open_scorer, origin
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
+from records.files import json_lines
 
 PROMPTS = (
     {"name": "prose", "text": "The old lighthouse keeper had not spoken to anyone for weeks when"},
@@ -35,8 +35,8 @@ def main(
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     seed: int = 0,
+    source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
-    device: str = "auto",
 ) -> dict[str, Any]:
     """Let a model continue prompts. The last line on stdout is the record, JSON.
 
@@ -44,36 +44,34 @@ def main(
         hf_dir: folder of the exported model
         prompts: file of JSON lines with prompts; default: the built-in ones
         max_new_tokens: most tokens of a text
-        temperature: of the sampled text, from the whole distribution
-        seed: of the sampled text
+        temperature: temperature of the sampled text, from the whole distribution
+        seed: seed of the sampled text
+        source: what answers
         about: options of the record
-        device: device that runs the model: auto, cpu or cuda
     """
     started = time.perf_counter()
     if max_new_tokens < 1 or temperature <= 0:
         raise ValueError(f"--max-new-tokens {max_new_tokens} must be at least 1, --temperature {temperature} above 0")
-    template = chat_template(hf_dir)
-    asked = read_prompts(prompts) if prompts else [p for p in PROMPTS if template or "text" in p]
-    scorer, samples, console = open_scorer(hf_dir, device), [], Console(stderr=True)
+    asked = read_prompts(prompts) if prompts else [p for p in PROMPTS if "text" in p or chat_template(hf_dir)]
+    scorer, samples, console = open_scorer(hf_dir, source), [], Console(stderr=True)
     for prompt in asked:
-        ids, shown = encode(scorer, prompt, template)
-        room = min(max_new_tokens, scorer.max_length - len(ids))
-        if room < 1:
-            raise ValueError(f"prompt {prompt['name']!r}: {len(ids)} tokens fill the context of {scorer.max_length}")
-        texts = {"greedy": 0.0, "sampled": temperature}
-        written = {name: text_after(scorer, ids, scorer.generate(ids, room, t, seed)) for name, t in texts.items()}
-        samples.append({"name": prompt["name"], "prompt": shown, **written})
-        console.print(f"{shown}→ {written['greedy']}", markup=False)
-    backend = scorer.name
+        written = {}
+        for name, heat in (("greedy", 0.0), ("sampled", temperature)):
+            try:
+                text = prompt.get("text") or prompt["messages"]
+                written[name] = scorer.generate(text, max_new_tokens, temperature=heat, seed=seed).text
+            except ValueError as error:
+                raise ValueError(f"prompt {prompt['name']!r}: {error}") from None
+        samples.append({"name": prompt["name"], "prompt": shown(prompt), **written})
+        console.print(f"{shown(prompt)}→ {written['greedy']}", markup=False)
     scorer.close()
     return about.append(
         "samples",
-        {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
-         "backend": backend},
+        {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed},
         seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(hf_dir / "tokenizer.json"),
         data_sha256=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
-    )  # fmt: skip
+        **origin(hf_dir, scorer),
+    )
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -89,34 +87,12 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def chat_template(folder: Path) -> Any:
-    """The folder's tokenizer if it has a chat template, else None."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    return tokenizer if tokenizer.chat_template else None
+def shown(prompt: dict[str, Any]) -> str:
+    """A prompt as it is shown to people."""
+    return prompt.get("text") or "\n".join(f"{m['role']}: {m['content']}" for m in prompt["messages"])
 
 
-def encode(scorer: Scorer, prompt: dict[str, Any], template: Any) -> tuple[list[int], str]:
-    """(ids, the prompt as it is shown) of a prompt."""
-    if "text" in prompt:
-        return scorer.encode(prompt["text"], special_tokens=True), prompt["text"]
-    if template is None:
-        raise ValueError(f"prompt {prompt['name']!r} has messages, but the folder has no chat template; give it a text")
-    text = template.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
-    return scorer.encode(text), "\n".join(f"{m['role']}: {m['content']}" for m in prompt["messages"])
-
-
-def text_after(scorer: Scorer, ids: list[int], new: list[int]) -> str:
-    """The text of new ids behind a prompt, as the engine streams it."""
-    from laneformer.engine.text import TextStream
-
-    tokenizer: Any = scorer  # of which it needs `decode` and `id_to_token`
-    text = TextStream(tokenizer, ids)
-    return "".join([*map(text.push, new), text.finish()])
-
-
-COMMAND = EvalCommand("samples", main)
+COMMAND = EvalCommand("samples", main, excludes=SERVER, reads=("--prompts",))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from records.evals import with_current_names
 from records.files import write_atomically
 from records.job import JobSections
 from records.run import name_wandb_run, number, numbers_in
@@ -25,7 +26,8 @@ from records.run import name_wandb_run, number, numbers_in
 SENT = ".evals-tracked.json"
 # {kind: pattern of the figures that are worth a curve over checkpoints}; paths as in the record
 FIGURES = {
-    "core": r"core_v\d(_se)?|tasks/[^/]+/(accuracy|standard_error|centered_v\d)|categories/.+",
+    "core": r"core_v\d(_se)?|gold_bits_per_byte|categories/.+"
+    r"|tasks/[^/]+/(accuracy|standard_error|centered_v\d|gold_bits_per_byte)",
     "bits_per_byte": r"bits_per_byte|loss|sources/[^/]+/(bits_per_byte|loss)",
     "code": r"pass@.+",
     "lm_eval": r"tasks/.+|ruler/.+",
@@ -33,11 +35,19 @@ FIGURES = {
 }
 # records that differ in one of these belong to different curves, so their values are part of the name
 SETTINGS = {
-    "core": ("not_core", "protocol", "max_per_task"),
-    "code": ("dataset", "protocol", "prompt", "problems"),
-    "lm_eval": ("num_fewshot", "limit"),
+    "core": ("not_core", "protocol", "limit"),
+    "bits_per_byte": ("limit",),
+    "code": ("dataset", "protocol", "prompt", "problems", "n", "temperature", "top_p", "max_new_tokens"),
+    "lm_eval": ("num_fewshot", "limit", "add_bos", "chat_template", "haystack"),
     "decode_speed": ("device", "dtype"),
 }
+# how a value is said, and values that go without saying: what the shipped job files ask for
+SAID = {
+    "num_fewshot": "{}-shot", "limit": "limit-{}", "n": "n-{}", "temperature": "t-{}", "top_p": "top-p-{}",
+    "max_new_tokens": "tokens-{}",
+}  # fmt: skip
+WORDS = {("add_bos", False): "no-bos", ("chat_template", True): "chat"}
+USUAL = {"add_bos": True, "chat_template": False, "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 768}
 
 
 class Point(NamedTuple):
@@ -51,12 +61,16 @@ class Point(NamedTuple):
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{name: figure} of a record, with names such as `core/nanochat/500/core_v1`; empty for a kind without curves.
+    """{name: figure} of a record, with names such as `core/nanochat/limit-500/core_v1`; empty for other kinds.
 
     Names consist of letters, digits and -_./ in every tracker, since TensorBoard would rewrite other characters.
     """
-    kind = str(record.get("kind"))
-    words = [str(record[key]) for key in SETTINGS.get(kind, ()) if record.get(key) is not None]
+    record, kind = with_current_names(record), str(record.get("kind"))
+    said = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
+    words = [
+        WORDS.get((key, value)) or SAID.get(key, "{}").format(value)
+        for key, value in said if value is not None and USUAL.get(key) != value
+    ]  # fmt: skip
     prefix = "/".join([kind, *words])
     found = [pair for key, value in record.items() for pair in numbers_in(key, value)]
     kept = {f"{prefix}/{path}": value for path, value in found if re.fullmatch(FIGURES.get(kind, ""), path)}

@@ -33,7 +33,8 @@ from typing import TextIO
 
 from rich.console import Console
 
-from evals.commands import check, read_command
+from evals.commands import check, check_machine, read_command
+from evals.items import FOLDER as ITEMS
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
 from records.evals import About
@@ -137,6 +138,7 @@ class Watcher:
                 if status or not records:
                     self.fail(work, (command,), f"exit status {status}, {len(records)} records")
                     continue
+                keep_items(scratch / ITEMS, self.run / ITEMS)
                 marks = {"command": command, "checkpoint_time": work.saved}
                 append_line(self.records, "\n".join(json.dumps(record | marks) for record in records))
                 self.say(f"step {work.step}: {command}")
@@ -197,6 +199,13 @@ def scratch_folder(run: Path) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def keep_items(found: Path, kept: Path) -> None:
+    """Move the files of items that records name, before the records are appended."""
+    for path in found.glob("*"):
+        kept.mkdir(exist_ok=True)
+        shutil.move(path, kept / path.name)
+
+
 def only_watcher(run: Path) -> TextIO:
     """The lock of a run's evaluations. Raises ValueError if another watcher holds it."""
     return hold_lock(run / f"{SCRATCH}.lock", f"another watcher evaluates {run}; stop it first")
@@ -232,6 +241,7 @@ def main() -> int:
     job = read_job(rest)
     check(job)
     yield_to_training(options.cpus, options.gpu)
+    check_machine(job)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(STOPPED))
     with only_watcher(job.run):

@@ -1,7 +1,8 @@
 """evals.jsonl, one JSON object per evaluation, and the type of a command that appends to it.
 
 A record carries what is needed to trust or repeat its figures. It is one line, written by one call and flushed to disk,
-so that concurrent evaluations cannot mix their lines and a line that a crash cut short spoils only itself.
+so that concurrent evaluations cannot mix their lines and a line that a crash cut short spoils only itself. Its fields
+are written down here: PROVENANCE and FIELDS.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import sys
 import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +22,95 @@ import tyro
 
 from records.files import append_line, code_version
 
-PROVENANCE = (
-    "kind", "step", "tokens_total", "phase", "time", "seconds", "code_version", "tokenizer_sha256", "data_sha256",
-)  # fmt: skip
+# of every record; null: unknown, or there is none
+PROVENANCE = {
+    "kind": "the command: core, bits_per_byte, lm_eval, code, samples, decode_speed or contamination",
+    "step": "training step of the checkpoint",
+    "tokens_total": "training tokens up to the checkpoint, earlier phases included",
+    "phase": "phase of the checkpoint",
+    "time": "when the record was written, seconds since the epoch",
+    "seconds": "wall time of the evaluation",
+    "code_version": "commit of this repository, -dirty with local changes",
+    "tokenizer_sha256": "hash of the tokenizer that made the ids",
+    "data_sha256": "hash of what was asked",
+    "model_sha256": "hash of the model folder (records.files.model_sha256)",
+    "backend": "what ran the model: engine, transformers or endpoint",
+    "device": "where: cpu, cuda:0, cuda:0,cuda:1, or the address of an endpoint",
+    "dtype": "data type of the weights as they ran",
+}
+NO_MODEL = dict.fromkeys(("tokenizer_sha256", "model_sha256", "backend", "device", "dtype"))
+_LIMIT = {"limit": "items asked per task (or source) at most; null: all"}
+# the further fields of each kind; a/b: b within each entry of a
+FIELDS: dict[str, dict[str, str]] = {
+    "core": {
+        **_LIMIT,
+        "protocol": "prompt format and few-shot examples: nanochat or dclm",
+        "seed": "of the few-shot examples",
+        "core_v1": "CORE with DCLM's first baselines; null unless all 22 tasks were scored",
+        "core_v2": "CORE with its corrected baselines",
+        "core_v1_se": "standard error of core_v1",
+        "core_v2_se": "standard error of core_v2",
+        "gold_bits_per_byte": "mean over the tasks: bits that the right answers cost, by their bytes; an early signal",
+        "categories": "by category: tasks, centered_v1, centered_v2 and their standard errors (_se)",
+        "tasks": "by task",
+        "tasks/accuracy": "share of right answers, 0 to 1",
+        "tasks/interval": "[low, high]: Wilson's interval of 95 % of the accuracy",
+        "tasks/standard_error": "half that interval by 1.96; never 0",
+        "tasks/centered_v1": "0 at the baseline, 1 if every answer is right",
+        "tasks/centered_v2": "as centered_v1, with the corrected baseline",
+        "tasks/gold_bits_per_byte": "bits of the right answers by their bytes",
+        "tasks/n": "items asked",
+        "tasks/n_total": "items in the file",
+        "tasks/shots": "examples before a question",
+        "tasks/baseline_v1": "accuracy of guessing, percent",
+        "tasks/baseline_v2": "as baseline_v1, corrected",
+        "tasks/type": "multiple_choice, schema or language_modeling",
+        "tasks/category": "its category",
+        "missing": "by task that was not scored: why",
+        "differs": "by task: settings of the bundle's core.yaml that are not CORE's",
+        "items": "file with the answer to each item, relative to evals.jsonl (evals.items); null without --out",
+    },
+    "bits_per_byte": {
+        **_LIMIT,
+        "bits_per_byte": "of all held-out text, sources by their bytes",
+        "loss": "nats per token, sources by their tokens",
+        "sources": "by source: category, bits_per_byte, loss, tokens, bytes",
+    },
+    "lm_eval": {
+        **_LIMIT,
+        "protocol": "version of lm-eval, shots, BOS",
+        "seed": "of Python's random",
+        "seeds": "all of lm-eval's seeds",
+        "num_fewshot": "examples before a question; null: the task's own number",
+        "add_bos": "whether prompts begin with BOS",
+        "chat_template": "whether prompts are messages in the chat template",
+        "haystack": "of RULER: upstream or offline (--data); null without RULER",
+        "tasks": "by task: its metrics and their standard errors, from lm-eval",
+        "ruler": "by length in tokens: score by RULER task",
+        "prompts": "by task: documents, longest_tokens, cut (prompts that lost their head)",
+        "cut_prompts": "sum of cut",
+        "max_length": "context in tokens",
+        "items": "as in core",
+    },
+    "samples": {
+        "samples": "list of name, prompt, greedy and sampled text",
+        "max_new_tokens": "most tokens of a text",
+        "temperature": "of the sampled texts",
+        "seed": "of the sampled texts",
+    },
+    "contamination": {
+        "benchmarks": "by benchmark: items, searchable, touched, documents_dropped, sources",
+        "manifests": "by source: hash of its text",
+    },
+}
+# {field of an older record: its name today}
+OLD_FIELDS = {"max_per_task": "limit"}
+# {flag of an older version: its name today}
+RENAMED = {
+    "--max-per-task": "--limit", "--windows": "--limit", "--kind": "--backend", "--model-name": "--model",
+    "--num-concurrent": "--concurrency", "--request-timeout-s": "--timeout-s",
+}  # fmt: skip
+SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # flags that make no sense for a checkpoint
 
 
 @dataclass(frozen=True)
@@ -62,6 +150,8 @@ class EvalCommand:
     record or None. If it evaluates a model, it takes the folder as positional argument, AboutFlags and `device`.
     needs: options that a checkpoint's evaluation requires, though main has defaults for them. excludes: options that it
     cannot have. per_step: options whose value must contain {step}, such as a folder of one checkpoint's answers.
+    reads: options that name a file or folder which must exist before. ready: gets the options and
+    raises ValueError, with the remedy, if this machine lacks something that the command needs.
     """
 
     kind: str
@@ -69,11 +159,14 @@ class EvalCommand:
     needs: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     per_step: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    ready: Callable[[Sequence[str]], object] = lambda options: None
 
     def run(self) -> None:
         """The module's command line: prints the record as one JSON line, and a ValueError as one line."""
         try:
-            record = tyro.cli(self.main)
+            refuse_renamed(sys.argv[1:])
+            record = tyro.cli(self.main, prog=f"python -m evals.{self.kind}")
         except ValueError as error:
             raise SystemExit(f"{self.kind}: {error}") from None
         if record is not None:
@@ -98,6 +191,18 @@ class Option:
     flag: str
     required: bool
     positional: bool
+
+
+def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of any age with the field names of today."""
+    return {OLD_FIELDS.get(name, name): value for name, value in record.items()}
+
+
+def refuse_renamed(words: Sequence[str]) -> None:
+    """Raise ValueError for a flag that has another name today."""
+    for word in (word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")):
+        if word in RENAMED:
+            raise ValueError(f"{word} is now {RENAMED[word]}, as in every evaluation")
 
 
 def flag(name: str) -> str:
@@ -126,21 +231,25 @@ def append_record(
     seconds: float,
     tokenizer_sha256: str | None,
     data_sha256: str | None,
+    model_sha256: str | None,
+    backend: str | None,
+    device: str | None,
+    dtype: str | None,
     step: int | None = None,
     tokens_total: int | None = None,
     phase: str | None = None,
 ) -> dict[str, Any]:
     """Append an evaluation to `path` (None: to no file) and return the record.
 
-    figures: results of this kind of evaluation. seconds: wall time of the evaluation. step, tokens_total, phase: the
-    evaluated checkpoint, None if unknown. Raises ValueError if a figure has a name of PROVENANCE, and for NaN or
-    infinity: a figure that could not be measured is left out or null.
+    figures: results of this kind of evaluation, by the names of FIELDS. The others: PROVENANCE. Raises ValueError if a
+    figure has a name of PROVENANCE, and for NaN or infinity: a figure that could not be measured is left out or null.
     """
     taken = sorted(set(figures) & set(PROVENANCE))
     if taken:
         raise ValueError(f"figures of {kind!r} use the provenance names {taken}; rename these figures")
     values = (kind, step, tokens_total, phase, time.time(), round(seconds, 3), code_version(Path(__file__).parent))
-    record = dict(zip(PROVENANCE, (*values, tokenizer_sha256, data_sha256), strict=True)) | figures
+    about = (tokenizer_sha256, data_sha256, model_sha256, backend, device, dtype)
+    record = dict(zip(PROVENANCE, (*values, *about), strict=True)) | figures
     try:
         line = json.dumps(record, allow_nan=False)
     except ValueError as error:

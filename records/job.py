@@ -192,7 +192,7 @@ class Evals:
     every_steps: int = 0
     """Evaluate checkpoints of multiples of this step, and the last one; 0: none"""
     commands: list[str] = field(default_factory=list)
-    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --windows 8"; {step} in an option
+    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --limit 8"; {step} in an option
     becomes the step. The watcher adds the model folder, --out, --step, --tokens-total, --phase and --device"""
     device: str = "auto"
     """Device of the evaluations: cpu, cuda, or auto (a GPU where one is visible, in evaluations that go through

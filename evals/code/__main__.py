@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import comb, fsum
 from pathlib import Path
@@ -22,44 +22,23 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from evals.code.answers import EndpointModel, EngineModel, Model, Sampling, collect, prompt_of, target_function
+from evals.code.answers import Model, Sampling, collect, prompt_of, target_function
 from evals.code.sandbox import find_sandbox
 from evals.code.score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, open_dataset, set_up
-from records.evals import NOWHERE, AboutFlags, EvalCommand
+from evals.scorer import LOCAL, SourceFlags
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
 from records.files import file_sha256
 
 KS = (1, 10, 100)
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What answers: the engine on a model folder, or an OpenAI-compatible endpoint if `base_url` is given."""
+Prompting = Literal["auto", "chat", "completion"]
 
-    base_url: str | None = None
-    """OpenAI-compatible endpoint to ask instead of the engine, such as http://127.0.0.1:8000/v1"""
-    model: str = "laneformer"
-    """name of the model at the endpoint"""
-    prompt: Literal["auto", "chat", "completion"] = "auto"
-    """a user message, or the beginning of a function (base models); auto: chat at an endpoint and for a folder that has
-    a chat template"""
-    concurrency: int = 4
-    """concurrent requests to the endpoint"""
-    request_timeout_s: float = 600.0
-    """timeout of one request to the endpoint"""
-    device: str = "auto"
-    """device that runs the engine: auto, cpu or cuda"""
 
-    def chat(self, hf_dir: Path | None) -> bool:
-        """Whether the prompts are user messages of a chat."""
-        template = hf_dir is None or (hf_dir / "chat_template.jinja").exists()
-        return self.prompt == "chat" or (self.prompt == "auto" and template)
-
-    def open(self, hf_dir: Path | None, sampling: Sampling) -> Model:
-        chat = self.chat(hf_dir)
-        if hf_dir is not None:
-            return EngineModel(hf_dir, chat, sampling, self.device)
-        assert self.base_url is not None, "main requires a folder or an endpoint"
-        return EndpointModel(self.base_url, self.model, chat, sampling, self.concurrency, self.request_timeout_s)
+def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
+    """Whether the prompts are user messages of a chat; auto: at a server, and for a folder with a chat template."""
+    template = hf_dir is None or (hf_dir / "chat_template.jinja").exists()
+    return prompt == "chat" or (prompt == "auto" and template)
 
 
 @dataclass(frozen=True)
@@ -92,7 +71,7 @@ def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, eva
         "protocol": "greedy" if sampling.temperature == 0 else "sampled",
         "prompt": "chat" if chat else "completion",
         **vars(sampling),
-        **model.identity,
+        "model": model.identity["model"],
         "problems": len(dataset.problems),
         **figures_of(evalplus.evaluate(rows, "samples"), sampling.n),
         "control": control,
@@ -149,7 +128,8 @@ def main(
     hf_dir: Annotated[Path | None, tyro.conf.Positional] = None,
     dataset: Path | None = None,
     results: Path | None = None,
-    backend: Annotated[Backend, tyro.conf.OmitArgPrefixes] = Backend(),
+    prompt: Prompting = "auto",
+    source: SourceFlags = LOCAL,
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = GREEDY,
     scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes] = Scoring(),
     about: AboutFlags = NOWHERE,
@@ -160,7 +140,9 @@ def main(
         hf_dir: folder of the exported model
         dataset: HumanEvalPlus.jsonl or MbppPlus.jsonl, optionally gzipped, or a subset of one
         results: folder for answers and results; an interrupted run resumes there
-        backend: what answers
+        prompt: a user message (chat), or the beginning of a function (completion, for base models); auto: chat at a
+            server and for a folder that has a chat template
+        source: what answers
         sampling: how answers are sampled
         scoring: how solutions are tested
         about: options of the record
@@ -169,26 +151,37 @@ def main(
         set_up(evalplus_environment())
         print(evalplus_environment())
         return None
-    if dataset is None or results is None or (hf_dir is None) == (backend.base_url is None):
+    if dataset is None or results is None or (hf_dir is None) == (source.base_url is None):
         raise ValueError("--dataset, --results, and either a model folder or --base-url are required")
     started = time.perf_counter()
     data = open_dataset(dataset)
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
     results.mkdir(parents=True, exist_ok=True)
     evalplus = EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), scoring.cache, scoring.parallel)
-    figures = evaluate(data, backend.open(hf_dir, sampling), sampling, backend.chat(hf_dir), evalplus)
+    chat = is_chat(prompt, hf_dir)
+    model = Model(hf_dir, source, chat, sampling)
+    figures = evaluate(data, model, sampling, chat, evalplus)
+    model.scorer.close()
     return about.append(
         "code",
         figures,
         seconds=time.perf_counter() - started,
-        tokenizer_sha256=file_sha256(hf_dir / "tokenizer.json") if hf_dir is not None else None,
         data_sha256=file_sha256(dataset),
+        **model.origin,
     )
 
 
+def check_here(options: Sequence[str]) -> None:
+    """Raise ValueError if this machine cannot test solutions: no sandbox, or no EvalPlus."""
+    find_sandbox("--unsafe-no-sandbox" in options)
+    if not evalplus_environment().exists():
+        raise ValueError(f"{evalplus_environment()} does not exist: python -m evals.code --setup installs EvalPlus")
+
+
 COMMAND = EvalCommand(
-    "code", main, needs=("--dataset", "--results"), excludes=("--setup", "--base-url"), per_step=("--results",)
-)
+    "code", main, needs=("--dataset", "--results"), excludes=("--setup", *SERVER), per_step=("--results",),
+    reads=("--dataset",), ready=check_here,
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A model's answers to the problems of a code benchmark, and the part of an answer that is the solution.
 
-Answers come from a model folder through the engine or from an OpenAI-compatible endpoint. They are stored verbatim, one
+Answers come from any scorer (evals.scorer). They are stored verbatim, one
 line each, so that an interrupted run resumes and later scoring starts from the same text. A chat answer may hold
 several code blocks, of which EvalPlus's sanitize keeps the longest text that parses; `target_function` first selects
 the block that defines the requested function.
@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import textwrap
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,8 +22,8 @@ from rich.console import Console
 from rich.progress import track
 
 from evals.code.score import Dataset
-from evals.scorer import open_engine
-from records.files import append_line, model_sha256, read_lines, write_atomically
+from evals.scorer import Answer, AnyPrompt, Source, chat_template, open_scorer, origin
+from records.files import append_line, read_lines, write_atomically
 
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
@@ -37,8 +33,6 @@ INSTRUCTION = (
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(", "\nassert ")
 STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp": ('\n"""',)}
 FENCE = re.compile(r"\s*(`{3,})\s*([^`]*)$")
-ATTEMPTS, FIRST_WAIT_S = 6, 1.0
-TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
@@ -68,100 +62,26 @@ class Sampling:
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-class EngineModel:
-    """A model folder through the engine; chat: the prompt is a user message in the folder's chat template."""
+class Model:
+    """What answers problems: a scorer; chat: the prompt is a user message in the folder's (or server's) template."""
 
-    parallel = 1
-
-    def __init__(self, folder: Path, chat: bool, sampling: Sampling, device: str = "auto"):
-        from transformers import PreTrainedTokenizerFast
-
-        self.identity = {"model": folder.resolve().name, "model_sha256": model_sha256(folder)}
-        self.sampling = sampling
-        self.engine = open_engine(folder, device)
-        if self.engine.tokenizer is None:
-            raise ValueError(f"{folder} holds no tokenizer.json; export the model with its tokenizer")
-        self.tokenizer = self.engine.tokenizer
-        self.template = PreTrainedTokenizerFast.from_pretrained(folder) if chat else None
-        if self.template is not None and not self.template.chat_template:
+    def __init__(self, folder: Path | None, source: Source, chat: bool, sampling: Sampling):
+        if folder is not None and source.base_url is None and chat and chat_template(folder) is None:
             raise ValueError(f"{folder} has no chat template; use --prompt completion")
+        self.scorer = open_scorer(folder, source)
+        self.chat, self.sampling, self.parallel = chat, sampling, self.scorer.parallel
+        self.origin = origin(folder, self.scorer)
+        if folder is not None:
+            self.identity = {"model": folder.resolve().name, "model_sha256": self.origin["model_sha256"]}
+        else:
+            self.identity = {"model": source.model or "laneformer", "base_url": source.base_url}
 
-    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
-        """The answer to a prompt and its finish reason, "stop" or "length"."""
-        from laneformer.engine.text import StopStrings, TextStream, text_of
-
-        s = self.sampling
-        if self.template is not None:
-            message = [{"role": "user", "content": prompt}]
-            prompt = str(self.template.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-        ids = self.tokenizer.encode(prompt, add_special_tokens=self.template is None).ids
-        room = min(s.max_new_tokens, self.engine.config.max_position_embeddings - len(ids))
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in a context of "
-                f"{self.engine.config.max_position_embeddings}; evaluate a model with a longer context"
-            )
-        tokens = self.engine.stream(ids, max_new_tokens=room, temperature=s.temperature, top_p=s.top_p, seed=seed)
-        stream, stop_strings = TextStream(self.tokenizer, ids), StopStrings(stops)
-        answer = "".join(text_of(tokens, stream, stop_strings))
-        ended = stop_strings.found or stream.ids[-1] in self.engine.eos_ids
-        return answer, "stop" if ended else "length"
-
-
-class EndpointModel:
-    """An OpenAI-compatible endpoint; its API key, if any, comes from OPENAI_API_KEY."""
-
-    def __init__(self, base_url: str, model: str, chat: bool, sampling: Sampling, parallel: int, timeout_s: float):
-        if not base_url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"--base-url {base_url!r} must begin with http:// or https://, and end before /completions"
-            )
-        self.identity = {"model": model, "base_url": base_url}
-        self.url = f"{base_url.rstrip('/')}/{'chat/' * chat}completions"
-        self.chat, self.sampling, self.parallel, self.timeout_s = chat, sampling, parallel, timeout_s
-
-    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> tuple[str, str]:
+    def answer(self, prompt: str, seed: int, stops: tuple[str, ...]) -> Answer:
         """The answer to a prompt and its finish reason, "stop" or "length"."""
         s = self.sampling
-        body: dict[str, Any] = {"model": self.identity["model"], "n": 1, "seed": seed, "max_tokens": s.max_new_tokens}
-        body |= {"temperature": s.temperature, "top_p": s.top_p}
-        body |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        body |= {"stop": list(stops[:4])} if stops else {}  # the API allows four
-        try:
-            choice = self._post(body)["choices"][0]
-            whole = (choice["message"]["content"] if self.chat else choice["text"]) or ""
-            answer = cut(whole, stops)
-            return answer, "stop" if len(answer) < len(whole) else choice.get("finish_reason") or "stop"
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.url} returned no choice, or one without text ({error!r})") from None
-
-    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply as JSON. Retries with exponential backoff while the server is busy or broken; then ValueError."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
-                    return json.load(reply)
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
-                if error.code not in TRY_AGAIN:
-                    raise ValueError(f"{self.url} refused the request, {reason}") from None
-            except (OSError, ValueError) as error:  # no connection, a timeout, not JSON
-                reason = repr(error)
-        raise ValueError(f"{self.url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
-
-
-Model = EngineModel | EndpointModel
-
-
-def cut(text: str, stops: tuple[str, ...]) -> str:
-    """The text before the first stop string."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+        asked: AnyPrompt = [{"role": "user", "content": prompt}] if self.chat else prompt
+        sampled = {"temperature": s.temperature, "top_p": s.top_p, "seed": seed}
+        return self.scorer.generate(asked, s.max_new_tokens, stops, **sampled)
 
 
 def prompt_of(problem: dict[str, Any], chat: bool) -> str:

@@ -9,6 +9,7 @@ each of its tokens is the argmax. CORE is the mean of the centered accuracies of
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +22,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from evals.core.prompts import FEWSHOT_SEED, Item, Prompt, Protocol, Unscorable, items
+from evals.core.prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
 from evals.core.tasks import CATEGORIES, NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
-from evals.scorer import Scorer, TextEncoder, common_prefix
+from evals.intervals import Z95, wilson
+from evals.scorer import Encoder, Prompt, Scorer, Scores, common_prefix
+from evals.scorer.hf import PASS_TOKENS, WINDOW, packed
 from records.files import write_atomically
 
 VERSIONS = ("v1", "v2")
 console = Console(stderr=True)
 Tasks = dict[str, dict[str, Any]]
+Answered = dict[str, Any]  # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
 
 
 @dataclass(frozen=True)
@@ -37,32 +41,45 @@ class Settings:
 
     protocol: Protocol = "nanochat"
     """prompt format and few-shot examples; scores of different protocols cannot be compared"""
-    max_per_task: int | None = None
+    limit: int | None = None
     """items to score per task; default: all"""
-    tasks: tuple[str, ...] = ()
-    """labels of the tasks to score; default: all, which CORE itself requires"""
+    tasks: str = ""
+    """comma-separated labels of the tasks to score; default: all, which CORE itself requires"""
 
     def __post_init__(self) -> None:
-        if self.max_per_task is not None and self.max_per_task < 1:
-            raise ValueError(f"--max-per-task {self.max_per_task} must be at least 1")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit {self.limit} must be at least 1")
+        self.labels()
+
+    def labels(self) -> list[str]:
+        """The chosen tasks, all if none is named. Raises ValueError for a label that CORE does not have."""
+        known = [task.label for task in TASKS]
+        wanted = [label.strip() for label in self.tasks.split(",")] if self.tasks else known
+        if unknown := sorted(set(wanted) - set(known)):
+            raise ValueError(f"--tasks: {unknown} are not in CORE; choose from {','.join(known)}")
+        return wanted
 
 
-def is_right(scorer: Scorer, item: Item) -> bool:
-    """Whether the model answers an item correctly."""
-    if len(item.prompts) == 1:
-        return bool(scorer.score(item.prompts[0].ids, item.prompts[0].start).greedy.all())
-    losses = [mean_loss(scorer, prompt) for prompt in item.prompts]
-    return min(range(len(losses)), key=losses.__getitem__) == item.gold
+def answered(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> Answered:
+    """What the model answers to an item, and what the right answer costs it.
 
-
-def mean_loss(scorer: Scorer, prompt: Prompt) -> float:
-    """Nats per token of an option; NaN, as in nanochat, if it has no token of its own ("hot" before "hot air").
-
-    Comparisons with NaN are false, so such an option is chosen if it is the first, and never otherwise.
+    The loss of an option is in nats per token; NaN, as in nanochat, if it has no token of its own ("hot" before "hot
+    air"). Comparisons with NaN are false, so such an option is chosen if it is the first, and never otherwise.
     """
-    if prompt.start == len(prompt.ids):
-        return float("nan")
-    return -float(scorer.score(prompt.ids, prompt.start).logprobs.mean())
+    losses = [-float(s.logprobs.mean()) if len(s.logprobs) else math.nan for s in scores]
+    if len(losses) == 1:
+        right, gold = bool(scores[0].greedy.all()), 0
+    else:
+        right, gold = min(range(len(losses)), key=losses.__getitem__) == item.gold, item.gold
+    prompt: Prompt = item.prompts[gold]
+    return {
+        "group": item.group,
+        "right": right,
+        "losses": [None if math.isnan(loss) else loss for loss in losses],
+        "gold": gold,
+        "nats": -float(scores[gold].logprobs.sum()),
+        "bytes": len(encoder.text_after(prompt.ids[: prompt.start], prompt.ids[prompt.start :]).encode()),
+    }
 
 
 def score_task(
@@ -72,15 +89,16 @@ def score_task(
     scorer: Scorer,
     most: int | None,
     advance: Callable[..., None] = lambda **_: None,
-) -> dict[str, Any]:
-    """The figures of one task. Raises Unscorable if an item does not fit into the model's context."""
+) -> list[Answered]:
+    """The answers to the items of one task. Raises Unscorable if one does not fit into the model's context."""
     rows = bundle.rows(task)
     total = len(rows) if most is None else min(most, len(rows))
-    right: dict[str, list[bool]] = {}
-    for done, item in enumerate(items(task, rows, protocol, scorer, scorer.max_length, most)):
-        advance(completed=done, total=total)
-        right.setdefault(item.group, []).append(is_right(scorer, item))
-    return task_figures(task, right, len(rows))
+    asked, told = itertools.tee(items(task, rows, protocol, scorer, min(scorer.max_length, scorer.scoring_room), most))
+    found = []
+    for item, scores in zip(told, scorer.score(item.prompts for item in asked), strict=True):
+        found.append(answered(scorer, item, scores))
+        advance(completed=len(found), total=total)
+    return found
 
 
 def baseline(task: Task, version: str) -> float:
@@ -93,19 +111,23 @@ def centered(task: Task, accuracy: float, version: str) -> float:
     return (accuracy - baseline(task, version)) / (1 - baseline(task, version))
 
 
-def task_figures(task: Task, right: Mapping[str, Sequence[bool]], n_total: int) -> dict[str, Any]:
-    """The figures of a task. right: by group, whether each item was answered correctly; groups have equal weight.
-
-    standard_error: binomial, of the accuracy. n: items asked. n_total: rows in the file.
-    """
-    shares = {group: sum(answers) / len(answers) for group, answers in right.items()}
-    accuracy = math.fsum(shares.values()) / len(shares)
-    variance = math.fsum(share * (1 - share) / len(right[group]) for group, share in shares.items())
+def task_figures(task: Task, answers: Sequence[Answered], n_total: int) -> dict[str, Any]:
+    """The figures of a task (records.evals.FIELDS). Groups have equal weight. n_total: rows in the file."""
+    right: dict[str, list[bool]] = {}
+    for answer in answers:
+        right.setdefault(answer["group"], []).append(answer["right"])
+    accuracy = math.fsum(sum(group) / len(group) for group in right.values()) / len(right)
+    parts = [wilson(sum(group), len(group)) for group in right.values()]
+    middle = math.fsum(center for center, _ in parts) / len(parts)
+    half = math.sqrt(math.fsum(width**2 for _, width in parts)) / len(parts)
+    size = sum(answer["bytes"] for answer in answers)
     return {
         "accuracy": accuracy,
         **{f"centered_{version}": centered(task, accuracy, version) for version in VERSIONS},
-        "standard_error": math.sqrt(variance) / len(shares),
-        "n": sum(len(answers) for answers in right.values()),
+        "interval": [max(0.0, middle - half), min(1.0, middle + half)],
+        "standard_error": half / Z95,
+        "gold_bits_per_byte": math.fsum(a["nats"] for a in answers) / math.log(2) / size if size else None,
+        "n": len(answers),
         "n_total": n_total,
         "shots": task.shots,
         "baseline_v1": task.baseline_v1,
@@ -148,10 +170,11 @@ class Partial:
 
     def __init__(self, out: Path | None, key: str):
         self.path = out and out.with_name(f".{out.name}.core-{key[:16]}.json")
-        self.tasks: Tasks = json.loads(self.path.read_bytes()) if self.path and self.path.is_file() else {}
+        kept = json.loads(self.path.read_bytes()) if self.path and self.path.is_file() else {}
+        self.tasks: dict[str, list[Answered]] = kept
 
-    def add(self, label: str, figures: dict[str, Any]) -> None:
-        self.tasks[label] = figures
+    def add(self, label: str, answers: list[Answered]) -> None:
+        self.tasks[label] = answers
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, json.dumps(self.tasks))
@@ -162,9 +185,9 @@ class Partial:
 
 
 def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> dict[str, Any]:
-    """Score the tasks; returns the figures of a `core` record."""
-    chosen, missing = bundle.chosen(settings.tasks)
-    protocol, most = settings.protocol, settings.max_per_task
+    """Score the tasks; returns the figures of a `core` record. Afterwards `partial` holds every answer."""
+    chosen, missing = bundle.chosen(settings.labels())
+    protocol, most = settings.protocol, settings.limit
     tasks: Tasks = {}
     columns = (TextColumn("{task.description:>32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
@@ -174,13 +197,16 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
                 if task.label not in partial.tasks:
                     advance = functools.partial(progress.update, bar)
                     partial.add(task.label, score_task(task, bundle, protocol, scorer, most, advance))
-                tasks[task.label] = partial.tasks[task.label]
+                tasks[task.label] = task_figures(task, partial.tasks[task.label], len(bundle.rows(task)))
             except Unscorable as error:
                 missing[task.label] = str(error)
             progress.remove_task(bar)
-    asked = {"protocol": protocol, "seed": FEWSHOT_SEED, "max_per_task": most, "scorer": scorer.name}
+    asked = {"protocol": protocol, "seed": FEWSHOT_SEED, "limit": most}
     marks = {} if bundle.not_core is None else {"not_core": bundle.not_core}
-    return asked | aggregate(tasks) | {"tasks": tasks, "missing": missing, "differs": bundle.differs} | marks
+    bits = [task["gold_bits_per_byte"] for task in tasks.values() if task["gold_bits_per_byte"] is not None]
+    early = {"gold_bits_per_byte": math.fsum(bits) / len(bits) if bits else None}
+    scored = {"tasks": tasks, "missing": missing, "differs": bundle.differs}
+    return asked | aggregate(tasks) | early | scored | marks
 
 
 def show(figures: dict[str, Any], bundle: Bundle) -> None:
@@ -189,18 +215,22 @@ def show(figures: dict[str, Any], bundle: Bundle) -> None:
     table = Table(
         title=f"{title}CORE tasks, protocol {figures['protocol']}", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    for name in ("task", "shots", "n", "accuracy ± SE", "centered\nv1", "centered\nv2"):
-        table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
+    names = ("task", "shots", "n", "accuracy", "95 % interval", "centered\nv1", "centered\nv2", "gold\nbits/byte")
+    for name in names:
+        left = name == "task"
+        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not left)
     for label, task in figures["tasks"].items():
-        accuracy = f"{task['accuracy']:.4f} ± {task['standard_error']:.4f}"
-        centered = (f"{task[f'centered_{version}']:.4f}" for version in VERSIONS)
-        table.add_row(label, str(task["shots"]), str(task["n"]), accuracy, *centered)
+        low, high = task["interval"]
+        numbers = [f"{task['accuracy']:.3f}", f"{low:.3f} to {high:.3f}"]
+        numbers += [f"{task[f'centered_{version}']:.3f}" for version in VERSIONS]
+        bits = task["gold_bits_per_byte"]
+        table.add_row(label, str(task["shots"]), str(task["n"]), *numbers, "" if bits is None else f"{bits:.3f}")
     table.add_section()
     for version in VERSIONS:
         value, error = figures[f"core_{version}"], figures[f"core_{version}_se"]
         if value is not None:
             text = f"{value:.4f} ± {error:.4f}"
-            table.add_row(f"CORE {version}", "", "", "", *((text, "") if version == "v1" else ("", text)))
+            table.add_row(f"CORE {version}", "", "", text)
     console.print(table)
     for line in remarks(figures, bundle):
         console.print(line, highlight=False, markup=False)
@@ -222,38 +252,54 @@ def remarks(figures: dict[str, Any], bundle: Bundle) -> list[str]:
     return lines + [f"{label}: core.yaml sets {values}, unlike CORE" for label, values in figures["differs"].items()]
 
 
-def plan(encoder: TextEncoder, max_length: int, bundle: Bundle, settings: Settings) -> dict[str, Any]:
-    """Tokens that the model must read, per task and in total, with and without sharing the prefixes of an item."""
-    chosen, missing = bundle.chosen(settings.tasks)
+def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) -> dict[str, Any]:
+    """What a model must read, per task and in total: by the engine (`tokens_shared`), in Transformers on a GPU.
+
+    tokens: of all prompts one by one. tokens_shared: with the prefix of the last prompt kept, as the engine does.
+    passes, tokens_packed: forward passes and their tokens, padding included, as evals.scorer.hf packs them for CUDA.
+    """
+    chosen, missing = bundle.chosen(settings.labels())
     counts: dict[str, dict[str, int]] = {}
     before: list[int] = []
     for task in chosen:
-        asked = unshared = shared = 0
-        rows = bundle.rows(task)
-        for item in items(task, rows, settings.protocol, encoder, max_length, settings.max_per_task):
-            asked += 1
-            for prompt in (p for p in item.prompts if p.start < len(p.ids)):
+        count = dict.fromkeys(("items", "tokens", "tokens_shared", "passes", "tokens_packed"), 0)
+        asked = iter(items(task, bundle.rows(task), settings.protocol, encoder, max_length, settings.limit))
+        while window := [item.prompts for item in itertools.islice(asked, WINDOW)]:
+            count["items"] += len(window)
+            for prompt in (p for prompts in window for p in prompts if p.start < len(p.ids)):
                 read = prompt.ids[:-1]  # the last token is only predicted
-                unshared += len(read)
-                shared += len(read) - min(common_prefix(before, read), prompt.start - 1)
+                count["tokens"] += len(read)
+                count["tokens_shared"] += len(read) - min(common_prefix(before, read), prompt.start - 1)
                 before = read
-        counts[task.label] = {"items": asked, "tokens": unshared, "tokens_shared": shared}
-    sums = {name: sum(task[name] for task in counts.values()) for name in ("items", "tokens", "tokens_shared")}
-    head = {"protocol": settings.protocol, "max_per_task": settings.max_per_task}
+            for group in packed(window, PASS_TOKENS["cuda"]):
+                count["passes"] += group.passes
+                count["tokens_packed"] += group.tokens
+        counts[task.label] = count
+    sums = {name: sum(task[name] for task in counts.values()) for name in PLANNED}
+    head = {"protocol": settings.protocol, "limit": settings.limit}
     return {**head, **sums, "tasks": counts, "missing": missing}
+
+
+PLANNED = {
+    "items": "items",
+    "tokens": "tokens",
+    "tokens_shared": "engine:\ntokens read",
+    "passes": "GPU:\npasses",
+    "tokens_packed": "GPU:\ntokens read",
+}
 
 
 def show_plan(counts: dict[str, Any], tokens_per_s: float | None) -> None:
     """Print the plan as a table on stderr."""
-    most = "all" if counts["max_per_task"] is None else f"at most {counts['max_per_task']}"
-    table = Table(title=f"Tokens to read, protocol {counts['protocol']}, {most} items per task")
-    for name in ("task", "items", "tokens", "with shared prefixes"):
+    most = "all" if counts["limit"] is None else f"at most {counts['limit']}"
+    table = Table(title=f"What an evaluation reads, protocol {counts['protocol']}, {most} items per task")
+    for name in ("task", *PLANNED.values()):
         table.add_column(name, justify="left" if name == "task" else "right")
     for label, row in (*counts["tasks"].items(), ("all", counts)):
-        table.add_row(label, *(f"{row[name]:,}" for name in ("items", "tokens", "tokens_shared")))
+        table.add_row(label, *(f"{row[name]:,}" for name in PLANNED))
     if tokens_per_s is not None:
-        minutes = (f"{counts[name] / tokens_per_s / 60:.1f} min" for name in ("tokens", "tokens_shared"))
-        table.add_row(f"at {tokens_per_s:,.0f} tokens/s", "", *minutes)
+        minutes = {name: f"{counts[name] / tokens_per_s / 60:.1f} min" for name in PLANNED if "tokens" in name}
+        table.add_row(f"at {tokens_per_s:,.0f} tokens/s", *(minutes.get(name, "") for name in PLANNED))
     console.print(table)
     if counts["missing"]:
         console.print(f"{len(counts['missing'])} of {len(TASKS)} tasks are not counted.", highlight=False)

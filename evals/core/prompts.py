@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evals.core.tasks import Row, Task, TaskType
-from evals.scorer import TextEncoder, common_prefix
+from evals.scorer import Encoder, Prompt, common_prefix
 
 Protocol = Literal["nanochat", "dclm"]
 FEWSHOT_SEED = 1234
@@ -27,14 +27,6 @@ ORDER_SEED = 1337
 
 class Unscorable(ValueError):
     """An item that cannot be scored: its answer exceeds the model's context, or there are too few examples."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids; those from `start` on are scored."""
-
-    ids: list[int]
-    start: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Item:
 
 
 def items(
-    task: Task, rows: Sequence[Row], protocol: Protocol, encoder: TextEncoder, max_length: int, most: int | None = None
+    task: Task, rows: Sequence[Row], protocol: Protocol, encoder: Encoder, max_length: int, most: int | None = None
 ) -> Iterator[Item]:
     """The items of a task, at most `most`. max_length: the context in tokens. Raises Unscorable."""
     if protocol == "nanochat":
@@ -94,7 +86,7 @@ def nanochat_examples(index: int, count: int, shots: int) -> list[int]:
 
 
 def _nanochat_items(
-    task: Task, rows: Sequence[Row], encoder: TextEncoder, max_length: int, most: int | None
+    task: Task, rows: Sequence[Row], encoder: Encoder, max_length: int, most: int | None
 ) -> Iterator[Item]:
     if encoder.bos_id is None:
         raise ValueError("protocol nanochat begins each prompt with BOS or EOS, but the tokenizer has neither")
@@ -172,7 +164,7 @@ def dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
 
 
 def dclm_prompts(
-    task: Task, row: Row, examples: Sequence[Row], encoder: TextEncoder, needs_space: bool, max_length: int
+    task: Task, row: Row, examples: Sequence[Row], encoder: Encoder, needs_space: bool, max_length: int
 ) -> list[Prompt]:
     """The prompt of each option: examples, context and answer, encoded separately."""
     between = task.delimiter

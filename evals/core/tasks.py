@@ -143,11 +143,8 @@ class Bundle:
         return rows
 
     def chosen(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
-        """The tasks to score (all if `labels` is empty), and the reason for each task that is not scored."""
-        known = [task.label for task in self.tasks]
-        wanted = set(labels) or set(known)
-        if not wanted <= set(known):
-            raise ValueError(f"--tasks: {sorted(wanted - set(known))} are not in CORE; choose from {known}")
+        """The tasks to score, and the reason for each task that is not scored."""
+        known, wanted = [task.label for task in self.tasks], set(labels)
         reasons = {task.label: self.missing(task) for task in self.tasks}
         chosen = [task for task in self.tasks if task.label in wanted and reasons[task.label] is None]
         left = [label for label in known if label not in {task.label for task in chosen}]

@@ -1,11 +1,11 @@
-"""lm-eval's stock tasks on a model: the engine in this process, or any OpenAI-compatible endpoint.
+"""lm-eval's stock tasks, or a task file of your own, on a model.
 
 `ruler` stands for its eleven synthetic tasks, scored at each of `--lengths` tokens (the two that download QA sets are
 chosen by name). `--limit N` takes the first N documents of a task, and of each length of a RULER task.
 
     python -m evals.lm_eval runs/demo/hf --tasks arc_easy,arc_challenge --num-fewshot 0 --data eval_data --limit 100
     python -m evals.lm_eval HF_DIR --tasks ruler --lengths 2048,4096 --max-length 4224 --out runs/NAME/evals.jsonl
-    python -m evals.lm_eval HF_DIR --tasks arc_easy --base-url http://127.0.0.1:8000/v1
+    python -m evals.lm_eval HF_DIR --tasks arc_easy,my_task.yaml --base-url http://127.0.0.1:8000/v1
 
 An endpoint also needs the folder: its tokenizer encodes the prompts and determines the lengths of RULER's.
 """
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,16 +26,18 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from evals.items import write_items
 from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
-from records.evals import NOWHERE, AboutFlags, EvalCommand
-from records.files import file_sha256
+from evals.scorer import LOCAL, SourceFlags, origin
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
 
 if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
 
-    from evals.lm_eval.models import CheckedCompletions, EngineLM
+    from evals.lm_eval.models import ScorerLM
 
 DEFAULT_LENGTHS = (2048, 4096)
+RIGHT = ("acc", "exact_match")  # metrics of an item that are 0 or 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Questions:
     """What is asked, and how."""
 
     tasks: str
-    """comma-separated task names of lm-eval; `ruler` stands for its eleven synthetic tasks"""
+    """comma-separated task names of lm-eval or paths of task files (.yaml); `ruler` stands for its eleven synthetic
+    tasks"""
     lengths: str = ",".join(map(str, DEFAULT_LENGTHS))
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
     limit: int | None = None
@@ -63,46 +65,12 @@ class Questions:
             raise ValueError(f"--limit {self.limit} must be at least 1; omit it to score all documents")
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """An OpenAI-compatible server; without `base_url` the engine answers."""
-
-    base_url: str | None = None
-    """OpenAI-compatible server to ask instead of the engine, such as http://127.0.0.1:8000/v1"""
-    model_name: str | None = None
-    """name of the model at the server; default: the folder's name"""
-    num_concurrent: int = 1
-    """concurrent requests to the server"""
-    timeout_s: int = 300
-    """timeout of one request to the server, in seconds"""
-
-
 def lengths_of(text: str) -> list[int]:
     """The ascending token counts of a comma-separated list."""
     lengths = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(lengths) < 512 or lengths != sorted(set(lengths)):
         raise ValueError(f"--lengths {text} must be ascending token counts of at least 512, such as 2048,4096")
     return lengths
-
-
-def open_endpoint(hf_dir: Path, endpoint: Endpoint, add_bos: bool, max_length: int | None) -> CheckedCompletions:
-    """lm-eval's local-completions on token ids, with the context length of the folder's config.json."""
-    from evals.lm_eval.models import CheckedCompletions
-
-    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
-    url = str(endpoint.base_url).rstrip("/")
-    return CheckedCompletions(
-        base_url=url if url.endswith("/completions") else f"{url}/completions",
-        model=endpoint.model_name or hf_dir.name,
-        tokenizer=str(hf_dir),
-        tokenizer_backend="huggingface",
-        tokenized_requests=True,
-        trust_remote_code=True,  # the folder is the model under test
-        max_length=max_length or config["max_position_embeddings"],  # lm-eval's default of 2048 would truncate
-        add_bos_token=add_bos,
-        num_concurrent=endpoint.num_concurrent,
-        timeout=endpoint.timeout_s,
-    )
 
 
 def evaluate(
@@ -135,23 +103,22 @@ def evaluate(
     return result
 
 
-def settings_figures(asked: Questions, backend: str) -> dict[str, Any]:
+def settings_figures(asked: Questions, names: Sequence[str]) -> dict[str, Any]:
     """The settings in a record."""
     shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
     return {
         "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if asked.add_bos else 'without'} BOS",
         "seed": SEEDS["random"],
         "seeds": SEEDS,
-        "backend": backend,
         "limit": asked.limit,
         "num_fewshot": asked.num_fewshot,
         "add_bos": asked.add_bos,
         "chat_template": asked.chat_template,
-        "haystack": "upstream" if asked.data is None else "offline",
+        "haystack": ("upstream" if asked.data is None else "offline") if set(names) & set(RULER_TASKS) else None,
     }
 
 
-def figures_of(result: dict[str, Any], model: EngineLM | CheckedCompletions, lengths: Sequence[int]) -> dict[str, Any]:
+def figures_of(result: dict[str, Any], model: ScorerLM, lengths: Sequence[int]) -> dict[str, Any]:
     """The scores of a result, RULER's by length, and counts, lengths in tokens and truncations of the prompts."""
     tasks = {name: numbers(values) for name, values in result["results"].items()}
     ruler = {
@@ -175,16 +142,30 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in kept.items() if math.isfinite(value) and value != -1}
 
 
-def prompt_figures(model: EngineLM | CheckedCompletions, samples: list[dict[str, Any]]) -> dict[str, int]:
+def prompt_figures(model: ScorerLM, samples: list[dict[str, Any]]) -> dict[str, int]:
     """documents, longest_tokens (a prompt and its continuation or generation limit), cut (truncated prompts)."""
     longest, cut = 0, 0
-    for context, rest in (arguments for sample in samples for arguments in sample["arguments"]):
-        if isinstance(rest, str):
+    for context, *more in (arguments for sample in samples for arguments in sample["arguments"]):
+        rest = more[0] if more else None  # a rolling request is a text alone, read in windows
+        if rest is None:
+            tokens = len(model.tok_encode(context))
+            room = tokens
+        elif isinstance(rest, str):
             tokens, room = len(model.tok_encode(context + rest)), model.scoring_room
         else:
             tokens, room = len(model.tok_encode(context)) + rest.get("max_gen_toks", 0), model.max_length
         longest, cut = max(longest, tokens), cut + (tokens > room)
     return {"documents": len(samples), "longest_tokens": longest, "cut": cut}
+
+
+def answers_of(samples: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The lines of the file of items: right where the task scores it, losses in nats (not per token) of the choices."""
+    for name, of_task in samples.items():
+        for sample in of_task:
+            right = next((sample[metric] for metric in RIGHT if metric in sample), None)
+            scored = [r[0] for r in sample["filtered_resps"] if isinstance(r, list | tuple) and isinstance(r[0], float)]
+            item = {"task": name, "item": sample["doc_id"], "right": None if right is None else bool(right)}
+            yield item | {"losses": [-score for score in scored]}
 
 
 def documents_sha256(samples: dict[str, list[dict[str, Any]]]) -> str:
@@ -220,20 +201,16 @@ def show(figures: dict[str, Any]) -> None:
 def main(
     hf_dir: Annotated[Path, tyro.conf.Positional],
     asked: Annotated[Questions, tyro.conf.OmitArgPrefixes],
-    max_length: int | None = None,
-    endpoint: Annotated[Endpoint, tyro.conf.OmitArgPrefixes] = Endpoint(),
+    source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
-    device: str = "auto",
 ) -> dict[str, Any]:
     """Score a model on lm-eval's stock tasks. The last line on stdout is the record, JSON.
 
     Args:
         hf_dir: folder of the exported model
         asked: what is asked, and how
-        max_length: context in tokens, default: config.json's; RULER needs up to 100 more than its longest length
-        endpoint: server to ask instead of the engine
+        source: what answers; RULER needs a --max-length up to 100 tokens above its longest length
         about: options of the record
-        device: device that runs the engine: auto, cpu or cuda
     """
     started = time.perf_counter()
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
@@ -241,23 +218,22 @@ def main(
     if not (hf_dir / "tokenizer.json").is_file():
         raise ValueError(f"{hf_dir} holds no tokenizer.json; pass the folder of an exported model")
     with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
-        from evals.lm_eval.models import EngineLM
+        from evals.lm_eval.models import ScorerLM
 
-        model: EngineLM | CheckedCompletions
-        if endpoint.base_url:
-            model = open_endpoint(hf_dir, endpoint, asked.add_bos, max_length)
-        else:
-            model = EngineLM(hf_dir, device=device, add_bos=asked.add_bos, max_length=max_length)
+        model = ScorerLM(hf_dir, source, asked.add_bos)
         options: dict[str, Any] = {"num_fewshot": asked.num_fewshot, "chat_template": asked.chat_template}
         result = evaluate(model, names, hf_dir, lengths=lengths, limit=asked.limit, **options)
-    figures = settings_figures(asked, endpoint.base_url or "engine") | figures_of(result, model, lengths)
+    settings = settings_figures(asked, names)
+    figures = settings | figures_of(result, model, lengths)
     show(figures)
-    seconds, tokenizer = time.perf_counter() - started, file_sha256(hf_dir / "tokenizer.json")
-    documents = documents_sha256(result["samples"])
-    return about.append("lm_eval", figures, seconds=seconds, tokenizer_sha256=tokenizer, data_sha256=documents)
+    model.scorer.close()
+    who = origin(hf_dir, model.scorer) | {"data_sha256": documents_sha256(result["samples"])}
+    head = {"kind": "lm_eval", "step": about.step, **settings, **who}
+    figures["items"] = write_items(about.out, head, answers_of(result["samples"]))
+    return about.append("lm_eval", figures, seconds=time.perf_counter() - started, **who)
 
 
-COMMAND = EvalCommand("lm_eval", main, excludes=("--base-url",))
+COMMAND = EvalCommand("lm_eval", main, excludes=SERVER, reads=("--data",))
 
 
 if __name__ == "__main__":

@@ -1,56 +1,49 @@
-"""lm-eval models: our engine in this process, or any OpenAI-compatible endpoint.
+"""Any scorer as a model of lm-eval.
 
-`EngineLM` scores and generates with `laneformer.Engine`. Requests are sorted by their ids, so that those with a common
-prefix (the choices of one question, the shots of one task) follow each other and its KV cache is reused. Nothing is
-truncated silently: a prompt longer than the context is truncated from the left, as in lm-eval's own models, but is
-counted in `cut_prompts` and reported.
+Requests are sorted by their ids, so that those with a common prefix (the choices of one question, the shots of one
+task) follow each other. Nothing is truncated silently: a prompt longer than the context is truncated from the left, as
+in lm-eval's own models, but is counted in `cut_prompts` and reported.
 
 Importing this file registers `laneformer`: `lm_eval.simple_evaluate(model="laneformer", model_args="pretrained=DIR")`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from evals.scorer import open_engine
-from laneformer.engine.text import StopStrings, TextStream, text_of
+from evals.scorer import LOCAL, Prompt, Source, open_scorer
 
 MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
 log = logging.getLogger(__name__)
 
 
 @register_model("laneformer")
-class EngineLM(TemplateLM):
-    """A Laneformer folder as an lm-eval model.
+class ScorerLM(TemplateLM):
+    """A model folder as an lm-eval model, answered by `source`.
 
-    add_bos: prepend BOS to every prompt, as in training. max_length: context in tokens, default config.json's; a longer
-    one extrapolates beyond the trained positions. ValueError for a folder without a tokenizer.
+    add_bos: prepend BOS to every prompt, as in training. ValueError for a folder without a tokenizer. A context longer
+    than config.json's (`source.max_length`) extrapolates beyond the trained positions.
     """
 
-    def __init__(
-        self, pretrained: str | Path, device: str = "auto", add_bos: bool = True, max_length: int | None = None
-    ):
+    def __init__(self, pretrained: str | Path, source: Source = LOCAL, add_bos: bool = True):
         super().__init__()
         self.folder = Path(pretrained)
-        self.engine = open_engine(self.folder, device, context_tokens=max_length)
-        if self.engine.tokenizer is None:
-            raise ValueError(f"{self.folder} holds no tokenizer.json, which lm-eval needs; export the model again")
+        self.scorer = open_scorer(self.folder, source)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder)
         self.add_bos = add_bos
-        self.max_length = self.engine.config.max_position_embeddings
+        self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
         self.cut_prompts = 0
 
     @property
@@ -62,11 +55,6 @@ class EngineLM(TemplateLM):
         """The context of a text without context: BOS, or EOS if there is none."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
-
-    @property
-    def scoring_room(self) -> int:
-        """Maximum length of a prompt with its continuation: the last id is only predicted."""
-        return self.max_length + 1
 
     @property
     def tokenizer_name(self) -> str:
@@ -92,33 +80,31 @@ class EngineLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(sum of log p of the continuation in nats, whether greedy decoding would have written it) of each request."""
         answers = [(0.0, False)] * len(requests)
-        for i in in_prefix_order([c + n for _, c, n in requests], "scoring", disable_tqdm):
-            key, context, continuation = requests[i]
-            if len(continuation) > self.max_length:
-                raise ValueError(
-                    f"a continuation of {len(continuation)} tokens does not fit the context of {self.max_length}"
-                )
-            ids = self._fitting(context + continuation, self.scoring_room)
-            scores = self.engine.logprobs(ids, start=len(ids) - len(continuation), top=1)
-            answers[i] = math.fsum(scores.logprobs.tolist()), bool(scores.is_greedy.all())
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answers[i])
+        order = in_prefix_order([c + n for _, c, n in requests])
+        # requests of one context, the choices of a question, are one item
+        items = [list(same) for _, same in itertools.groupby(order, lambda i: requests[i][1])]
+        found = self.scorer.score([self._prompt(*requests[i][1:]) for i in item] for item in items)
+        for item, scores in zip(items, tqdm(found, "scoring", len(items), disable=disable_tqdm), strict=True):
+            for i, each in zip(item, scores, strict=True):
+                answers[i] = math.fsum(each.logprobs.tolist()), bool(each.greedy.all())
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
         self._report_cuts()
         return answers
+
+    def _prompt(self, context: list[int], continuation: list[int]) -> Prompt:
+        if len(continuation) >= self.scoring_room:
+            raise ValueError(
+                f"a continuation of {len(continuation)} tokens does not fit the context of {self.max_length}"
+            )
+        ids = self._fitting(context + continuation, self.scoring_room)
+        return Prompt(ids, len(ids) - len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts in nats: every token once, after BOS, in windows of the context's length."""
         sums = []
         for request in tqdm(requests, desc="rolling", disable=disable_tqdm):
             (text,) = request.args
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text, add_special_tokens=False),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            pairs = [(None, *make_disjoint_window(window)) for window in windows]
-            sums.append(math.fsum(score for score, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True)))
+            sums.append(self.scorer.rolling(self.tok_encode(text, add_special_tokens=False)))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
         return sums
 
@@ -126,7 +112,7 @@ class EngineLM(TemplateLM):
         """The text after each prompt, up to EOS, the task's first stop string (not included) or its token limit."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         answers = [""] * len(requests)
-        for i in in_prefix_order(prompts, "generating", disable_tqdm):
+        for i in tqdm(in_prefix_order(prompts), "generating", disable=disable_tqdm):
             answers[i] = self._generate(prompts[i], requests[i].args[1])
             self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         self._report_cuts()
@@ -140,10 +126,7 @@ class EngineLM(TemplateLM):
         if limit >= self.max_length:
             raise ValueError(f"max_gen_toks = {limit} leaves no room for a prompt in {self.max_length} tokens")
         ids = self._fitting(prompt, self.max_length - limit)
-        tokens = self.engine.stream(ids, max_new_tokens=limit, **options)
-        assert self.engine.tokenizer is not None, "checked when it was opened"
-        text = TextStream(self.engine.tokenizer, ids)
-        return "".join(text_of(tokens, text, StopStrings(stop for stop in stops if stop)))
+        return self.scorer.generate(ids, limit, [stop for stop in stops if stop], **options).text
 
     def _fitting(self, ids: list[int], room: int) -> list[int]:
         """The last `room` ids; a cut is counted."""
@@ -155,44 +138,6 @@ class EngineLM(TemplateLM):
             log.warning("%d prompts so far lost their head: the context is %d", self.cut_prompts, self.max_length)
 
 
-class CheckedCompletions(LocalCompletionsAPI):
-    """lm-eval's `local-completions`, which believes any answer: a server without prompt scores would give chance."""
-
-    @property
-    def scoring_room(self) -> int:
-        """Ids of the longest prompt with its continuation; the server adds one, and lm-eval keeps its place free."""
-        return self.max_length
-
-    def tok_encode(self, string: str | list[str], *args: Any, **kwargs: Any) -> Any:
-        """As lm-eval's, but a text that begins with BOS, as chat templates write it, gets no second one."""
-        if isinstance(string, list):
-            return [self.tok_encode(one, *args, **kwargs) for one in string]
-        ids = super().tok_encode(string, *args, **kwargs)
-        bos = self.tokenizer.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
-
-    @staticmethod
-    def parse_logprobs(
-        outputs: dict | list[dict],
-        tokens: list[list[int]] | None = None,
-        ctxlens: list[int] | None = None,
-        **kwargs: Any,
-    ) -> list[tuple[float, bool]]:
-        """As lm-eval's; ValueError unless every id of the prompt, and one new one, has its score."""
-        answers = [outputs] if isinstance(outputs, dict) else outputs
-        choices = [c for answer in answers for c in sorted(answer["choices"], key=lambda choice: choice["index"])]
-        for choice, ids in zip(choices, tokens or [], strict=True):
-            given = choice.get("logprobs") or {}
-            scores, top = (given.get(name) or [] for name in ("token_logprobs", "top_logprobs"))
-            if not len(scores) == len(top) == len(ids) + 1 or any(score is None for score in scores[1:]):
-                raise ValueError(
-                    f"the server gave {len(scores)} log-probabilities for a prompt of {len(ids)} ids; lm-eval needs "
-                    "one for each of them and exactly one new token (echo=true, logprobs=1, max_tokens=1)"
-                )
-        return LocalCompletionsAPI.parse_logprobs(outputs, tokens=tokens, ctxlens=ctxlens, **kwargs)
-
-
-def in_prefix_order(prompts: Sequence[list[int]], doing: str, quiet: bool) -> Iterator[int]:
-    """The indices of the prompts in the order of their ids, under a progress bar."""
-    order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    yield from tqdm(order, desc=doing, disable=quiet)
+def in_prefix_order(prompts: Sequence[list[int]]) -> list[int]:
+    """The indices of the prompts in the order of their ids."""
+    return sorted(range(len(prompts)), key=prompts.__getitem__)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evals.commands import choice
 from records.files import json_lines
 
 if TYPE_CHECKING:
@@ -50,9 +51,13 @@ CWE_UNITS, CWE_ANSWER_TOKENS = 10, 120
 
 
 def expand_tasks(names: str) -> list[str]:
-    """The task names of a comma-separated list, with `ruler` replaced by its eleven tasks."""
+    """The tasks of a comma-separated list: `ruler` as its eleven tasks, the paths of task files absolute."""
     found: list[str] = []
     for name in (part.strip() for part in names.split(",")):
+        if name.endswith((".yaml", ".yml")):  # absolute: --data changes the working directory
+            if not Path(name).is_file():
+                raise ValueError(f"--tasks: the task file {name} does not exist")
+            name = str(Path(name).resolve())
         found += RULER_TASKS if name == "ruler" else [name]
     if "" in found or len(set(found)) < len(found):
         raise ValueError(
@@ -69,11 +74,15 @@ def load_tasks(names: Sequence[str], lengths: Sequence[int], tokenizer: Path) ->
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
-    if set(names) <= {*ARC_TASKS, *RULER_TASKS}:  # indexing all of lm-eval's tasks takes half a minute
+    own = {name for name in names if Path(name).is_file()}
+    if set(names) - own <= {*ARC_TASKS, *RULER_TASKS}:  # indexing all of lm-eval's tasks takes half a minute
         paths: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in ("arc", "ruler")]
         manager = lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     else:
         manager = lm_eval.tasks.TaskManager(metadata=metadata)
+    known = {*manager.all_tasks}
+    if unknown := [name for name in names if name not in known and not Path(name).is_file()]:
+        raise ValueError(f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], sorted(known), most=5)}")
     return manager, list(manager.load(list(names))["tasks"].values())
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from evals.bits_per_byte import bits_per_byte, load_windows, main, matching_token_bytes, score_windows
-from evals.scorer import Scores
+from evals.scorer import Prompt, Scores
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from records.evals import About
 
@@ -26,8 +26,15 @@ class Unigram:
         weights = np.arange(1, vocab + 1, dtype=np.float64)
         self.log_p = np.log(weights / weights.sum())
 
-    def score(self, ids: Sequence[int], start: int) -> Scores:
-        return Scores(self.log_p[np.asarray(ids[start:])].astype(np.float32).astype(np.float64), np.zeros(0))
+    backend, device, dtype = "unigram", "cpu", "float32"
+
+    def one(self, prompt: Prompt) -> Scores:
+        found = self.log_p[np.asarray(prompt.ids[prompt.start :])]
+        return Scores(found.astype(np.float32).astype(np.float64), np.zeros(0))
+
+    def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
+        for item in items:
+            yield [self.one(prompt) for prompt in item]
 
     def close(self) -> None:
         pass
@@ -72,9 +79,9 @@ def test_the_total_is_that_of_all_windows_together() -> None:
 
 
 def test_a_uniform_model_over_bytes_needs_8_bits() -> None:
-    class Uniform:
-        def score(self, ids: Sequence[int], start: int) -> Scores:
-            return Scores(np.full(len(ids) - start, -math.log(256)), np.zeros(0))
+    class Uniform(Unigram):
+        def one(self, prompt: Prompt) -> Scores:
+            return Scores(np.full(len(prompt.ids) - prompt.start, -math.log(256)), np.zeros(0))
 
     windows = np.random.default_rng(0).integers(0, 256, (4, 33))
     assert score_windows(Uniform(), windows, np.ones(256, dtype=int))["bits_per_byte"] == pytest.approx(8, rel=1e-12)
@@ -90,8 +97,8 @@ def test_scores_that_are_no_numbers_are_refused(bad: float) -> None:
 
 def test_one_score_too_few_is_refused() -> None:
     class Short(Unigram):
-        def score(self, ids: Sequence[int], start: int) -> Scores:
-            return super().score(ids, start + 1)
+        def one(self, prompt: Prompt) -> Scores:
+            return super().one(Prompt(prompt.ids, prompt.start + 1))
 
     with pytest.raises(ValueError, match="gave 15 log-probabilities"):
         score_windows(Short(), windows_of(1), TOKEN_BYTES)
@@ -109,9 +116,9 @@ def test_the_command_on_real_held_out_text(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     token_bytes = matching_token_bytes(tmp_path, prepared_data)
     scorer = Unigram(len(token_bytes))
-    monkeypatch.setattr("evals.bits_per_byte.open_scorer", lambda folder, device: scorer)
+    monkeypatch.setattr("evals.bits_per_byte.open_scorer", lambda folder, source: scorer)
     out = tmp_path / "evals.jsonl"
-    record = main(tmp_path, prepared_data, windows=4, about=About(out, 3, 99, "phase1"))
+    record = main(tmp_path, prepared_data, limit=4, about=About(out, 3, 99, "phase1"))
     assert record == json.loads(out.read_text())
     windows, categories = load_windows(prepared_data, 4)
     assert set(record["sources"]) == set(windows) == {"web", "code", "math"}

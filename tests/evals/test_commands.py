@@ -16,8 +16,8 @@ from records.job import Evals, Job, JobSections, read_job
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
     "decode_speed",
-    "bits_per_byte --data x --windows 8",
-    "core --bundle b --protocol dclm --max-per-task=5 --device cpu",
+    "bits_per_byte --data x --limit 8",
+    "core --bundle b --protocol dclm --limit=5 --device cpu",
     "code --dataset d.jsonl --results r/{step} --n 3 --temperature 0.8",
     "lm_eval --tasks ruler --lengths 2048,4096 --no-add-bos",
     "samples --prompts p.jsonl --max-new-tokens 64",
@@ -87,7 +87,10 @@ def test_arguments_of_a_checkpoint() -> None:
         ({"commands": ["core --bundel b"]}, "--bundel is not an option .*nearest: --bundle"),
         ({"commands": ["core --bundle b --plan"]}, "--plan is not an option"),
         ({"commands": ["decode_speed", "decode_speed --step 3"]}, "--step is set by the watcher"),
-        ({"commands": ["core --bundle b --max-per-task all"]}, "a value is of the wrong type"),
+        ({"commands": ["core --bundle b --limit all"]}, "a value is of the wrong type"),
+        ({"commands": ["core --bundle b --max-per-task 5"]}, "--max-per-task is now --limit, as in every evaluation"),
+        ({"commands": ["lm_eval --tasks arc_easy --model m"]}, "--model is not an option of it on a checkpoint"),
+        ({"commands": ["core --bundle b --tasks mmlu"]}, "mmlu.* not in CORE"),
         ({"commands": ["bits_per_byte runs/demo/hf --data d"]}, "one too many"),
     ],
 )

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from evals.samples import PROMPTS, main
-from evals.scorer import open_scorer
+from evals.scorer import Source, open_scorer
 from laneformer import Engine, Laneformer
 from records.evals import About
 from tests.evals.core.core_assets import write_laneformer, write_llama
+
+CPU = Source(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
 
 
 def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> None:
-    record = main(folder, max_new_tokens=6, about=About(tmp_path / "evals.jsonl", 20, 4096, "phase1"), device="cpu")
+    record = main(folder, max_new_tokens=6, about=About(tmp_path / "evals.jsonl", 20, 4096, "phase1"), source=CPU)
     assert json.loads((tmp_path / "evals.jsonl").read_text()) == record
     assert [record[key] for key in ("kind", "step", "tokens_total", "phase")] == ["samples", 20, 4096, "phase1"]
     assert [each["name"] for each in record["samples"]] == ["prose", "fact", "code", "chat"]
@@ -45,9 +47,9 @@ def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> No
             assert sample["greedy"] == engine.generate_text(text, max_new_tokens=6)
             assert sample["sampled"] == engine.generate_text(text, max_new_tokens=6, temperature=0.8, seed=0)
     assert record["samples"][3]["prompt"].startswith("user: Why is the sky blue?")
-    again = main(folder, max_new_tokens=6, device="cpu")
+    again = main(folder, max_new_tokens=6, source=CPU)
     assert again["samples"] == record["samples"], "the seed repeats them"
-    other = main(folder, max_new_tokens=6, seed=1, device="cpu")
+    other = main(folder, max_new_tokens=6, seed=1, source=CPU)
     assert [s["greedy"] for s in other["samples"]] == [s["greedy"] for s in record["samples"]]
     assert [s["sampled"] for s in other["samples"]] != [s["sampled"] for s in record["samples"]]
 
@@ -56,10 +58,14 @@ def test_both_backends_generate_the_models_own_tokens(folder: Path, tmp_path: Pa
     model: Any = write_laneformer(tmp_path / "hf")
     assert isinstance(model, Laneformer)
     for kind in ("engine", "transformers"):
-        scorer = open_scorer(tmp_path / "hf", "cpu", kind)  # type: ignore[arg-type]
+        scorer = open_scorer(tmp_path / "hf", Source(kind, "cpu"))  # type: ignore[arg-type]
         ids = scorer.encode("The cat looked at", special_tokens=True)
-        assert scorer.generate(ids, 8, 0.0, 0) == greedy(model, ids, 8), kind
-        sampled = [scorer.generate(ids, 8, 0.9, seed) for seed in (0, 0, 1)]
+        text = scorer.text_after(ids, greedy(model, ids, 8))
+        assert scorer.generate(ids, 8) == scorer.generate("The cat looked at", 8) == (text, "length"), kind
+        assert scorer.generate(ids, 8, [text[3:5]]) == (text[: text.index(text[3:5])], "stop"), kind
+        with pytest.raises(ValueError, match="top_q"):
+            scorer.generate(ids, 8, top_q=1)
+        sampled = [scorer.generate(ids, 8, temperature=0.9, seed=seed) for seed in (0, 0, 1)]
         assert sampled[0] == sampled[1] != sampled[2]
         assert scorer.decode([*ids, 2]) == "The cat looked at", "no special tokens"
         scorer.close()
@@ -69,16 +75,16 @@ def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
     """A folder that is no Laneformer and has no chat template: Transformers, and no chat among the built-in prompts."""
     write_llama(tmp_path / "hf")
     (tmp_path / "hf/chat_template.jinja").unlink()
-    assert [s["name"] for s in main(tmp_path / "hf", max_new_tokens=2, device="cpu")["samples"]] == [
+    assert [s["name"] for s in main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]] == [
         "prose",
         "fact",
         "code",
     ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"name": "a", "text": "The cat"}\n\n{"name": "b", "text": "1 and 2"}\n')
-    record = main(tmp_path / "hf", prompts, max_new_tokens=3, device="cpu")
+    record = main(tmp_path / "hf", prompts, max_new_tokens=3, source=CPU)
     assert [(s["name"], s["prompt"]) for s in record["samples"]] == [("a", "The cat"), ("b", "1 and 2")]
-    assert record["backend"] == "transformers float32"
+    assert (record["backend"], record["dtype"]) == ("transformers", "float32")
 
 
 @pytest.mark.parametrize(
@@ -90,16 +96,19 @@ def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
         ('{"name": "a", "text": "x"}\n{"name": "b"}', "prompts.jsonl:2"),
         ('{"name": "a", "text": "x", "messages": []}', "prompts.jsonl:1"),
         ('{"name": "a"', "not JSON"),
-        (json.dumps({"name": "long", "text": "cat " * 400}), "'long': .* tokens fill the context of 256"),
+        (
+            json.dumps({"name": "long", "text": "cat " * 400}),
+            "'long': a prompt of .* leaves no room .* context of 256",
+        ),
     ],
 )
 def test_bad_prompts_are_refused(folder: Path, tmp_path: Path, lines: str, said: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=said):
-        main(folder, tmp_path / "prompts.jsonl", device="cpu")
+        main(folder, tmp_path / "prompts.jsonl", source=CPU)
 
 
 def test_bad_options_are_refused(folder: Path) -> None:
     for options in ({"max_new_tokens": 0}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="must be at least 1"):
-            main(folder, device="cpu", **options)
+            main(folder, source=CPU, **options)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from evals.scorer import (
-    EngineScorer,
-    Scorer,
-    TransformersScorer,
-    common_prefix,
-    open_encoder,
-    open_scorer,
-    uses_engine,
-    visible_device,
-)
+from evals.scorer import Prompt, Scorer, Source, choose, common_prefix, devices_of, open_encoder, open_scorer
+from evals.scorer import hf as hf_scorer
+from evals.scorer.engine import EngineScorer
+from evals.scorer.hf import TransformersScorer
 from tests.evals.core.core_assets import VOCAB, write_laneformer, write_llama
 
 # prompts whose prefixes meet in every way: same prompt again, longer, shorter, another, one token
@@ -40,18 +35,22 @@ def reference(model: torch.nn.Module, ids: list[int], start: int, dtype: torch.d
     return logp[rows, ids[start:]], logp.argmax(1) == ids[start:]
 
 
+CPU = Source(device="cpu")
+
+
 def check(scorer: Scorer, model: torch.nn.Module) -> None:
-    for ids, start in SEQUENCES:
+    together = [s for item in scorer.score([[Prompt(*each) for each in SEQUENCES]]) for s in item]
+    for (ids, start), batched in zip(SEQUENCES, together, strict=True):
         exact, greedy = reference(model, ids, start, torch.float64)
         single, _ = reference(model, ids, start, torch.float32)
         # what float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6 for tiny ones
         allowed = 8 * np.abs(single - exact).max() + 1e-6
-        got = scorer.score(ids, start)
-        assert got.logprobs.dtype == np.float64
-        assert got.greedy.dtype == bool
-        assert got.logprobs.shape == got.greedy.shape == (len(ids) - start,)
-        assert np.abs(got.logprobs - exact).max() <= allowed, (ids, start)
-        np.testing.assert_array_equal(got.greedy, greedy)
+        for got in (scorer.score_one(ids, start), batched):
+            assert got.logprobs.dtype == np.float64
+            assert got.greedy.dtype == bool
+            assert got.logprobs.shape == got.greedy.shape == (len(ids) - start,)
+            assert np.abs(got.logprobs - exact).max() <= allowed, (ids, start)
+            np.testing.assert_array_equal(got.greedy, greedy)
     wrong, _ = reference(model, [*ids[: start - 2], 299, *ids[start - 1 :]], start, torch.float64)
     assert np.abs(wrong - exact).max() > 100 * allowed, "the comparison would not see another prefix"
     model.float()
@@ -59,9 +58,10 @@ def check(scorer: Scorer, model: torch.nn.Module) -> None:
 
 def test_engine(tmp_path: Path) -> None:
     model = write_laneformer(tmp_path)
-    scorer = open_scorer(tmp_path, device="cpu")
+    scorer = open_scorer(tmp_path, CPU)
     assert isinstance(scorer, EngineScorer)
-    assert (scorer.name, scorer.max_length, scorer.bos_id, scorer.eos_id) == ("engine fp32", 128, 1, 2)
+    assert (scorer.backend, scorer.device, scorer.dtype, scorer.max_length) == ("engine", "cpu", "fp32", 128)
+    assert (scorer.bos_id, scorer.eos_id) == (1, 2)
     check(scorer, model)
     scorer.close()
 
@@ -69,9 +69,10 @@ def test_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [{}, {"sliding_window": 8}], ids=["llama", "mistral, window 8"])
 def test_transformers(tmp_path: Path, config: dict[str, int]) -> None:
     model = write_llama(tmp_path, **config)
-    scorer = open_scorer(tmp_path, device="cpu")
+    scorer = open_scorer(tmp_path, CPU)
     assert isinstance(scorer, TransformersScorer)
-    assert (scorer.name, scorer.max_length, scorer.bos_id, scorer.eos_id) == ("transformers float32", 128, 1, 2)
+    assert (scorer.backend, scorer.device, scorer.dtype, scorer.max_length) == ("transformers", "cpu", "float32", 128)
+    assert (scorer.bos_id, scorer.eos_id) == (1, 2)
     check(scorer, model)
 
 
@@ -79,38 +80,110 @@ def test_a_laneformer_through_transformers(tmp_path: Path, monkeypatch: pytest.M
     """Nobody is asked whether the code in the folder may run."""
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
     model = write_laneformer(tmp_path)
-    scorer = open_scorer(tmp_path, device="cpu", kind="transformers")
+    scorer = open_scorer(tmp_path, Source("transformers", "cpu"))
     assert isinstance(scorer, TransformersScorer)
     check(scorer, model)
 
 
-def test_kept_prefixes_are_not_read_again(tmp_path: Path) -> None:
-    write_llama(tmp_path)
-    scorer = TransformersScorer(tmp_path, "cpu")
-    read: list[int] = []
+def read_by(scorer: TransformersScorer) -> list[tuple[int, int]]:
+    """(prompts, tokens of each) of every pass from now on."""
+    read: list[tuple[int, int]] = []
     forward = scorer._model.forward
-    scorer._few_logits = False  # the spy's signature is not the model's
 
     def spy(input_ids: torch.Tensor, **options: object) -> object:
-        read.append(input_ids.shape[1])
+        read.append(tuple(input_ids.shape))
         return forward(input_ids=input_ids, **options)
 
     scorer._model.forward = spy
-    for ids, start in [([1, 5, 6, 7, 8], 4), ([1, 5, 6, 7, 9, 10], 4), ([1, 5, 3], 1), ([1, 5, 3], 2)]:
-        scorer.score(ids, start)
-    assert read == [4, 2, 2, 1]
+    return read
 
 
-def test_a_model_whose_state_cannot_be_cut_reads_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_llama, write_laneformer])
+def test_options_behind_a_long_prefix_are_read_in_two_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    """The prefix once, then all options; equal to one by one, up to float32's rounding, and to float64's own answer."""
+    model = write(tmp_path)
+    scorer = TransformersScorer(tmp_path, "cpu")
+    prefix = [1, *range(40, 90)]
+    item = [Prompt([*prefix, *option], len(prefix)) for option in ([7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14])]
+    alone = [scorer.score_one(*prompt) for prompt in item]
+    monkeypatch.setattr(hf_scorer, "WORTH_A_PASS", 100)
+    read = read_by(scorer)
+    (found,) = scorer.score([item])
+    assert read == [(1, 50), (5, 4)], "50 tokens of the prefix; five options behind it, the longest of 1 + 3 tokens"
+    for prompt, batched, single in zip(item, found, alone, strict=True):
+        exact, greedy = reference(model, prompt.ids, prompt.start, torch.float64)
+        rounded, _ = reference(model, prompt.ids, prompt.start, torch.float32)
+        model.float()
+        allowed = 8 * np.abs(rounded - exact).max() + 1e-6
+        assert np.abs(batched.logprobs - exact).max() <= allowed
+        assert np.abs(batched.logprobs - single.logprobs).max() <= 2 * allowed
+        np.testing.assert_array_equal(batched.greedy, greedy)
+
+
+def test_short_items_share_passes_of_similar_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path)
+    scorer = TransformersScorer(tmp_path, "cpu")
+    monkeypatch.setitem(hf_scorer.PASS_TOKENS, "cpu", 40)
+    read = read_by(scorer)
+    lengths = [5, 30, 6, 9, 6]
+    found = list(scorer.score([[Prompt([1, *range(10, 9 + n)], 1)] for n in lengths]))
+    assert [len(scores.logprobs) for (scores,) in found] == [n - 1 for n in lengths], "in the order of the items"
+    assert read == [(4, 8), (1, 29)]
+
+
+def test_a_model_whose_state_cannot_be_copied_reads_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_llama(tmp_path)
+    monkeypatch.setattr(hf_scorer, "WORTH_A_PASS", 1)
     scorer = TransformersScorer(tmp_path, "cpu")
     scorer._keeps_prefix = False
     check(scorer, model)
 
 
+def test_several_devices_share_the_items_and_change_nothing(tmp_path: Path) -> None:
+    """Two processes on the CPU, as two GPUs would: the same scores in the same order, bit for bit by the engine."""
+    write_laneformer(tmp_path)
+    items = [[Prompt([1, 5, 6, 7 + i, 8], 3), Prompt([1, 5, 6, 9 + i], 3)] for i in range(40)]
+    with_one, with_two = open_scorer(tmp_path, CPU), open_scorer(tmp_path, Source(device="cpu,cpu"))
+    assert (with_two.backend, with_two.device, with_two.parallel) == ("engine", "cpu,cpu", 2)
+    for one, two in zip(with_one.score(items), with_two.score(items), strict=True):
+        for a, b in zip(one, two, strict=True):
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
+            np.testing.assert_array_equal(a.greedy, b.greedy)
+    asked = [(with_one, "The cat"), (with_two, "The cat"), (with_two, "The cat")]
+    assert len({scorer.generate(text, 5).text for scorer, text in asked}) == 1
+    with pytest.raises(ValueError, match="is required"):
+        list(with_two.score([[Prompt([1], 0)]]))
+    with_one.close()
+    with_two.close()
+
+
+def test_both_backends_score_a_rolling_text_alike(tmp_path: Path) -> None:
+    """Every id once, in disjoint windows with all the context that fits."""
+    model = write_laneformer(tmp_path)
+    ids = [3 + (i * 7) % 200 for i in range(50)]
+    whole = [1, *ids]
+    expected = sum(
+        reference(model, whole[max(0, end - 17) : end], begin - max(0, end - 17), torch.float64)[0].sum()
+        for begin, end in ((1, 17), (17, 33), (33, 49), (49, 51))
+    )
+    for backend in ("engine", "transformers"):
+        scorer = open_scorer(tmp_path, Source(backend, "cpu", max_length=16))  # type: ignore[arg-type]
+        assert scorer.rolling(ids) == pytest.approx(expected, rel=1e-5)
+        assert scorer.rolling([]) == 0
+        scorer.close()
+
+
+def test_the_log_says_what_answers_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_laneformer(tmp_path)
+    open_scorer(tmp_path).close()
+    assert "engine on cpu in fp32 (a Laneformer, no GPU is visible)" in capsys.readouterr().err
+
+
 def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
     write_laneformer(tmp_path)
-    ours, theirs = open_encoder(tmp_path), open_encoder(tmp_path, "transformers")
+    ours, theirs = open_encoder(tmp_path), open_encoder(tmp_path, Source("transformers"))
     for text in ("", "The cat", " a", "\nAnswer: 12", "x  y"):
         assert ours.encode(text) == theirs.encode(text)
         assert (
@@ -124,19 +197,24 @@ def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
 def test_auto_is_the_gpu_where_one_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watcher beside the run on a GPU of its own uses it; asking for one that is not there is refused in words."""
     write_laneformer(tmp_path)
-    for driver, gpu, device in [(False, False, "cpu"), (True, False, "cpu"), (True, True, "cuda")]:
+    for driver, gpu in [(False, False), (True, False), (True, True)]:
         monkeypatch.setattr("laneformer.engine.device.has_driver", lambda driver=driver: driver)
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        assert visible_device("auto") == device
-        assert uses_engine(tmp_path, "auto") == (device == "cpu"), (
-            "Transformers on a GPU, until the engine has run on one"
-        )
-        assert visible_device("cpu") == "cpu"
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpu=gpu: 2 * gpu)
+        devices = ["cuda:0", "cuda:1"] if gpu else ["cpu"]
+        assert devices_of("auto") == devices
+        backend, used, why = choose(tmp_path)
+        assert (backend, used) == ("transformers" if gpu else "engine", devices)
+        assert ("a GPU is visible" if gpu else "no GPU is visible") in why
+        assert devices_of("cpu") == ["cpu"]
         if gpu:
-            assert visible_device("cuda:1") == "cuda:1"
+            assert devices_of("cuda:1") == ["cuda:1"]
+            assert devices_of("cuda") == devices
+            with pytest.raises(ValueError, match="choose auto, or a list of cpu, cuda:0, cuda:1"):
+                devices_of("cuda:0,cuda:2")
         else:
             with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
-                open_scorer(tmp_path, "cuda")
+                open_scorer(tmp_path, Source(device="cuda"))
 
 
 def test_common_prefix() -> None:
@@ -152,13 +230,14 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    open_scorer(tmp_path, kind="engine", device="cpu").close()  # a Llama, which the engine reads too
-    with pytest.raises(ValueError, match="kind = 'onnx' is unknown"):
-        open_scorer(tmp_path, kind="onnx")  # type: ignore[arg-type]
-    scorer = open_scorer(tmp_path, device="cpu")
-    for ids, start in [([1, 2], 0), ([1, 2], 2), ([1] * 130, 1)]:
-        with pytest.raises(ValueError, match="1 <= start < ids <= 129 is required"):
-            scorer.score(ids, start)
+    open_scorer(tmp_path, Source("engine", "cpu")).close()  # a Llama, which the engine reads too
+    with pytest.raises(ValueError, match="backend = 'onnx' is unknown"):
+        open_scorer(tmp_path, Source("onnx"))  # type: ignore[arg-type]
+    scorer = open_scorer(tmp_path, CPU)
+    for ids, start in [([1, 2], 0), ([1, 2], 3), ([1] * 130, 1)]:
+        with pytest.raises(ValueError, match="1 <= start <= ids <= 129 is required"):
+            scorer.score_one(ids, start)
+    assert len(scorer.score_one([1, 2], 2).logprobs) == 0, "an option without a token of its own"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "laneformer", "vocab_size": VOCAB}))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="export the model with it"):
@@ -168,7 +247,7 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_one_id_more_than_the_context_is_only_predicted(tmp_path: Path) -> None:
     model = write_llama(tmp_path)
     ids = [1, *range(3, 131)]
-    scores = open_scorer(tmp_path, device="cpu").score(ids, 1)
+    scores = open_scorer(tmp_path, CPU).score_one(ids, 1)
     assert scores.logprobs.shape == (128,)
     exact, _ = reference(model, ids, 1, torch.float64)
     assert np.abs(scores.logprobs - exact).max() < 1e-4

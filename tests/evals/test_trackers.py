@@ -114,19 +114,28 @@ def test_samples_of_text_are_a_table_in_wandb(tmp_path: Path) -> None:
 def test_names_tell_what_cannot_be_compared() -> None:
     record = made_up_run.core_record(random.Random(0), 0.5, missing=("squad",))
     named = scalars(record)
-    assert named["core/nanochat/500/tasks/copa/accuracy"] == record["tasks"]["copa"]["accuracy"]
-    assert named["core/nanochat/500/tasks/copa/standard_error"] == record["tasks"]["copa"]["standard_error"]
+    assert named["core/nanochat/limit-500/tasks/copa/accuracy"] == record["tasks"]["copa"]["accuracy"]
+    assert named["core/nanochat/limit-500/tasks/copa/standard_error"] == record["tasks"]["copa"]["standard_error"]
     assert not any("core_v" in name or "squad" in name or name.endswith("/n") for name in named), "no CORE, no figure"
     assert set(scalars({**record, "protocol": "dclm"})).isdisjoint(named)
     whole = scalars(made_up_run.core_record(random.Random(0), 0.5))
-    assert {f"core/nanochat/500/core_{v}{se}" for v in ("v1", "v2") for se in ("", "_se")} <= set(whole)
+    assert {f"core/nanochat/limit-500/core_{v}{se}" for v in ("v1", "v2") for se in ("", "_se")} <= set(whole)
     by_kind = [scalars(record) for record in made_up_run.evaluations(2000, 1, ())]
     names = {name for each in by_kind for name in each}
     assert {
         "bits_per_byte/bits_per_byte", "bits_per_byte/sources/web/bits_per_byte", "decode_speed/bf16/tokens_per_s",
-        "code/humaneval_plus/greedy/chat/164/pass_at_1_plus", "code/mbpp_plus/sampled/chat/378/pass_at_k/10/plus",
-        "lm_eval/0/tasks/arc_easy/acc_norm", "lm_eval/50/ruler/2048/ruler_vt",
+        "code/humaneval_plus/greedy/chat/164/pass_at_1_plus",
+        "code/mbpp_plus/sampled/chat/378/n-10/t-0.8/pass_at_k/10/plus",
+        "lm_eval/0-shot/upstream/tasks/arc_easy/acc_norm", "lm_eval/limit-50/offline/ruler/2048/ruler_vt",
     } <= names  # fmt: skip
+    asked = {"kind": "lm_eval", "tasks": {"arc_easy": {"acc": 0.5}}, "num_fewshot": None, "limit": None,
+             "add_bos": True, "chat_template": False, "haystack": None}  # fmt: skip
+    changes = {"chat_template": True, "add_bos": False, "haystack": "offline", "num_fewshot": 5, "limit": 5}
+    told = [next(iter(scalars({**asked, key: value}))) for key, value in changes.items()]
+    assert [*scalars(asked)] == ["lm_eval/tasks/arc_easy/acc"]
+    assert told == [f"lm_eval/{w}/tasks/arc_easy/acc" for w in ("chat", "no-bos", "offline", "5-shot", "limit-5")]
+    old, new = ({"kind": "core", "protocol": "dclm", name: 9, "core_v1": 0.2} for name in ("max_per_task", "limit"))
+    assert scalars(old) == scalars(new) == {"core/dclm/limit-9/core_v1": 0.2}
     assert scalars({"kind": "unheard of", "loss": 1.0}) == scalars({}) == {}
 
 

@@ -43,7 +43,7 @@ def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def command(data: Path) -> str:
-    return f"bits_per_byte --data {data} --windows 2"
+    return f"bits_per_byte --data {data} --limit 2"
 
 
 def watcher(run: Path, *options: str) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from records.evals import PROVENANCE, About, AboutFlags, EvalCommand, append_record
+from records.evals import NO_MODEL, PROVENANCE, About, AboutFlags, EvalCommand, append_record, with_current_names
 
 
 def add(path: Path | None, **figures: Any) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def add(path: Path | None, **figures: Any) -> dict[str, Any]:
         "speed",
         figures,
         seconds=1.5,
-        tokenizer_sha256="aa",
         data_sha256=None,
+        **{**NO_MODEL, "tokenizer_sha256": "aa", "backend": "engine"},
         step=7,
         tokens_total=70,
         phase="p1",
@@ -34,7 +34,8 @@ def test_records_are_appended_with_provenance(tmp_path: Path) -> None:
     second = add(path, score=0.6)
     assert path.read_bytes().startswith(before)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [first, second]
-    assert set(PROVENANCE) <= set(first)
+    assert list(first) == [*PROVENANCE, "score"]
+    assert first["backend"] == "engine"
     assert (first["kind"], first["step"], first["tokens_total"], first["phase"]) == ("speed", 7, 70, "p1")
     assert abs(first["time"] - time.time()) < 60
     assert first["code_version"]
@@ -52,7 +53,7 @@ def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) 
     with pytest.raises(ValueError, match="NaN or infinity"):
         add(path, score=float("nan"))
     with pytest.raises(ValueError, match=r"provenance names \['step'\]"):
-        append_record(path, "speed", {"step": 3}, seconds=1.0, tokenizer_sha256=None, data_sha256=None)
+        append_record(path, "speed", {"step": 3}, seconds=1.0, data_sha256=None, **NO_MODEL)
     assert not path.exists()
 
 
@@ -79,6 +80,15 @@ def test_a_command_prints_its_record_and_errors_in_one_line(
     monkeypatch.setattr(sys, "argv", ["x", "--number", "-1"])
     with pytest.raises(SystemExit, match=r"^measure: number = -1 must not be negative$"):
         command.run()
+    for flag, new in (("--max-per-task", "--limit"), ("--num_concurrent=3", "--concurrency")):
+        monkeypatch.setattr(sys, "argv", ["x", "--number", "3", flag])
+        with pytest.raises(SystemExit, match=rf"^measure: --[a-z-]+ is now {new}, as in every evaluation$"):
+            command.run()
+    monkeypatch.setattr(sys, "argv", ["x", "--help"])
+    with pytest.raises(SystemExit):
+        command.run()
+    assert capsys.readouterr().out.startswith("usage: python -m evals.measure [")
+    assert with_current_names({"max_per_task": 5, "kind": "core"}) == {"limit": 5, "kind": "core"}
     assert [(o.flag, o.required, o.positional) for o in command.options()] == [
         ("--number", True, False), ("--out", False, False), ("--step", False, False), ("--tokens-total", False, False),
         ("--phase", False, False),

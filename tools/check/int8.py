@@ -22,7 +22,7 @@ from rich.table import Table
 
 from data_mixtures.shards import tokenizer_path
 from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
-from evals.scorer import EngineScorer
+from evals.scorer.engine import EngineScorer
 from laneformer import Engine, LaneformerConfig
 from laneformer.engine.cpu.decoder import CpuDecoder
 from records.files import file_sha256

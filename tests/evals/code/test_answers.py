@@ -16,15 +16,16 @@ from evals.code import answers as code_answers
 from evals.code.answers import (
     INSTRUCTION,
     STOPS,
-    EndpointModel,
-    EngineModel,
+    Model,
     Sampling,
     collect,
-    cut,
     prompt_of,
     target_function,
 )
 from evals.code.score import open_dataset
+from evals.scorer import Source
+from evals.scorer import endpoint as endpoint_scorer
+from evals.scorer.hf import cut
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
 
@@ -131,11 +132,11 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_answers, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(endpoint_scorer, "FIRST_WAIT_S", 0.0)
 
 
-def ask(server: Endpoint, sampling: Sampling, chat: bool = True, parallel: int = 1) -> EndpointModel:
-    return EndpointModel(server.url, "m", chat, sampling, parallel, timeout_s=30)
+def ask(server: Endpoint, sampling: Sampling, chat: bool = True, parallel: int = 1) -> Model:
+    return Model(None, Source(base_url=server.url, model="m", concurrency=parallel, timeout_s=30), chat, sampling)
 
 
 def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +207,7 @@ def test_a_refusal_is_not_asked_again(endpoint: Endpoint, tmp_path: Path, status
 
 def test_a_base_url_must_be_one() -> None:
     with pytest.raises(ValueError, match=r"must begin with http"):
-        EndpointModel("localhost:8000", "m", True, Sampling(), 1, 1.0)
+        Model(None, Source(base_url="localhost:8000"), True, Sampling())
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def test_the_engine_answers_a_chat_as_its_template_says(model_folder: Path) -> N
     from laneformer import Engine
 
     sampling = Sampling(temperature=0.9, max_new_tokens=12)
-    answer, finish = EngineModel(model_folder, True, sampling).answer("double it", 11, ())
+    answer, finish = Model(model_folder, Source(), True, sampling).answer("double it", 11, ())
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     turns = [{"role": "user", "content": "double it"}]
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -239,7 +240,7 @@ def test_the_engine_completes_a_function(model_folder: Path) -> None:
     from laneformer import Engine
 
     prompt = prompt_of(PROBLEMS[0], chat=False)
-    model = EngineModel(model_folder, False, Sampling(max_new_tokens=12))
+    model = Model(model_folder, Source(), False, Sampling(max_new_tokens=12))
     whole, finish = model.answer(prompt, 0, ())
     with Engine.from_pretrained(model_folder) as engine:
         assert whole == engine.generate_text(prompt, max_new_tokens=12)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from evals.code.__main__ import Backend, Scoring, main, pass_at_k
+from evals.code.__main__ import Scoring, main, pass_at_k
 from evals.code.sandbox import find_sandbox
 from evals.code.score import open_dataset
+from evals.scorer import Source
 from records.evals import About
 from records.run import read_run
 from tests.evals.code.code_assets import needs_evalplus, needs_sandbox, write_dataset
@@ -38,13 +39,14 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     path = write_dataset(tmp_path / "d.jsonl")
     out = tmp_path / "evals.jsonl"
     for step in (1, 2):
-        backend, scoring = Backend(base_url=endpoint.url), Scoring(cache=tmp_path / "cache")
-        returned = main(dataset=path, results=tmp_path / "r", backend=backend, scoring=scoring, about=About(out, step))
+        source, scoring = Source(base_url=endpoint.url), Scoring(cache=tmp_path / "cache")
+        returned = main(dataset=path, results=tmp_path / "r", source=source, scoring=scoring, about=About(out, step))
     assert len(endpoint.seen) == 3
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert returned == records[1]
     record = records[1]
     assert (record["kind"], record["step"], record["dataset"]) == ("code", 2, "humaneval+")
+    assert (record["backend"], record["device"], record["model_sha256"]) == ("endpoint", endpoint.url, None)
     assert (record["pass@1_base"], record["pass@1_plus"]) == (1, 1)
     assert record["control"] == {"passed": 3, "total": 3, "known_failures": {}, "unexpected_failures": []}
     assert (record["protocol"], record["n"], record["sandbox"]) == ("greedy", 1, find_sandbox())

@@ -14,10 +14,13 @@ import torch
 
 from evals.core import evaluate as core
 from evals.core.__main__ import main
-from evals.core.evaluate import Settings, is_right, remarks, score_task
-from evals.core.prompts import Item, Prompt, Protocol, items
+from evals.core.evaluate import Answered, Settings, answered, remarks, score_task, task_figures
+from evals.core.prompts import Item, Protocol, items
 from evals.core.tasks import TASKS, Bundle, Task
-from evals.scorer import EngineScorer, Scores, open_scorer
+from evals.items import read_items
+from evals.scorer import Prompt, Scorer, Scores, Source, open_scorer
+from evals.scorer.engine import EngineScorer
+from evals.scorer.hf import TransformersScorer
 from laneformer import Laneformer
 from records.evals import NOWHERE, About
 from tests.evals.core.core_assets import ROWS, task, write_bundle, write_laneformer, write_llama
@@ -53,7 +56,7 @@ def few_shot(label: str) -> Task:
 @pytest.mark.parametrize("write", [write_laneformer, write_llama], ids=["engine", "transformers"])
 def test_answers_of_each_type_against_plain_sums(tmp_path: Path, write: Any) -> None:
     model = write(tmp_path / "model").double()
-    scorer = open_scorer(tmp_path / "model", device="cpu")
+    scorer = open_scorer(tmp_path / "model", Source(device="cpu"))
     bundle = write_bundle(tmp_path, LABELS)
     outcomes = []
     for protocol in ("nanochat", "dclm"):
@@ -66,7 +69,7 @@ def test_answers_of_each_type_against_plain_sums(tmp_path: Path, write: Any) -> 
                     assert margin > 1e-3
                     assert is_right(scorer, item) == expected
                     right.append(expected)
-                figures = score_task(chosen, bundle, protocol, scorer, None)
+                figures = task_figures(chosen, score_task(chosen, bundle, protocol, scorer, None), len(right))
                 assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
                 assert figures["n"] == figures["n_total"] == len(right)
                 outcomes += right if chosen.type != "language_modeling" else []
@@ -74,18 +77,24 @@ def test_answers_of_each_type_against_plain_sums(tmp_path: Path, write: Any) -> 
     scorer.close()
 
 
+def is_right(scorer: Scorer, item: Item) -> bool:
+    (scores,) = scorer.score([item.prompts])
+    return bool(answered(scorer, item, scores)["right"])
+
+
 class Favourite:
     """Likes some ids: log p of each is what the table says, and an id is greedy if it is the table's best."""
-
-    name, max_length, bos_id, eos_id = "favourite", 99, 1, 2
 
     def __init__(self, table: dict[int, float]):
         self.table = table
 
-    def score(self, ids: list[int], start: int) -> Scores:
-        assert 1 <= start < len(ids)
-        logprobs = np.array([self.table[i] for i in ids[start:]], dtype=np.float64)
-        return Scores(logprobs, logprobs == max(self.table.values()))
+    def score(self, items: Any) -> Any:
+        for item in items:
+            found = [np.array([self.table[i] for i in ids[start:]], dtype=np.float64) for ids, start in item]
+            yield [Scores(logprobs, logprobs == max(self.table.values())) for logprobs in found]
+
+    def text_after(self, before: list[int], new: list[int]) -> str:
+        return "ab" * len(new)
 
 
 def test_choices_have_the_lowest_mean_and_texts_every_token() -> None:
@@ -103,7 +112,7 @@ def test_choices_have_the_lowest_mean_and_texts_every_token() -> None:
 
 
 def run(model: Path, bundle: Path, about: About = NOWHERE, **settings: Any) -> dict[str, Any]:
-    return main(model, bundle, Settings(**settings), about)
+    return main(model, bundle, Settings(**settings), about=about)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +125,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_bundle(tmp_path, LABELS)
     out = tmp_path / "run" / "evals.jsonl"
-    record = run(model_dir, tmp_path, max_per_task=3, about=About(out, 7, 70, "phase1"))
+    record = run(model_dir, tmp_path, limit=3, about=About(out, 7, 70, "phase1"))
     assert [json.loads(line) for line in out.read_text().splitlines()] == [record]
-    assert list(out.parent.iterdir()) == [out], "nothing else stays"
-    assert (record["kind"], record["protocol"], record["seed"], record["max_per_task"]) == ("core", "nanochat", 1234, 3)
+    assert sorted(out.parent.iterdir()) == [out, out.parent / "items"], "nothing else stays"
+    assert (record["kind"], record["protocol"], record["seed"], record["limit"]) == ("core", "nanochat", 1234, 3)
     assert (record["step"], record["tokens_total"], record["phase"]) == (7, 70, "phase1")
     assert [record[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [None] * 4
     assert set(record["tasks"]) == set(LABELS)
@@ -134,7 +143,7 @@ def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Missing: hellaswag_zeroshot" in said
     assert "N/A" not in said
     shutil.copy(Path(core.__file__).with_name("demo_bundle") / "NOT_CORE", tmp_path)
-    dclm = run(model_dir, tmp_path, protocol="dclm", tasks=("copa",))
+    dclm = run(model_dir, tmp_path, protocol="dclm", tasks="copa")
     assert (dclm["protocol"], list(dclm["tasks"])) == ("dclm", ["copa"])
     assert dclm["missing"]["winograd"] == "not chosen by --tasks"
     assert dclm["not_core"].startswith("not CORE: a toy bundle")
@@ -171,7 +180,7 @@ def test_an_interrupted_evaluation_goes_on(model_dir: Path, tmp_path: Path, monk
     whole = run(model_dir, tmp_path / "data")
     scored: list[str] = []
 
-    def interrupted(chosen: Task, *arguments: Any) -> dict[str, Any]:
+    def interrupted(chosen: Task, *arguments: Any) -> list[Answered]:
         if chosen.label == stop_at:
             raise KeyboardInterrupt
         scored.append(chosen.label)
@@ -185,7 +194,7 @@ def test_an_interrupted_evaluation_goes_on(model_dir: Path, tmp_path: Path, monk
     assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 1
     stop_at = ""
     # another protocol has other figures, and does not take them
-    run(model_dir, tmp_path / "data", protocol="dclm", tasks=("copa",))
+    run(model_dir, tmp_path / "data", protocol="dclm", tasks="copa")
     record = run(model_dir, tmp_path / "data", about=About(out))
     assert sorted(scored) == ["copa", "copa", "coqa", "winograd"], "copa again only for the other protocol"
     assert record["tasks"] == whole["tasks"]
@@ -220,20 +229,59 @@ def test_the_plan_counts_what_the_engine_reads(
         for item in items(chosen, bundle.rows(chosen), protocol, scorer, 128):
             asked += 1
             for prompt in item.prompts:
-                scorer.score(prompt.ids, prompt.start)
+                scorer.score_one(*prompt)
                 whole += len(prompt.ids) - 1
                 fresh += len(prompt.ids) - 1 - scorer.engine.statistics.reused_tokens
     scorer.close()
     assert (got["items"], got["tokens"], got["tokens_shared"]) == (asked, whole, fresh)
     assert fresh < whole
-    assert set(got["missing"]) == set(bundle.chosen([])[1])
+    assert set(got["missing"]) == set(bundle.chosen([t.label for t in TASKS])[1])
+
+
+def test_the_plan_counts_the_passes_that_transformers_makes(model_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    bundle = write_bundle(tmp_path, LABELS)
+    got = main(model_dir, tmp_path, plan_only=True)
+    scorer = TransformersScorer(model_dir, "cpu")
+    monkeypatch.setattr("evals.scorer.hf.PASS_TOKENS", {"cpu": 8192})  # the plan is of a GPU
+    read = []
+    forward = scorer._model.forward
+    scorer._few_logits = False  # the spy's signature is not the model's
+    scorer._model.forward = lambda input_ids, **given: read.append(input_ids.numel()) or forward(input_ids, **given)
+    for label in got["tasks"]:
+        score_task(task(label), bundle, "nanochat", scorer, None)
+    assert (got["passes"], got["tokens_packed"]) == (len(read), sum(read))
+
+
+def test_the_answer_to_every_item_is_kept(model_dir: Path, tmp_path: Path) -> None:
+    """They give the record's figures again, and the gold answer's bits without another pass."""
+    bundle, out = write_bundle(tmp_path, LABELS), tmp_path / "run/evals.jsonl"
+    record = run(model_dir, tmp_path, about=About(out, 7))
+    head, lines = read_items(out.parent / record["items"])
+    assert record["items"].startswith("items/core-7-")
+    assert (head["model_sha256"], head["data_sha256"]) == (record["model_sha256"], record["data_sha256"])
+    scorer = open_scorer(model_dir, Source(device="cpu"))
+    for label, figures in record["tasks"].items():
+        own = [line for (name, _), line in lines.items() if name == label]
+        assert task_figures(task(label), own, figures["n_total"]) == figures
+        bits = size = 0.0
+        rows = list(items(task(label), bundle.rows(task(label)), "nanochat", scorer, scorer.max_length))
+        for item, line in zip(rows, own, strict=True):
+            gold = item.prompts[item.gold if len(item.prompts) > 1 else 0]
+            bits -= scorer.score_one(*gold).logprobs.sum() / np.log(2)
+            size += line["bytes"]
+            text = scorer.decode(gold.ids)
+            assert text.encode()[-line["bytes"] :].decode().strip() == scorer.decode(gold.ids[gold.start :]).strip()
+        assert figures["gold_bits_per_byte"] == pytest.approx(bits / size, rel=1e-12)
+    scorer.close()
+    again = run(model_dir, tmp_path, about=About(out, 7))
+    assert again["items"] == record["items"], "named by its content"
 
 
 def test_bad_input(model_dir: Path, tmp_path: Path) -> None:
     write_bundle(tmp_path, ["copa"])
-    with pytest.raises(ValueError, match="--max-per-task 0 must be at least 1"):
-        Settings(max_per_task=0)
+    with pytest.raises(ValueError, match="--limit 0 must be at least 1"):
+        Settings(limit=0)
     with pytest.raises(ValueError, match="are not in CORE"):
-        run(model_dir, tmp_path, tasks=("mmlu",))
+        run(model_dir, tmp_path, tasks="mmlu")
     with pytest.raises(ValueError, match="holds none of CORE's tasks"):
         main(model_dir, tmp_path / "nothing")

@@ -11,6 +11,7 @@ import pytest
 
 from evals.core.evaluate import VERSIONS, aggregate, centered, task_figures
 from evals.core.tasks import TASKS
+from evals.intervals import Z95, wilson
 from tests.evals.core.core_assets import eval_data, task
 
 # accuracies in TASKS' order, CORE v1 and v2: exp_data/evals of mlfoundations/dclm, google/gemma-2b and allenai/OLMo-1B
@@ -82,10 +83,19 @@ def test_a_missing_task_leaves_no_core(label: str) -> None:
     assert lost == [task(label).category]
 
 
+def answers(right: dict[str, list[bool]]) -> list[dict[str, Any]]:
+    """Answers of which only the group and whether they are right is of interest."""
+    return [{"group": g, "right": r, "nats": 1.0, "bytes": 2} for g, found in right.items() for r in found]
+
+
 def test_standard_errors_by_hand() -> None:
-    figures = task_figures(task("commonsense_qa"), {"": [True] * 3 + [False]}, n_total=1221)
+    figures = task_figures(task("commonsense_qa"), answers({"": [True] * 3 + [False]}), n_total=1221)
     assert figures["accuracy"] == 0.75
-    assert figures["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4), rel=1e-15)
+    # Wilson's interval solves (p - 0.75)^2 = z^2 p (1 - p) / 4
+    low, high = figures["interval"]
+    for p in (low, high):
+        assert (p - 0.75) ** 2 == pytest.approx(Z95**2 * p * (1 - p) / 4, rel=1e-12)
+    assert figures["standard_error"] == pytest.approx((high - low) / 2 / Z95, rel=1e-12)
     assert figures["centered_v1"] == pytest.approx((0.75 - 0.2) / 0.8, rel=1e-15)
     assert figures["centered_v2"] == pytest.approx((0.75 - 0.403) / 0.597, rel=1e-15)
     assert (figures["n"], figures["n_total"], figures["shots"]) == (4, 1221, 10)
@@ -98,7 +108,9 @@ def test_standard_errors_by_hand() -> None:
 def test_the_standard_error_is_the_spread_of_repeated_evaluations() -> None:
     """Accuracies of 200 imagined evaluations at 30 items scatter as much as their standard errors say."""
     draw = random.Random(0)
-    runs = [task_figures(task("copa"), {"": [draw.random() < 0.7 for _ in range(30)]}, 100) for _ in range(200)]
+    runs = [
+        task_figures(task("copa"), answers({"": [draw.random() < 0.7 for _ in range(30)]}), 100) for _ in range(200)
+    ]
     mean = sum(run["accuracy"] for run in runs) / 200
     spread = math.sqrt(sum((run["accuracy"] - mean) ** 2 for run in runs) / 199)
     # the standard deviation of 200 draws is itself off by 1 / sqrt(2 * 199) = 5%; four of these
@@ -106,6 +118,27 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations() -> None:
 
 
 def test_groups_weigh_the_same_whatever_their_size() -> None:
-    figures = task_figures(task("jeopardy"), {"science": [True], "words": [True] + [False] * 3}, n_total=2117)
+    figures = task_figures(task("jeopardy"), answers({"science": [True], "words": [True] + [False] * 3}), n_total=2117)
     assert figures["accuracy"] == pytest.approx((1 + 0.25) / 2, rel=1e-15)
-    assert figures["standard_error"] == pytest.approx(math.sqrt(0.25 * 0.75 / 4) / 2, rel=1e-15)
+    halves = [wilson(1, 1)[1], wilson(1, 4)[1]]
+    assert figures["standard_error"] == pytest.approx(math.hypot(*halves) / 2 / Z95, rel=1e-12)
+
+
+def test_no_answer_right_is_not_certain_and_many_are_binomial() -> None:
+    """0 of 4 was "± 0.0000"."""
+    for right in (0, 4):
+        figures = task_figures(task("copa"), answers({"": [i < right for i in range(4)]}), 4)
+        assert figures["standard_error"] > 0.1
+        assert figures["interval"][1] - figures["interval"][0] > 0.4
+        assert min(figures["interval"]) >= 0 <= 1 - max(figures["interval"])
+    many = task_figures(task("copa"), answers({"": [i < 3000 for i in range(10_000)]}), 10_000)
+    assert many["standard_error"] == pytest.approx(math.sqrt(0.3 * 0.7 / 10_000), rel=1e-3)
+
+
+def test_wilson_covers_what_it_says() -> None:
+    """Of 1,000 imagined evaluations at 20 items about 95 % hold the true share; a binomial interval about 88 %."""
+    draw = random.Random(1)
+    rights = [sum(draw.random() < 0.1 for _ in range(20)) for _ in range(1000)]
+    held = sum(abs(0.1 - center) <= half for center, half in (wilson(right, 20) for right in rights))
+    binomial = sum(abs(0.1 - r / 20) <= Z95 * math.sqrt(r / 20 * (1 - r / 20) / 20) for r in rights)
+    assert held / 1000 >= 0.93 > 0.9 > binomial / 1000

@@ -9,7 +9,6 @@ import pytest
 
 from evals.core.prompts import (
     Item,
-    Prompt,
     Protocol,
     Unscorable,
     answer_spans,
@@ -21,6 +20,7 @@ from evals.core.prompts import (
     spaced,
 )
 from evals.core.tasks import Row, Task
+from evals.scorer import Prompt
 from tests.evals.core.core_assets import CHOICE_ROWS, SCHEMA_ROWS, TEXT_ROWS, eval_data, task
 
 LONG = 1 << 20

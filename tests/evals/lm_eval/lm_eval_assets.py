@@ -115,4 +115,4 @@ def generated(engine: Engine, ids: list[int], body: dict[str, Any]) -> dict[str,
     assert engine.tokenizer is not None
     assert body["temperature"] == 0
     tokens = engine.stream(ids, max_new_tokens=body["max_tokens"])
-    return {"text": "".join(text_of(tokens, TextStream(engine.tokenizer, ids), StopStrings(body["stop"])))}
+    return {"text": "".join(text_of(tokens, TextStream(engine.tokenizer, ids), StopStrings(body.get("stop", []))))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
-from evals.lm_eval.__main__ import Endpoint, evaluate, figures_of, open_endpoint, prompt_figures
-from evals.lm_eval.models import EngineLM
+from evals.items import read_items
+from evals.lm_eval.__main__ import Questions, evaluate, figures_of, main, prompt_figures
+from evals.lm_eval.models import ScorerLM
 from evals.lm_eval.tasks import ARC_TASKS, data_folder
+from evals.scorer import Source
+from records.evals import About
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
@@ -41,10 +45,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(hf_dir: Path) -> Iterator[EngineLM]:
-    opened = EngineLM(hf_dir)
+def model(hf_dir: Path) -> Iterator[ScorerLM]:
+    opened = ScorerLM(hf_dir)
     yield opened
-    opened.engine.close()
+    opened.scorer.engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
     return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
 
 
-def test_scores_are_pytorchs_log_softmax(model: EngineLM, reference: Reference) -> None:
+def test_scores_are_pytorchs_log_softmax(model: ScorerLM, reference: Reference) -> None:
     answers = model.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
     for (context, continuation), (score, greedy) in zip(PAIRS, answers, strict=True):
         before = len(model.tok_encode(context.rstrip())) if context else 1  # a space belongs to what follows
@@ -92,19 +96,19 @@ def test_scores_are_pytorchs_log_softmax(model: EngineLM, reference: Reference) 
         assert greedy == expected_greedy
         other, _, _ = reference.score([*ids[:-1], (ids[-1] + 1) % 1024], before)
         assert abs(score - other) > 100 * allowed, "the comparison would not see one wrong id"
-    assert model.engine.statistics.reused_tokens > 0
+    assert model.scorer.engine.statistics.reused_tokens > 0
     assert model.loglikelihood(instances("loglikelihood", PAIRS[::-1]), disable_tqdm=True) == answers[::-1]
 
 
-def test_a_greedy_continuation_is_called_greedy(model: EngineLM) -> None:
+def test_a_greedy_continuation_is_called_greedy(model: ScorerLM) -> None:
     context = model.tok_encode("import ")
-    ids = model.engine.generate(context, max_new_tokens=5, ignore_eos=True)
+    ids = model.scorer.engine.generate(context, max_new_tokens=5, ignore_eos=True)
     other = [*ids[:-1], (ids[-1] + 1) % 1024]
     (_, yes), (_, no) = model._loglikelihood_tokens([(None, context, ids), (None, context, other)], disable_tqdm=True)
     assert (yes, no) == (True, False)
 
 
-def test_bos_is_a_choice_that_is_never_doubled(model: EngineLM) -> None:
+def test_bos_is_a_choice_that_is_never_doubled(model: ScorerLM) -> None:
     bos = model.tokenizer.bos_token_id
     assert model.tok_encode("x") == [bos, *model.tok_encode("x", add_special_tokens=False)]
     assert model.tok_encode("<s>x").count(bos) == 1
@@ -115,16 +119,16 @@ def test_bos_is_a_choice_that_is_never_doubled(model: EngineLM) -> None:
         model.add_bos = True
 
 
-def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: EngineLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: ScorerLM, caplog: pytest.LogCaptureFixture) -> None:
     text = "for name in names:\n" * 20
-    short = EngineLM(hf_dir, max_length=64)
+    short = ScorerLM(hf_dir, Source(max_length=64))
     requests = instances("loglikelihood", [("x", " = 1"), (text, " pass")])
     (_, _), (score, _) = short.loglikelihood(requests, disable_tqdm=True)
     assert short.cut_prompts == 1
     assert "1 prompts so far lost their head" in caplog.text
     kept = model.tok_encode(text + " pass")[-65:]
     continuation = len(model.tok_encode(text + " pass")) - len(model.tok_encode(text.rstrip()))
-    expected = short.engine.logprobs(kept, start=65 - continuation)
+    expected = short.scorer.engine.logprobs(kept, start=65 - continuation)
     assert score == math.fsum(expected.tolist())
     short.generate_until(instances("generate_until", [(text, {"max_gen_toks": 8, "until": []})]), disable_tqdm=True)
     assert short.cut_prompts == 2
@@ -134,17 +138,17 @@ def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: EngineLM, capl
         short.loglikelihood(instances("loglikelihood", [("x", text)]), disable_tqdm=True)
 
 
-def test_a_longer_context_than_the_configs_can_be_asked_for(hf_dir: Path, model: EngineLM) -> None:
-    longer = EngineLM(hf_dir, max_length=CONTEXT + 40)
+def test_a_longer_context_than_the_configs_can_be_asked_for(hf_dir: Path, model: ScorerLM) -> None:
+    longer = ScorerLM(hf_dir, Source(max_length=CONTEXT + 40))
     ids = (model.tok_encode("for name in names:\n") * CONTEXT)[: CONTEXT + 40]
     with pytest.raises(ValueError, match=f"more than the {CONTEXT + 1} that fit"):
-        model.engine.logprobs(ids, start=len(ids) - 1)
-    assert np.isfinite(longer.engine.logprobs(ids, start=CONTEXT)).all()
-    np.testing.assert_array_equal(longer.engine.logprobs(ids[:50]), model.engine.logprobs(ids[:50]))
+        model.scorer.engine.logprobs(ids, start=len(ids) - 1)
+    assert np.isfinite(longer.scorer.engine.logprobs(ids, start=CONTEXT)).all()
+    np.testing.assert_array_equal(longer.scorer.engine.logprobs(ids[:50]), model.scorer.engine.logprobs(ids[:50]))
 
 
 def test_rolling_scores_every_token_once(hf_dir: Path, reference: Reference) -> None:
-    short = EngineLM(hf_dir, max_length=16)
+    short = ScorerLM(hf_dir, Source(max_length=16))
     text = "for name in names:\n    print(name)\n" * 4
     ids = [short.prefix_token_id, *short.tok_encode(text, add_special_tokens=False)]
     assert len(ids) > 33
@@ -158,9 +162,9 @@ def test_rolling_scores_every_token_once(hf_dir: Path, reference: Reference) -> 
     assert short.cut_prompts == 0
 
 
-def test_generation_ends_where_the_task_says(model: EngineLM) -> None:
+def test_generation_ends_where_the_task_says(model: ScorerLM) -> None:
     prompt = "def f(x):\n"
-    whole = model.engine.generate_text(prompt, max_new_tokens=40)
+    whole = model.scorer.engine.generate_text(prompt, max_new_tokens=40)
     stop = whole[5:8]
 
     def generate(**options: Any) -> str:
@@ -169,26 +173,26 @@ def test_generation_ends_where_the_task_says(model: EngineLM) -> None:
 
     assert generate(max_gen_toks=40, until=[], do_sample=False, temperature=0.7) == whole
     assert generate(max_gen_toks=40, until=[stop, "never"]) == whole[: whole.index(stop)]
-    assert generate(max_gen_toks=2, until=[""]) == model.engine.generate_text(prompt, max_new_tokens=2)
+    assert generate(max_gen_toks=2, until=[""]) == model.scorer.engine.generate_text(prompt, max_new_tokens=2)
     sampled = generate(max_gen_toks=40, do_sample=True, temperature=1.5, top_k=40)
-    assert sampled == model.engine.generate_text(prompt, max_new_tokens=40, temperature=1.5, top_k=40)
+    assert sampled == model.scorer.engine.generate_text(prompt, max_new_tokens=40, temperature=1.5, top_k=40)
     with pytest.raises(ValueError, match="unknown option 'top_q'; did you mean 'top_"):
         generate(top_q=1)
 
 
-def test_chat_prompts_may_begin_the_answer(model: EngineLM) -> None:
+def test_chat_prompts_may_begin_the_answer(model: ScorerLM) -> None:
     turns = [{"role": "user", "content": "2 + 2?"}]
     opened = model.apply_chat_template(turns)
     begun = model.apply_chat_template([*turns, {"role": "assistant", "content": "It is"}], add_generation_prompt=False)
     assert begun == opened + "It is"
 
 
-def test_stock_tasks_are_asked_through_the_chat_template(model: EngineLM, hf_dir: Path, data: Path) -> None:
-    served = EngineLM(hf_dir)
+def test_stock_tasks_are_asked_through_the_chat_template(model: ScorerLM, hf_dir: Path, data: Path) -> None:
+    served = ScorerLM(hf_dir)
     options: dict[str, Any] = {"num_fewshot": 0, "chat_template": True}
-    with toy_server(served.engine) as url, data_folder(data, ARC_TASKS):
+    with toy_server(served.scorer.engine) as url, data_folder(data, ARC_TASKS):
         ours = evaluate(model, ["arc_easy"], hf_dir, **options)
-        endpoint = open_endpoint(hf_dir, Endpoint(url), add_bos=True, max_length=None)
+        endpoint = ScorerLM(hf_dir, Source(base_url=url))
         theirs = evaluate(endpoint, ["arc_easy"], hf_dir, **options)
     (context, choice), *_ = ours["samples"]["arc_easy"][0]["arguments"]
     question = f"Question: {QUESTIONS[0][0]}\nAnswer:"
@@ -210,13 +214,13 @@ def scores_of(result: dict[str, Any]) -> dict[tuple[str, int], np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def in_process(model: EngineLM, hf_dir: Path, data: Path) -> dict[str, Any]:
+def in_process(model: ScorerLM, hf_dir: Path, data: Path) -> dict[str, Any]:
     with data_folder(data, ARC_TASKS):
         return evaluate(model, ARC_TASKS, hf_dir, num_fewshot=0)
 
 
 def test_choices_are_those_of_lm_evals_hugging_face_model(
-    in_process: dict[str, Any], model: EngineLM, reference: Reference, hf_dir: Path, data: Path
+    in_process: dict[str, Any], model: ScorerLM, reference: Reference, hf_dir: Path, data: Path
 ) -> None:
     """The same bf16 weights, float32 arithmetic: a choice may differ only where both scores' roundings explain it."""
     theirs = HFLM(str(hf_dir), trust_remote_code=True, dtype="float32", add_bos_token=True, device="cpu")
@@ -242,7 +246,7 @@ def test_choices_are_those_of_lm_evals_hugging_face_model(
     assert ties or in_process["results"] == hugging_face["results"]
 
 
-def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: EngineLM) -> None:
+def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: ScorerLM) -> None:
     sample = in_process["samples"]["arc_easy"][1]
     question, texts, gold = QUESTIONS[1]
     assert [tuple(a) for a in sample["arguments"]] == [(f"Question: {question}\nAnswer:", f" {text}") for text in texts]
@@ -254,34 +258,34 @@ def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: Engine
     assert (figures["ruler"], figures["cut_prompts"], figures["prompts"]["arc_easy"]["documents"]) == ({}, 0, 5)
 
 
-@pytest.mark.parametrize("num_concurrent", [1, 3])
+@pytest.mark.parametrize("concurrency", [1, 3])
 def test_an_endpoint_gives_the_in_process_result(
-    in_process: dict[str, Any], model: EngineLM, hf_dir: Path, data: Path, num_concurrent: int
+    in_process: dict[str, Any], model: ScorerLM, hf_dir: Path, data: Path, concurrency: int
 ) -> None:
-    served = EngineLM(hf_dir)
-    with toy_server(served.engine) as url, data_folder(data, ARC_TASKS):
-        endpoint = open_endpoint(hf_dir, Endpoint(url, "tiny", num_concurrent), add_bos=True, max_length=None)
-        assert (endpoint.max_length, endpoint.scoring_room) == (CONTEXT - 1, CONTEXT - 1)
+    served = ScorerLM(hf_dir)
+    with toy_server(served.scorer.engine) as url, data_folder(data, ARC_TASKS):
+        endpoint = ScorerLM(hf_dir, Source(base_url=url, concurrency=concurrency))
+        assert (endpoint.max_length, endpoint.scoring_room) == (CONTEXT, CONTEXT - 1)
         result = evaluate(endpoint, ARC_TASKS, hf_dir, num_fewshot=0)
         request = ("def f(x):\n", {"max_gen_toks": 9, "until": [], "temperature": 0.0, "do_sample": False})
         (text,) = endpoint.generate_until(instances("generate_until", [request]))
     assert [text] == model.generate_until(instances("generate_until", [request]))
     assert result["results"] == in_process["results"]
     theirs, ours = scores_of(result), scores_of(in_process)
-    for key in ours:  # the same float32 scores; lm-eval adds them up in another order, in float64
-        np.testing.assert_allclose(theirs[key], ours[key], rtol=1e-14)
+    for key in ours:
+        np.testing.assert_array_equal(theirs[key], ours[key])
 
 
 @pytest.mark.parametrize("missing", [1, 9999])
 def test_a_server_without_all_scores_is_refused(hf_dir: Path, missing: int) -> None:
-    served = EngineLM(hf_dir)
-    with toy_server(served.engine, missing) as url:
-        endpoint = open_endpoint(hf_dir, Endpoint(url, "tiny"), add_bos=True, max_length=None)
+    served = ScorerLM(hf_dir)
+    with toy_server(served.scorer.engine, missing) as url:
+        endpoint = ScorerLM(hf_dir, Source(base_url=url))
         with pytest.raises(ValueError, match=r"the server gave \d+ log-probabilities for a prompt of"):
             endpoint.loglikelihood(instances("loglikelihood", PAIRS[:1]))
 
 
-def test_cuts_of_recorded_prompts_are_counted(model: EngineLM) -> None:
+def test_cuts_of_recorded_prompts_are_counted(model: ScorerLM) -> None:
     text = "word " * 40
     ids = len(model.tok_encode(text))
     samples = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}]
@@ -291,3 +295,57 @@ def test_cuts_of_recorded_prompts_are_counted(model: EngineLM) -> None:
         return prompt_figures(view, samples)["cut"]
 
     assert (cut(ids + 10), cut(ids + 9), cut(1)) == (0, 1, 2)
+
+
+TASK = """task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {rows}}}
+test_split: train
+{rest}
+"""
+CHOICE = """output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list: [{metric: acc}]"""
+ROLLING = """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list: [{metric: bits_per_byte}]"""
+
+
+@pytest.mark.parametrize("backend", ["engine", "transformers"])
+def test_task_files_of_ones_own(
+    hf_dir: Path, tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    """A choice and a rolling task, which once crashed after all the work; by a relative path, to the record."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": q, "choices": c, "gold": g}) + "\n" for q, c, g in QUESTIONS))
+    (tmp_path / "choice.yaml").write_text(TASK.format(rows=rows, rest=CHOICE))
+    (tmp_path / "rolling.yaml").write_text(TASK.format(rows=rows, rest=ROLLING).replace("mine", "rolled"))
+    monkeypatch.chdir(tmp_path)
+    asked = Questions("choice.yaml,rolling.yaml")
+    record = main(hf_dir, asked, Source(backend, "cpu"), About(tmp_path / "out/evals.jsonl", 3))
+    assert 0 <= record["tasks"]["mine"]["acc"] <= 1
+    assert (record["backend"], record["device"], record["cut_prompts"]) == (backend, "cpu", 0)
+    tokenizer = ScorerLM(hf_dir)
+    expected = size = 0.0
+    for question, _, _ in QUESTIONS:
+        ids = [tokenizer.prefix_token_id, *tokenizer.tok_encode(question, add_special_tokens=False)]
+        expected += reference.score(ids, 1)[0]
+        size += len(question.encode())
+    bits = -expected / size / math.log(2)
+    assert record["tasks"]["rolled"]["bits_per_byte"] == pytest.approx(bits, rel=1e-2 if backend != "engine" else 1e-5)
+    head, lines = read_items(tmp_path / "out" / record["items"])
+    right = [line["right"] for (task, _), line in lines.items() if task == "mine"]
+    assert np.mean(right) == record["tasks"]["mine"]["acc"]
+    assert head["model_sha256"] == record["model_sha256"]
+
+
+def test_what_cannot_run_is_one_line(hf_dir: Path) -> None:
+    with pytest.raises(ValueError, match=r"lm-eval has no arc_eazy, .*nearest: arc_easy"):
+        main(hf_dir, Questions("arc_eazy,arc_easy"))
+    with pytest.raises(ValueError, match=r"the task file mine\.yaml does not exist"):
+        main(hf_dir, Questions("mine.yaml"))
+    with pytest.raises(ValueError, match="no GPU is visible here"):
+        main(hf_dir, Questions("arc_easy"), Source(device="cuda"))

@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from evals.lm_eval.__main__ import evaluate
-from evals.lm_eval.models import EngineLM
+from evals.lm_eval.models import ScorerLM
 from evals.lm_eval.tasks import data_folder
 from laneformer.engine import Engine
 from tests.evals.lm_eval.lm_eval_assets import export_tiny, write_data
@@ -46,7 +46,7 @@ def answers_of(model: Any, exam: Exam) -> np.ndarray:
 @pytest.fixture(scope="module")
 def exam(tmp_path_factory: pytest.TempPathFactory) -> Exam:
     hf_dir = export_tiny(tmp_path_factory.mktemp("tiny"))
-    tokenizer = EngineLM(hf_dir)
+    tokenizer = ScorerLM(hf_dir)
     words = [i for i in range(1024) if tokenizer.tokenizer.convert_ids_to_tokens(i)[1:].isalpha()]
     words = [i for i in words if tokenizer.tokenizer.convert_ids_to_tokens(i)[0] == "\u2581"]
     texts = tokenizer.tokenizer.convert_ids_to_tokens(words)
@@ -85,8 +85,8 @@ def transformers(exam: Exam) -> np.ndarray:
 def test_choices_differ_only_where_bf16_cannot_tell(
     exam: Exam, transformers: np.ndarray, math: Literal["exact", "bf16"]
 ) -> None:
-    model = EngineLM(exam.hf_dir)
-    model.engine = Engine.from_pretrained(exam.hf_dir, math=math)
+    model = ScorerLM(exam.hf_dir)
+    model.scorer.engine = Engine.from_pretrained(exam.hf_dir, math=math)
     ours = answers_of(model, exam)
     assert np.abs(ours - exam.exact).max() <= exam.rounding
     assert np.abs(transformers - exam.exact).max() <= exam.rounding
@@ -101,5 +101,5 @@ def test_choices_differ_only_where_bf16_cannot_tell(
 
 
 def test_a_forgotten_bos_would_be_seen(exam: Exam) -> None:
-    without = answers_of(EngineLM(exam.hf_dir, add_bos=False), exam)
+    without = answers_of(ScorerLM(exam.hf_dir, add_bos=False), exam)
     assert np.abs(without - exam.exact).max() > 2 * exam.rounding

@@ -15,7 +15,7 @@ from lm_eval.tasks.ruler import vt_utils
 
 import evals.lm_eval.models
 from evals.lm_eval.__main__ import Questions, lengths_of, main
-from evals.lm_eval.models import CheckedCompletions, EngineLM
+from evals.lm_eval.models import ScorerLM
 from evals.lm_eval.tasks import (
     ARC_TASKS,
     RULER_TASKS,
@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-class HalfRight(EngineLM):
+class HalfRight(ScorerLM):
     """Answers as the engine does, but knows what is asked for in 2,048 tokens."""
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -84,7 +84,7 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(
     one_document: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evals.lm_eval.models, "EngineLM", HalfRight)
+    monkeypatch.setattr(evals.lm_eval.models, "ScorerLM", HalfRight)
     (tmp_path / "metrics.jsonl").touch()
     asked = Questions("ruler", limit=1, data=data)
     record = main(hf_dir, asked, about=About(tmp_path / "evals.jsonl", 7, phase="phase1"))
@@ -155,8 +155,7 @@ def test_names_and_lengths() -> None:
     for bad in ("4096,2048", "many", "100", ""):
         with pytest.raises(ValueError, match="ascending token counts"):
             lengths_of(bad)
-    assert get_model("laneformer") is EngineLM
-    assert issubclass(CheckedCompletions, get_model("local-completions"))
+    assert get_model("laneformer") is ScorerLM
 
 
 def test_data_of_another_folder_is_never_taken(hf_dir: Path, data: Path, tmp_path: Path) -> None:

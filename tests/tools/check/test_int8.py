@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
-from evals.scorer import EngineScorer
+from evals.scorer.engine import EngineScorer
 from laneformer import Engine, LaneformerConfig
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from tests.laneformer.engine.assets import random_model, write_folder

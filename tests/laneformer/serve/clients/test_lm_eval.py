@@ -12,7 +12,7 @@ import pytest
 import yaml
 from lm_eval.tasks import TaskManager
 
-from evals.lm_eval.models import EngineLM
+from evals.lm_eval.models import ScorerLM
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS
 from tests.laneformer.serve.conftest import start
 
@@ -59,9 +59,9 @@ def asked(model: Any, manager: TaskManager, names: list[str], **options: Any) ->
 
 def test_completions_are_the_engines(url: str, tasks: TaskManager, model_folder: Path) -> None:
     names = ["tiny_choice", "tiny_writing"]
-    model = EngineLM(model_folder)
+    model = ScorerLM(model_folder)
     ours = asked(model, tasks, names)
-    model.engine.close()
+    model.scorer.engine.close()
     arguments = {
         "base_url": f"{url}/v1/completions", "model": "tiny", "tokenizer": str(model_folder), "num_concurrent": 4,
         "tokenizer_backend": "huggingface", "max_length": 512, "add_bos_token": True, "max_retries": 8,

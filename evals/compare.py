@@ -1,0 +1,88 @@
+"""Two evaluations of the same items, with paired errors: what changed from one checkpoint to the next.
+
+    python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz runs/x/items/core-2000-ba9876543210.jsonl.gz
+
+The files are those that records of `core` and `lm_eval` name in their field `items`. The error of a difference of the
+same items is smaller than that of two scores, since what is hard for both models cancels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from evals.intervals import paired
+from evals.items import read_items
+
+SHARED = ("kind", "protocol", "data_sha256", "limit")  # two files that differ in one of these asked other things
+
+
+def compare(a: Path, b: Path) -> dict[str, Any]:
+    """By task: accuracies of both, b - a and its standard error, items that only one got right, gold bits per byte.
+
+    Raises ValueError if the files are not about the same items.
+    """
+    (head_a, lines_a), (head_b, lines_b) = read_items(a), read_items(b)
+    if other := [
+        f"{key} {head_a.get(key)} and {head_b.get(key)}" for key in SHARED if head_a.get(key) != head_b.get(key)
+    ]:
+        raise ValueError(f"{a} and {b} were not asked the same: {'; '.join(other)}")
+    if lines_a.keys() != lines_b.keys():
+        raise ValueError(f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones")
+    keys = [key for key, line in lines_a.items() if line["right"] is not None and lines_b[key]["right"] is not None]
+    tasks = {}
+    for task in dict.fromkeys(task for task, _ in keys):
+        pairs = [(lines_a[key], lines_b[key]) for key in keys if key[0] == task]
+        right = [[float(line["right"]) for line in side] for side in zip(*pairs, strict=True)]
+        difference, error = paired(*right, added=1)
+        tasks[task] = {
+            "n": len(pairs), "a": math.fsum(right[0]) / len(pairs), "b": math.fsum(right[1]) / len(pairs),
+            "difference": difference, "standard_error": error,
+            "only_a": sum(x > y for x, y in zip(*right, strict=True)),
+            "only_b": sum(x < y for x, y in zip(*right, strict=True)),
+            **bits_difference(pairs),
+        }  # fmt: skip
+    return {"a": str(a), "b": str(b), "tasks": tasks}
+
+
+def bits_difference(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
+    """Gold bits per byte, b - a, and its standard error over the items; nothing where they are not stored."""
+    size = sum(line["bytes"] for line, _ in pairs) if "bytes" in pairs[0][0] else 0
+    if not size:
+        return {}
+    per_item = [[line["nats"] / math.log(2) * len(pairs) / size for line in side] for side in zip(*pairs, strict=True)]
+    difference, error = paired(*per_item)
+    return {"bits_difference": difference, "bits_standard_error": error}
+
+
+def main(a: Annotated[Path, tyro.conf.Positional], b: Annotated[Path, tyro.conf.Positional]) -> None:
+    """Compare two evaluations of the same items. The last line on stdout is the result, JSON.
+
+    Args:
+        a: file of items of the earlier evaluation
+        b: file of items of the later evaluation
+    """
+    found = compare(a, b)
+    table = Table(title=f"{b.name} minus {a.name}; ± is a paired standard error")
+    for name in ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte"):
+        table.add_column(name, justify="left" if name == "task" else "right")
+    for task, row in found["tasks"].items():
+        bits = f"{row['bits_difference']:+.4f} ± {row['bits_standard_error']:.4f}" if "bits_difference" in row else ""
+        change = f"{row['difference']:+.4f} ± {row['standard_error']:.4f}"
+        counts = (str(row["only_a"]), str(row["only_b"]))
+        table.add_row(task, str(row["n"]), f"{row['a']:.4f}", f"{row['b']:.4f}", change, *counts, bits)
+    Console(stderr=True).print(table)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main, prog="python -m evals.compare")
+    except ValueError as problem:
+        raise SystemExit(f"compare: {problem}") from None

@@ -1,0 +1,202 @@
+"""What every evaluation asks of a model: scores of given ids, and text after a prompt."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Message = dict[str, str]  # {"role", "content"}
+AnyPrompt = str | Sequence[int] | Sequence[Message]  # text, ids, or the messages of a chat
+
+
+class Prompt(NamedTuple):
+    """Token ids; those from `start` on are scored, each given all before it. There may be none of them."""
+
+    ids: list[int]
+    start: int
+
+
+class Scores(NamedTuple):
+    """Scores of ids[start:]: logprobs float64 (n,) in nats; greedy bool (n,), True where the id is the argmax."""
+
+    logprobs: np.ndarray
+    greedy: np.ndarray
+
+
+NOTHING = Scores(np.zeros(0), np.zeros(0, dtype=bool))
+
+
+class Answer(NamedTuple):
+    """Generated text; finish: "stop" (end of text or a stop string, which is cut off) or "length"."""
+
+    text: str
+    finish: str
+
+
+class Encoder(Protocol):
+    """A tokenizer. bos_id: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither."""
+
+    folder: Path
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def id_to_token(self, token: int) -> str | None:
+        """The piece of the vocabulary, as the tokenizer writes it."""
+        ...
+
+    def prompt_ids(self, prompt: AnyPrompt) -> list[int]:
+        """The ids of a prompt: a text with the tokenizer's special tokens, messages in the folder's chat template."""
+        if isinstance(prompt, str):
+            return self.encode(prompt, special_tokens=True)
+        if not prompt or not isinstance(prompt[0], dict):
+            return [int(i) for i in prompt]  # type: ignore[call-overload]
+        template = chat_template(self.folder)
+        if template is None:
+            raise ValueError(f"{self.folder} has no chat template; ask with a text (evals.code: --prompt completion)")
+        return self.encode(template.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+
+    def text_after(self, before: Sequence[int], new: Sequence[int]) -> str:
+        """The text of new ids behind others, as the engine streams it."""
+        from laneformer.engine.text import TextStream
+
+        tokenizer: Any = self  # of which it needs `decode` and `id_to_token`
+        text = TextStream(tokenizer, before)
+        return "".join([*map(text.push, new), text.finish()])
+
+
+class Scorer(Encoder, Protocol):
+    """A model that can be asked. backend, device, dtype: of the record. max_length: context in tokens.
+
+    scoring_room: ids of the longest prompt with what is scored. parallel: requests that are answered at a time.
+    """
+
+    backend: str
+    device: str
+    dtype: str | None
+    max_length: int
+    scoring_room: int
+    parallel: int
+
+    def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
+        """Scores of every prompt, item by item. Prompts of one item (the options of a question) share what they can."""
+        ...
+
+    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+        """The text after a prompt. sampling: temperature (0, the default, is greedy), top_p, top_k, seed."""
+        ...
+
+    def close(self) -> None: ...
+
+    def score_one(self, ids: Sequence[int], start: int) -> Scores:
+        """Scores of ids[start:]; 1 <= start <= len(ids) <= scoring_room. The last id is only predicted."""
+        ((scores,),) = self.score([[Prompt(list(ids), start)]])
+        return scores
+
+    def rolling(self, ids: Sequence[int]) -> float:
+        """log p of a whole text in nats: every id once, after BOS, in disjoint windows with all context that fits."""
+        whole, room = [self.bos_id, *ids], self.max_length
+        if self.bos_id is None:
+            raise ValueError(f"{self.folder} has neither BOS nor EOS, which a text without context begins with")
+        windows = []
+        for begin in range(1, len(whole), room):
+            end = min(begin + room, len(whole))
+            first = max(0, end - room - 1)
+            windows.append(Prompt(whole[first:end], begin - first))
+        return math.fsum(float(s.logprobs.sum()) for scores in self.score([w] for w in windows) for s in scores)
+
+    def checked(self, prompt: Prompt) -> Prompt:
+        if not 1 <= prompt.start <= len(prompt.ids) <= self.scoring_room:
+            raise ValueError(
+                f"start = {prompt.start} of {len(prompt.ids)} ids: 1 <= start <= ids <= {self.scoring_room} is required"
+            )
+        return prompt
+
+    def room(self, ids: Sequence[int], max_new_tokens: int) -> int:
+        """New tokens that fit behind a prompt, at most max_new_tokens. Raises ValueError where none does."""
+        if (room := min(max_new_tokens, self.max_length - len(ids))) < 1:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in a context of {self.max_length}; "
+                "evaluate a model with a longer context"
+            )
+        return room
+
+
+class JsonEncoder(Encoder):
+    """The tokenizer.json of a folder, read as the engine reads it."""
+
+    def __init__(self, folder: Path):
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; evaluations of text need the tokenizer: export the model with it")
+        self.folder, self._tokenizer = folder, Tokenizer.from_file(str(path))
+        config = read_config(folder)
+        eos = config.get("eos_token_id")
+        self.eos_id = eos[0] if isinstance(eos, list) else eos
+        bos_id = config.get("bos_token_id")
+        self.bos_id = self.eos_id if bos_id is None else bos_id
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens)
+
+    def id_to_token(self, token: int) -> str | None:
+        return self._tokenizer.id_to_token(token)
+
+
+class TransformersEncoder(Encoder):
+    """The tokenizer that Transformers loads from a folder."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoTokenizer
+
+        # False: the folder's code does not run, and Transformers does not prompt for consent, which would hang a job
+        self.folder, self._tokenizer = folder, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self.eos_id = self._tokenizer.eos_token_id
+        bos_id = self._tokenizer.bos_token_id
+        self.bos_id = self.eos_id if bos_id is None else bos_id
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, token: int) -> str | None:
+        return str(self._tokenizer.convert_ids_to_tokens(token))
+
+
+@functools.lru_cache(1)
+def chat_template(folder: Path) -> Any:
+    """The folder's tokenizer if it has a chat template, else None."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return tokenizer if tokenizer.chat_template else None
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix of two sequences."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; pass a Hugging Face model folder, such as runs/demo/hf")
+    return json.loads(path.read_text(encoding="utf-8"))

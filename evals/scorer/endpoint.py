@@ -1,0 +1,124 @@
+"""An OpenAI-compatible server as a scorer; its API key, if any, comes from OPENAI_API_KEY.
+
+Scoring needs `echo` and `logprobs` of /completions, and a folder whose tokenizer makes the ids of the prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores, TransformersEncoder, read_config
+from evals.scorer.hf import cut
+
+ATTEMPTS, FIRST_WAIT_S = 6, 1.0
+TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+STOPS = 4  # that the API allows
+
+
+class EndpointScorer(TransformersEncoder, Scorer):
+    """A model at `base_url`. folder: of its tokenizer and config.json; None: it is only asked to generate.
+
+    A busy or broken server is asked again with growing waits; then ValueError.
+    """
+
+    backend, dtype = "endpoint", None
+
+    def __init__(
+        self, base_url: str, folder: Path | None, model: str, concurrency: int, timeout_s: float, max_length: int | None
+    ):
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--base-url {base_url!r} must begin with http:// or https://, and end before /completions"
+            )
+        if folder is not None:
+            super().__init__(folder)
+            max_length = max_length or int(read_config(folder)["max_position_embeddings"])
+        self.device = base_url.rstrip("/").removesuffix("/completions")
+        self.model, self.parallel, self.timeout_s = model, concurrency, timeout_s
+        self.max_length = max_length or 1 << 30  # the server knows
+        self.scoring_room = self.max_length - 1  # it adds a token of its own to what it scores
+
+    def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
+        with ThreadPoolExecutor(self.parallel) as pool:
+            yield from pool.map(self._score, items)
+
+    def _score(self, item: Sequence[Prompt]) -> list[Scores]:
+        prompts = [self.checked(Prompt(*prompt)) for prompt in item]
+        wanted = [i for i, prompt in enumerate(prompts) if prompt.start < len(prompt.ids)]
+        body = {"prompt": [prompts[i].ids for i in wanted], "max_tokens": 1, "temperature": 0, "echo": True}
+        found = [NOTHING] * len(prompts)
+        choices = self._choices("completions", body | {"logprobs": 1}) if wanted else []
+        for choice, i in zip(sorted(choices, key=lambda choice: choice["index"]), wanted, strict=True):
+            found[i] = scores_of(choice, prompts[i])
+        return found
+
+    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+        chat = bool(prompt) and isinstance(prompt[0], dict)
+        body: dict[str, Any] = {"n": 1, "max_tokens": max_new_tokens, "temperature": 0.0, **sampling}
+        body |= {"messages": prompt} if chat else {"prompt": prompt if isinstance(prompt, str) else [prompt]}
+        body |= {"stop": list(stops[:STOPS])} if stops else {}
+        path = "chat/completions" if chat else "completions"
+        choice = self._choices(path, body)[0]
+        try:
+            whole = (choice["message"]["content"] if chat else choice["text"]) or ""
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.device}/{path} returned a choice without text ({error!r})") from None
+        text = cut(whole, stops)
+        return Answer(text, "stop" if len(text) < len(whole) else choice.get("finish_reason") or "stop")
+
+    def _choices(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        reply = self._post(f"{self.device}/{path}", {"model": self.model, **body})
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if not choices or not all(isinstance(choice, dict) for choice in choices):
+            raise ValueError(f"{self.device}/{path} returned no choice, but {str(reply)[:200]}")
+        return choices
+
+    def _post(self, url: str, body: dict[str, Any]) -> Any:
+        """The reply as JSON."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
+                    return json.load(reply)
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+                if error.code not in TRY_AGAIN:
+                    raise ValueError(f"{url} refused the request, {reason}") from None
+            except (OSError, ValueError) as error:  # no connection, a timeout, not JSON
+                reason = repr(error)
+        raise ValueError(f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
+
+    def close(self) -> None:
+        pass
+
+
+def scores_of(choice: dict[str, Any], prompt: Prompt) -> Scores:
+    """The scores of an echoed prompt; ValueError unless every id of it, and one new one, has its score.
+
+    A server without prompt scores would otherwise give the accuracy of guessing.
+    """
+    given = choice.get("logprobs") or {}
+    logprobs, top = (given.get(name) or [] for name in ("token_logprobs", "top_logprobs"))
+    if not len(logprobs) == len(top) == len(prompt.ids) + 1 or any(score is None for score in logprobs[1:]):
+        raise ValueError(
+            f"the server gave {len(logprobs)} log-probabilities for a prompt of {len(prompt.ids)} ids; one for each of "
+            "them and exactly one new token are needed (echo=true, logprobs=1, max_tokens=1)"
+        )
+    own = slice(prompt.start, len(prompt.ids))
+    values = np.array(logprobs[own], dtype=np.float64)
+    return Scores(values, values >= np.array([max(each.values()) for each in top[own]]))

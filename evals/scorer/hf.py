@@ -1,0 +1,173 @@
+"""Any causal language model of Transformers as a scorer: few passes, of many prompts each.
+
+Prompts of a pass are padded on the right, which no earlier position sees, so neither a mask nor positions are needed.
+Options of an item whose common prefix is long are read behind one copy of it: the prefix once, then all options in one
+pass on its keys and values. Everything else is packed into passes of similar lengths.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.scorer.base import (
+    NOTHING,
+    Answer,
+    AnyPrompt,
+    Prompt,
+    Scorer,
+    Scores,
+    TransformersEncoder,
+    common_prefix,
+    read_config,
+)
+
+WINDOW = 256  # items that are packed together
+PASS_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a pass, padding included, unless one prompt alone has more
+WORTH_A_PASS = 512  # tokens; reading fewer of them again costs less than one more pass
+
+
+class Pass(NamedTuple):
+    """Prompts that are read together. offset: ids of their common prefix, which a pass of its own reads before."""
+
+    places: list[tuple[int, int]]  # (item, option)
+    offset: int
+    width: int  # tokens of the longest prompt behind the prefix
+
+    @property
+    def passes(self) -> int:
+        return 1 + (self.offset > 0)
+
+    @property
+    def tokens(self) -> int:
+        return self.offset + self.width * len(self.places)
+
+
+def packed(items: Sequence[Sequence[Prompt]], pass_tokens: int, keeps_prefix: bool = True) -> Iterator[Pass]:
+    """The passes that score a window of items; prompts without an id to score are in none."""
+    loose = []
+    for i, item in enumerate(items):
+        options = [(i, k) for k, prompt in enumerate(item) if prompt.start < len(prompt.ids)]
+        prompts = [item[k] for _, k in options]
+        first = min((p.start - 1 for p in prompts), default=0)
+        shared = min([first, *(common_prefix(prompts[0].ids, p.ids) for p in prompts)])
+        if keeps_prefix and shared * (len(options) - 1) >= WORTH_A_PASS:
+            yield Pass(options, shared, max(len(p.ids) for p in prompts) - 1 - shared)
+        else:
+            loose += [(len(items[i][k].ids) - 1, (i, k)) for i, k in options]
+    places: list[tuple[int, int]] = []
+    width = 0
+    for length, place in sorted(loose):
+        if places and length * (len(places) + 1) > pass_tokens:
+            yield Pass(places, 0, width)
+            places = []
+        places, width = [*places, place], length
+    if places:
+        yield Pass(places, 0, width)
+
+
+class TransformersScorer(TransformersEncoder, Scorer):
+    """A model folder in Transformers, on one device ("cpu", "cuda", "cuda:1") in the folder's own data type."""
+
+    backend, parallel = "transformers", 1
+
+    def __init__(self, folder: Path, device: str = "cpu", max_length: int | None = None, dtype: Any = "auto"):
+        super().__init__(folder)
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model_class: Any = AutoModelForCausalLM
+        if read_config(folder).get("model_type") == "laneformer":  # the installed class: the folder's code does not run
+            from laneformer.hf.modeling_laneformer import LaneformerForCausalLM as model_class
+        self._device = torch.device(device)
+        model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        self._model = model.to(self._device).eval()
+        self.device, self.dtype = device, str(self._model.dtype).removeprefix("torch.")
+        config = self._model.config.get_text_config()
+        trained = getattr(config, "max_position_embeddings", None) or self._tokenizer.model_max_length
+        self.max_length = max_length or int(trained)
+        self.scoring_room = self.max_length + 1
+        # a recurrent state cannot be copied for every option
+        self._keeps_prefix = not getattr(self._model, "_is_stateful", False)
+        self._few_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+
+    def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
+        left = iter(items)
+        while window := [[self.checked(Prompt(*p)) for p in item] for item in itertools.islice(left, WINDOW)]:
+            found = {(i, k): NOTHING for i, item in enumerate(window) for k in range(len(item))}
+            for group in packed(window, PASS_TOKENS[self._device.type], self._keeps_prefix):
+                scores = self._score([window[i][k] for i, k in group.places], group.offset)
+                found |= dict(zip(group.places, scores, strict=True))
+            for i, item in enumerate(window):
+                yield [found[i, k] for k in range(len(item))]
+
+    def _score(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
+        """The scores of prompts that share their first `offset` ids."""
+        import torch
+
+        cache, rows = None, [p.ids[offset:-1] for p in prompts]  # the last id is only predicted
+        width, first = max(map(len, rows)), min(p.start for p in prompts) - 1 - offset
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        with torch.inference_mode():
+            if offset:
+                from transformers import DynamicCache
+
+                # without the config every layer keeps all positions, those with a sliding window too
+                cache = DynamicCache()
+                self._logits([prompts[0].ids[:offset]], 1, past_key_values=cache)
+                cache.batch_repeat_interleave(len(rows))
+            logits = self._logits(padded, width - first, past_key_values=cache, use_cache=cache is not None)
+            starts = [p.start - 1 - offset - first for p in prompts]
+            own = [logits[i, s : len(rows[i]) - first] for i, s in enumerate(starts)]
+            targets = torch.tensor([i for p in prompts for i in p.ids[p.start :]], device=self._device)
+            wanted = torch.cat(own).double()
+            logprobs = wanted.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu().numpy()
+            greedy = (wanted.argmax(-1) == targets).cpu().numpy()
+        ends = list(itertools.accumulate(len(each) for each in own))
+        return [Scores(logprobs[e - len(o) : e], greedy[e - len(o) : e]) for o, e in zip(own, ends, strict=True)]
+
+    def _logits(self, rows: list[list[int]], kept: int, **options: Any) -> Any:
+        """Logits (B, kept, V) of the last positions of a pass."""
+        import torch
+
+        few = {"logits_to_keep": kept} if self._few_logits else {}
+        return self._model(input_ids=torch.tensor(rows, device=self._device), **few, **options).logits[:, -kept:]
+
+    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+        import torch
+        from transformers import set_seed
+
+        ids = self.prompt_ids(prompt)
+        if unknown := set(sampling) - {"temperature", "top_p", "top_k", "seed"}:
+            raise ValueError(f"Transformers is asked for {sorted(unknown)}; known: temperature, top_p, top_k, seed")
+        set_seed(sampling.get("seed") or 0)
+        options: dict[str, Any] = {"do_sample": sampling.get("temperature", 0.0) > 0, "pad_token_id": self.eos_id}
+        if options["do_sample"]:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
+            options |= {"top_k": 0, "top_p": 1.0, **{k: v for k, v in sampling.items() if k != "seed"}}
+        if stops:
+            options |= {"stop_strings": list(stops), "tokenizer": self._tokenizer}
+        given = torch.tensor([ids], device=self._device)
+        with torch.inference_mode():
+            out = self._model.generate(
+                given, attention_mask=torch.ones_like(given), max_new_tokens=self.room(ids, max_new_tokens), **options
+            )
+        new = out[0, len(ids) :].tolist()
+        whole = self.text_after(ids, new)
+        text = cut(whole, stops)
+        ended = len(text) < len(whole) or new[-1] in self._ends()
+        return Answer(text, "stop" if ended else "length")
+
+    def _ends(self) -> list[int]:
+        eos = self._model.generation_config.eos_token_id
+        return eos if isinstance(eos, list) else [eos]
+
+    def close(self) -> None:
+        del self._model
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
