@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,30 +36,24 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         raise ValueError(f"{a} and {b} were not asked the same: {'; '.join(other)}")
     if lines_a.keys() != lines_b.keys():
         raise ValueError(f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones")
-    keys = [key for key, line in lines_a.items() if line["right"] is not None and lines_b[key]["right"] is not None]
-    tasks = {}
-    for task in dict.fromkeys(task for task, _ in keys):
-        pairs = [(lines_a[key], lines_b[key]) for key in keys if key[0] == task]
-        right = [[float(line["right"]) for line in side] for side in zip(*pairs, strict=True)]
-        difference, error = paired(*right, added=1)
-        tasks[task] = {
-            "n": len(pairs), "a": math.fsum(right[0]) / len(pairs), "b": math.fsum(right[1]) / len(pairs),
-            "difference": difference, "standard_error": error,
-            "only_a": sum(x > y for x, y in zip(*right, strict=True)),
-            "only_b": sum(x < y for x, y in zip(*right, strict=True)),
-            **bits_difference(pairs),
-        }  # fmt: skip
+    tasks: dict[str, Any] = {}
+    for task in dict.fromkeys(task for task, _ in lines_a):
+        pairs = [(line, lines_b[key]) for key, line in lines_a.items() if key[0] == task and line["right"] is not None]
+        if pairs:
+            tasks[task] = differences(pairs)
     return {"a": str(a), "b": str(b), "tasks": tasks}
 
 
-def bits_difference(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
-    """Gold bits per byte, b - a, and its standard error over the items; nothing where they are not stored."""
-    size = sum(line["bytes"] for line, _ in pairs) if "bytes" in pairs[0][0] else 0
-    if not size:
-        return {}
-    per_item = [[line["nats"] / math.log(2) * len(pairs) / size for line in side] for side in zip(*pairs, strict=True)]
-    difference, error = paired(*per_item)
-    return {"bits_difference": difference, "bits_standard_error": error}
+def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """The figures of one task."""
+    a, b = ([float(pair[side]["right"]) for pair in pairs] for side in (0, 1))
+    difference, error = paired(a, b, added=1)
+    found = {"n": len(pairs), "a": math.fsum(a) / len(a), "b": math.fsum(b) / len(b), "difference": difference}
+    found |= {"standard_error": error, "only_a": sum(map(operator.gt, a, b)), "only_b": sum(map(operator.lt, a, b))}
+    if size := sum(line.get("bytes", 0) for line, _ in pairs):
+        a, b = ([pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1))
+        found["bits_difference"], found["bits_standard_error"] = paired(a, b)
+    return found
 
 
 def main(a: Annotated[Path, tyro.conf.Positional], b: Annotated[Path, tyro.conf.Positional]) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from evals.scorer import LOCAL, SourceFlags, chat_template, open_scorer, origin
+from evals.scorer import LOCAL, SourceFlags, fast_tokenizer, open_scorer, origin
 from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
 from records.files import json_lines
 
@@ -52,7 +52,11 @@ def main(
     started = time.perf_counter()
     if max_new_tokens < 1 or temperature <= 0:
         raise ValueError(f"--max-new-tokens {max_new_tokens} must be at least 1, --temperature {temperature} above 0")
-    asked = read_prompts(prompts) if prompts else [p for p in PROMPTS if "text" in p or chat_template(hf_dir)]
+    asked = (
+        read_prompts(prompts)
+        if prompts
+        else [p for p in PROMPTS if "text" in p or fast_tokenizer(hf_dir).chat_template]
+    )
     scorer, samples, console = open_scorer(hf_dir, source), [], Console(stderr=True)
     for prompt in asked:
         written = {}

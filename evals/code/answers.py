@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from evals.code.score import Dataset
-from evals.scorer import Answer, AnyPrompt, Source, chat_template, open_scorer, origin
+from evals.scorer import Answer, AnyPrompt, Source, fast_tokenizer, open_scorer, origin
 from records.files import append_line, read_lines, write_atomically
 
 INSTRUCTION = (
@@ -66,7 +66,7 @@ class Model:
     """What answers problems: a scorer; chat: the prompt is a user message in the folder's (or server's) template."""
 
     def __init__(self, folder: Path | None, source: Source, chat: bool, sampling: Sampling):
-        if folder is not None and source.base_url is None and chat and chat_template(folder) is None:
+        if folder is not None and source.base_url is None and chat and not fast_tokenizer(folder).chat_template:
             raise ValueError(f"{folder} has no chat template; use --prompt completion")
         self.scorer = open_scorer(folder, source)
         self.chat, self.sampling, self.parallel = chat, sampling, self.scorer.parallel

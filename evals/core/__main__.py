@@ -19,7 +19,7 @@ import tyro
 from evals.core.evaluate import Partial, Settings, evaluate, plan, show, show_plan
 from evals.core.tasks import Bundle
 from evals.items import write_items
-from evals.scorer import LOCAL, SourceFlags, open_encoder, open_scorer, origin, read_config
+from evals.scorer import LOCAL, Encoder, SourceFlags, open_scorer, origin, read_config
 from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
 from records.files import code_version
 
@@ -50,7 +50,7 @@ def main(
     tasks = Bundle(bundle)
     if plan_only:
         length = source.max_length or int(read_config(hf_dir).get("max_position_embeddings") or 1 << 30)
-        counts = plan(open_encoder(hf_dir, source), length, tasks, settings)
+        counts = plan(Encoder(hf_dir), length, tasks, settings)
         show_plan(counts, tokens_per_s)
         return counts | {"tokens_per_s": tokens_per_s}
     chosen, _ = tasks.chosen(settings.labels())

@@ -21,9 +21,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
-from evals.scorer import LOCAL, Prompt, Source, open_scorer
+from evals.scorer import LOCAL, Prompt, Source, fast_tokenizer, open_scorer
 
 MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class ScorerLM(TemplateLM):
         super().__init__()
         self.folder = Path(pretrained)
         self.scorer = open_scorer(self.folder, source)
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder)
+        self.tokenizer = fast_tokenizer(self.folder)
         self.add_bos = add_bos
         self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
         self.cut_prompts = 0

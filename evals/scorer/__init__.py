@@ -10,25 +10,18 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from evals.scorer.base import (
+from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands here
     Answer,
     AnyPrompt,
     Encoder,
-    JsonEncoder,
     Prompt,
     Scorer,
     Scores,
-    TransformersEncoder,
-    chat_template,
     common_prefix,
+    fast_tokenizer,
     read_config,
-)
+)  # fmt: skip
 from records.files import file_sha256, model_sha256
-
-__all__ = [
-    "LOCAL", "Answer", "AnyPrompt", "Encoder", "Prompt", "Scorer", "Scores", "Source", "SourceFlags",
-    "chat_template", "choose", "common_prefix", "devices_of", "open_encoder", "open_scorer", "origin", "read_config",
-]  # fmt: skip
 
 Kind = Literal["auto", "engine", "transformers"]
 
@@ -105,11 +98,6 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, list[str], str]:
     return "transformers", devices, f"its model_type is {model_type}"
 
 
-def open_encoder(folder: Path, source: Source = LOCAL) -> Encoder:
-    """The tokenizer that `open_scorer` would use, without the model."""
-    return JsonEncoder(folder) if choose(folder, source)[0] == "engine" else TransformersEncoder(folder)
-
-
 def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
     """Open a model to ask it; ValueError if it cannot be. None: no folder, only a server. Call `close` when done."""
     if source.base_url is not None:
@@ -124,7 +112,7 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
     if len(devices) > 1:
         from evals.scorer.several import SeveralScorers
 
-        scorer: Scorer = SeveralScorers(open_encoder(folder, source), openers)
+        scorer: Scorer = SeveralScorers(folder, openers)
     else:
         scorer = openers[0]()
     Console(stderr=True).print(f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False)

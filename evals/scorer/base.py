@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,22 +39,30 @@ class Answer(NamedTuple):
     finish: str
 
 
-class Encoder(Protocol):
-    """A tokenizer. bos_id: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither."""
+class Encoder:
+    """The tokenizer.json of a folder, read as the engine reads it.
 
-    folder: Path
-    bos_id: int | None
-    eos_id: int | None
+    bos_id: the first id of a prompt; EOS if the model has no BOS (GPT-2), None if it has neither.
+    """
+
+    def __init__(self, folder: Path):
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; evaluations of text need the tokenizer: export the model with it")
+        self.folder, self._tokenizer = folder, Tokenizer.from_file(str(path))
+        config = read_config(folder)
+        eos, bos_id = config.get("eos_token_id"), config.get("bos_token_id")
+        self.eos_id: int | None = eos[0] if isinstance(eos, list) else eos
+        self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
-        ...
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def id_to_token(self, token: int) -> str | None:
-        """The piece of the vocabulary, as the tokenizer writes it."""
-        ...
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
 
     def prompt_ids(self, prompt: AnyPrompt) -> list[int]:
         """The ids of a prompt: a text with the tokenizer's special tokens, messages in the folder's chat template."""
@@ -62,21 +70,19 @@ class Encoder(Protocol):
             return self.encode(prompt, special_tokens=True)
         if not prompt or not isinstance(prompt[0], dict):
             return [int(i) for i in prompt]  # type: ignore[call-overload]
-        template = chat_template(self.folder)
-        if template is None:
+        if not (tokenizer := fast_tokenizer(self.folder)).chat_template:
             raise ValueError(f"{self.folder} has no chat template; ask with a text (evals.code: --prompt completion)")
-        return self.encode(template.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        return self.encode(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
     def text_after(self, before: Sequence[int], new: Sequence[int]) -> str:
         """The text of new ids behind others, as the engine streams it."""
         from laneformer.engine.text import TextStream
 
-        tokenizer: Any = self  # of which it needs `decode` and `id_to_token`
-        text = TextStream(tokenizer, before)
+        text = TextStream(self._tokenizer, before)
         return "".join([*map(text.push, new), text.finish()])
 
 
-class Scorer(Encoder, Protocol):
+class Scorer(Encoder):
     """A model that can be asked. backend, device, dtype: of the record. max_length: context in tokens.
 
     scoring_room: ids of the longest prompt with what is scored. parallel: requests that are answered at a time.
@@ -91,13 +97,14 @@ class Scorer(Encoder, Protocol):
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         """Scores of every prompt, item by item. Prompts of one item (the options of a question) share what they can."""
-        ...
+        raise NotImplementedError
 
     def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
         """The text after a prompt. sampling: temperature (0, the default, is greedy), top_p, top_k, seed."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the model."""
 
     def score_one(self, ids: Sequence[int], start: int) -> Scores:
         """Scores of ids[start:]; 1 <= start <= len(ids) <= scoring_room. The last id is only predicted."""
@@ -133,61 +140,12 @@ class Scorer(Encoder, Protocol):
         return room
 
 
-class JsonEncoder(Encoder):
-    """The tokenizer.json of a folder, read as the engine reads it."""
-
-    def __init__(self, folder: Path):
-        from tokenizers import Tokenizer
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; evaluations of text need the tokenizer: export the model with it")
-        self.folder, self._tokenizer = folder, Tokenizer.from_file(str(path))
-        config = read_config(folder)
-        eos = config.get("eos_token_id")
-        self.eos_id = eos[0] if isinstance(eos, list) else eos
-        bos_id = config.get("bos_token_id")
-        self.bos_id = self.eos_id if bos_id is None else bos_id
-
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens)
-
-    def id_to_token(self, token: int) -> str | None:
-        return self._tokenizer.id_to_token(token)
-
-
-class TransformersEncoder(Encoder):
-    """The tokenizer that Transformers loads from a folder."""
-
-    def __init__(self, folder: Path):
-        from transformers import AutoTokenizer
-
-        # False: the folder's code does not run, and Transformers does not prompt for consent, which would hang a job
-        self.folder, self._tokenizer = folder, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self.eos_id = self._tokenizer.eos_token_id
-        bos_id = self._tokenizer.bos_token_id
-        self.bos_id = self.eos_id if bos_id is None else bos_id
-
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def id_to_token(self, token: int) -> str | None:
-        return str(self._tokenizer.convert_ids_to_tokens(token))
-
-
 @functools.lru_cache(1)
-def chat_template(folder: Path) -> Any:
-    """The folder's tokenizer if it has a chat template, else None."""
+def fast_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer as Transformers reads it, which knows its chat template."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    return tokenizer if tokenizer.chat_template else None
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores, TransformersEncoder, read_config
+from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores, read_config
 from evals.scorer.hf import cut
 
 ATTEMPTS, FIRST_WAIT_S = 6, 1.0
@@ -25,7 +25,7 @@ TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 STOPS = 4  # that the API allows
 
 
-class EndpointScorer(TransformersEncoder, Scorer):
+class EndpointScorer(Scorer):
     """A model at `base_url`. folder: of its tokenizer and config.json; None: it is only asked to generate.
 
     A busy or broken server is asked again with growing waits; then ValueError.
@@ -102,9 +102,6 @@ class EndpointScorer(TransformersEncoder, Scorer):
             except (OSError, ValueError) as error:  # no connection, a timeout, not JSON
                 reason = repr(error)
         raise ValueError(f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
-
-    def close(self) -> None:
-        pass
 
 
 def scores_of(choice: dict[str, Any], prompt: Prompt) -> Scores:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from evals.scorer.base import NOTHING, Answer, AnyPrompt, JsonEncoder, Prompt, Scorer, Scores
+from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores
 
 
-class EngineScorer(JsonEncoder, Scorer):
+class EngineScorer(Scorer):
     """`laneformer.Engine`, on the CPU with keys and values in fp32, so that figures are the model's.
 
     options: those of `Engine.from_pretrained`. max_length: context in tokens; default: config.json's.

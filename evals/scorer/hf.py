@@ -20,10 +20,10 @@ from evals.scorer.base import (
     Prompt,
     Scorer,
     Scores,
-    TransformersEncoder,
     common_prefix,
+    fast_tokenizer,
     read_config,
-)
+)  # fmt: skip
 
 WINDOW = 256  # items that are packed together
 PASS_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a pass, padding included, unless one prompt alone has more
@@ -69,7 +69,7 @@ def packed(items: Sequence[Sequence[Prompt]], pass_tokens: int, keeps_prefix: bo
         yield Pass(places, 0, width)
 
 
-class TransformersScorer(TransformersEncoder, Scorer):
+class TransformersScorer(Scorer):
     """A model folder in Transformers, on one device ("cpu", "cuda", "cuda:1") in the folder's own data type."""
 
     backend, parallel = "transformers", 1
@@ -87,8 +87,7 @@ class TransformersScorer(TransformersEncoder, Scorer):
         self._model = model.to(self._device).eval()
         self.device, self.dtype = device, str(self._model.dtype).removeprefix("torch.")
         config = self._model.config.get_text_config()
-        trained = getattr(config, "max_position_embeddings", None) or self._tokenizer.model_max_length
-        self.max_length = max_length or int(trained)
+        self.max_length = int(max_length or getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.scoring_room = self.max_length + 1
         # a recurrent state cannot be copied for every option
         self._keeps_prefix = not getattr(self._model, "_is_stateful", False)
@@ -143,26 +142,20 @@ class TransformersScorer(TransformersEncoder, Scorer):
         ids = self.prompt_ids(prompt)
         if unknown := set(sampling) - {"temperature", "top_p", "top_k", "seed"}:
             raise ValueError(f"Transformers is asked for {sorted(unknown)}; known: temperature, top_p, top_k, seed")
-        set_seed(sampling.get("seed") or 0)
+        set_seed(sampling.pop("seed", 0))
         options: dict[str, Any] = {"do_sample": sampling.get("temperature", 0.0) > 0, "pad_token_id": self.eos_id}
         if options["do_sample"]:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
-            options |= {"top_k": 0, "top_p": 1.0, **{k: v for k, v in sampling.items() if k != "seed"}}
+            options |= {"top_k": 0, "top_p": 1.0, **sampling}
         if stops:
-            options |= {"stop_strings": list(stops), "tokenizer": self._tokenizer}
-        given = torch.tensor([ids], device=self._device)
+            options |= {"stop_strings": list(stops), "tokenizer": fast_tokenizer(self.folder)}
+        given, room = torch.tensor([ids], device=self._device), self.room(ids, max_new_tokens)
         with torch.inference_mode():
-            out = self._model.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=self.room(ids, max_new_tokens), **options
-            )
+            out = self._model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=room, **options)
         new = out[0, len(ids) :].tolist()
         whole = self.text_after(ids, new)
-        text = cut(whole, stops)
-        ended = len(text) < len(whole) or new[-1] in self._ends()
+        text, eos = cut(whole, stops), self._model.generation_config.eos_token_id
+        ended = len(text) < len(whole) or new[-1] in (eos if isinstance(eos, list) else [eos])
         return Answer(text, "stop" if ended else "length")
-
-    def _ends(self) -> list[int]:
-        eos = self._model.generation_config.eos_token_id
-        return eos if isinstance(eos, list) else [eos]
 
     def close(self) -> None:
         del self._model

@@ -7,9 +7,10 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from evals.scorer.base import Answer, AnyPrompt, Encoder, Prompt, Scorer, Scores
+from evals.scorer.base import Answer, AnyPrompt, Prompt, Scorer, Scores
 
 CHUNK = 16  # items that a process gets at a time, which it may pack into one pass
 AHEAD = 4  # chunks that wait at each process
@@ -37,9 +38,8 @@ def _generate(*arguments: Any, **sampling: Any) -> Answer:
 class SeveralScorers(Scorer):
     """Scorers of the same model in processes of their own. openers: each makes one (picklable)."""
 
-    def __init__(self, encoder: Encoder, openers: Sequence[Callable[[], Scorer]]):
-        self._encoder, self.folder, self.bos_id, self.eos_id = encoder, encoder.folder, encoder.bos_id, encoder.eos_id
-        self.encode, self.decode, self.id_to_token = encoder.encode, encoder.decode, encoder.id_to_token
+    def __init__(self, folder: Path, openers: Sequence[Callable[[], Scorer]]):
+        super().__init__(folder)
         spawn = multiprocessing.get_context("spawn")
         self._workers = [ProcessPoolExecutor(1, spawn, _open, (opener,)) for opener in openers]
         about = [worker.submit(_about) for worker in self._workers]  # all of them load at once

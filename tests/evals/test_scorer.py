@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evals.scorer import Prompt, Scorer, Source, choose, common_prefix, devices_of, open_encoder, open_scorer
+from evals.scorer import Encoder, Prompt, Scorer, Source, choose, common_prefix, devices_of, open_scorer
 from evals.scorer import hf as hf_scorer
 from evals.scorer.engine import EngineScorer
 from evals.scorer.hf import TransformersScorer
@@ -183,15 +183,14 @@ def test_the_log_says_what_answers_and_why(tmp_path: Path, capsys: pytest.Captur
 
 def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
     write_laneformer(tmp_path)
-    ours, theirs = open_encoder(tmp_path), open_encoder(tmp_path, Source("transformers"))
+    from transformers import AutoTokenizer
+
+    ours, theirs = Encoder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for text in ("", "The cat", " a", "\nAnswer: 12", "x  y"):
-        assert ours.encode(text) == theirs.encode(text)
-        assert (
-            ours.encode(text, special_tokens=True)
-            == theirs.encode(text, special_tokens=True)
-            == [1, *ours.encode(text)]
-        )
-    assert (ours.bos_id, ours.eos_id) == (theirs.bos_id, theirs.eos_id) == (1, 2)
+        plain, special = (theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True))
+        assert ours.encode(text) == plain
+        assert ours.encode(text, special_tokens=True) == special == [1, *plain]
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
 
 
 def test_auto_is_the_gpu_where_one_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +240,7 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "laneformer", "vocab_size": VOCAB}))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="export the model with it"):
-        open_encoder(tmp_path)
+        Encoder(tmp_path)
 
 
 def test_one_id_more_than_the_context_is_only_predicted(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from records.evals import with_current_names
 from records.page import (
     BAD,
     NEUTRAL,
@@ -84,11 +85,11 @@ def where_evaluated(record: Point) -> str:
 
 def settings_of(record: Point) -> tuple[Any, ...]:
     """What two CORE records must share to be compared."""
-    return tuple(record.get(key) for key in ("protocol", "max_per_task", "seed", "not_core"))
+    return tuple(with_current_names(record).get(key) for key in ("protocol", "limit", "seed", "not_core"))
 
 
 def settings_text(record: Point) -> str:
-    most = record.get("max_per_task")
+    most = with_current_names(record).get("limit")
     text = f"{record.get('protocol') or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
     return f"{text}, {record['not_core']}" if record.get("not_core") else text
 
