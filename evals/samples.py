@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from evals.scorer import LOCAL, SourceFlags, fast_tokenizer, open_scorer, origin
+from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
 from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
 from records.files import json_lines
 
-PROMPTS = (
+PROMPTS: tuple[dict[str, Any], ...] = (
     {"name": "prose", "text": "The old lighthouse keeper had not spoken to anyone for weeks when"},
     {"name": "fact", "text": "The capital of France is"},
     {"name": "code", "text": 'def is_prime(n: int) -> bool:\n    """Whether n is a prime number."""\n'},
@@ -62,7 +62,7 @@ def main(
         written = {}
         for name, heat in (("greedy", 0.0), ("sampled", temperature)):
             try:
-                text = prompt.get("text") or prompt["messages"]
+                text: AnyPrompt = prompt.get("text") or prompt["messages"]
                 written[name] = scorer.generate(text, max_new_tokens, temperature=heat, seed=seed).text
             except ValueError as error:
                 raise ValueError(f"prompt {prompt['name']!r}: {error}") from None

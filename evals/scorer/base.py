@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class Encoder:
         if isinstance(prompt, str):
             return self.encode(prompt, special_tokens=True)
         if not prompt or not isinstance(prompt[0], dict):
-            return [int(i) for i in prompt]  # type: ignore[call-overload]
+            return list(cast(Sequence[int], prompt))
         if not (tokenizer := fast_tokenizer(self.folder)).chat_template:
             raise ValueError(f"{self.folder} has no chat template; ask with a text (evals.code: --prompt completion)")
         return self.encode(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
@@ -113,9 +113,9 @@ class Scorer(Encoder):
 
     def rolling(self, ids: Sequence[int]) -> float:
         """log p of a whole text in nats: every id once, after BOS, in disjoint windows with all context that fits."""
-        whole, room = [self.bos_id, *ids], self.max_length
         if self.bos_id is None:
             raise ValueError(f"{self.folder} has neither BOS nor EOS, which a text without context begins with")
+        whole, room = [self.bos_id, *ids], self.max_length
         windows = []
         for begin in range(1, len(whole), room):
             end = min(begin + room, len(whole))

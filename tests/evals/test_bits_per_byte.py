@@ -14,6 +14,7 @@ from evals.bits_per_byte import bits_per_byte, load_windows, main, matching_toke
 from evals.scorer import Prompt, Scores
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from records.evals import About
+from tests.records.test_fields import check as check_fields
 
 VOCAB = 8
 TOKEN_BYTES = np.array([0, 0, 0, 1, 1, 2, 3, 7])  # <unk>, BOS, EOS, two byte tokens, three pieces
@@ -120,6 +121,7 @@ def test_the_command_on_real_held_out_text(
     out = tmp_path / "evals.jsonl"
     record = main(tmp_path, prepared_data, limit=4, about=About(out, 3, 99, "phase1"))
     assert record == json.loads(out.read_text())
+    check_fields(record, None)
     windows, categories = load_windows(prepared_data, 4)
     assert set(record["sources"]) == set(windows) == {"web", "code", "math"}
     for name, source in record["sources"].items():

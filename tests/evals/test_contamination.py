@@ -11,6 +11,7 @@ import pytest
 from data_mixtures.shards import write_manifest, write_windows
 from data_mixtures.stages.decontaminate import make_index
 from evals.contamination import contamination, main
+from tests.records.test_fields import check as check_fields
 
 
 def source(data: Path, name: str, found: dict, tokenizer: str = "ab") -> None:
@@ -38,6 +39,7 @@ def test_counts_add_up_and_never_pass_the_items(data: Path, capsys: pytest.Captu
     out = data / "evals.jsonl"
     record = main(data, out, phase="phase1")
     assert record == json.loads(out.read_text())
+    check_fields(record, None)
     quiz, other = record["benchmarks"]["quiz"], record["benchmarks"]["other"]
     assert (quiz["items"], quiz["searchable"], quiz["touched"], quiz["documents_dropped"]) == (5, 4, 5, 8)
     assert (other["items"], other["touched"], other["documents_dropped"], other["sources"]) == (3, 0, 0, {})

@@ -23,6 +23,7 @@ from evals.lm_eval.tasks import ARC_TASKS, data_folder
 from evals.scorer import Source
 from records.evals import About
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
+from tests.records.test_fields import check as check_fields
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
 PAIRS = [
@@ -327,6 +328,7 @@ def test_task_files_of_ones_own(
     asked = Questions("choice.yaml,rolling.yaml")
     record = main(hf_dir, asked, Source(backend, "cpu"), About(tmp_path / "out/evals.jsonl", 3))
     assert 0 <= record["tasks"]["mine"]["acc"] <= 1
+    check_fields(record, None)
     assert (record["backend"], record["device"], record["cut_prompts"]) == (backend, "cpu", 0)
     tokenizer = ScorerLM(hf_dir)
     expected = size = 0.0

@@ -1,0 +1,38 @@
+"""Every evaluation's record has the fields that are written down, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import evals.core.__main__
+import evals.samples
+from evals.core.evaluate import Settings
+from evals.scorer import Source
+from records.evals import FIELDS, NO_MODEL, PROVENANCE
+from records.files import model_sha256
+from tests.evals.core.core_assets import write_bundle, write_laneformer
+
+CPU = Source(device="cpu")
+
+
+def check(record: dict[str, Any], folder: Path | None) -> None:
+    kind = record["kind"]
+    told = [name for names in FIELDS[kind] for name in names.split()]
+    top = {name for name in told if "/" not in name}
+    assert set(record) - {"not_core"} == {*PROVENANCE, *top}, kind
+    for name in {name.split("/")[0] for name in told if "/" in name}:
+        inner = {each.split("/")[1] for each in told if each.startswith(f"{name}/")}
+        assert all(set(entry) == inner for entry in record[name].values()), (kind, name)
+    if folder is not None:
+        expected = (model_sha256(folder), "engine", "cpu", "fp32")
+        assert tuple(record[name] for name in ("model_sha256", "backend", "device", "dtype")) == expected
+
+
+def test_records_have_the_fields_that_are_written_down(tmp_path: Path) -> None:
+    model = tmp_path / "hf"
+    write_laneformer(model)
+    write_bundle(tmp_path / "bundle", ["copa", "coqa"])
+    check(evals.core.__main__.main(model, tmp_path / "bundle", Settings(limit=2), CPU), model)
+    check(evals.samples.main(model, max_new_tokens=2, source=Source(device="cpu", max_length=256)), model)
+    assert {*NO_MODEL} <= {*PROVENANCE}
