@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from laneformer.engine import Cancelled, Engine
-from laneformer.engine.cpu.processes import threads_of_each, whole_lanes
+from laneformer.engine.cpu.processes import TRANSPORTS, threads_of_each, whole_lanes
 from tests.laneformer.engine.assets import (
     byte_tokenizer,
     engine_of,
@@ -50,13 +50,13 @@ def workers(engine: Engine) -> list[subprocess.Popen[bytes]]:
     return engine._decoder._workers.processes
 
 
-def compare(numbers: tuple[int, ...], dtype: str = "auto", **overrides: object) -> None:
+def compare(numbers: tuple[int, ...], dtype: str = "auto", transport: str = "memory", **overrides: object) -> None:
     model = random_model(small_config(**{"max_position_embeddings": 400, **overrides}), seed=1, dtype="bf16")
     ids = random_ids(model.config, 300)
     with engine_of(model, threads=1, dtype=dtype) as engine:
         expected = results(engine, ids)
     for processes in numbers:
-        with engine_of(model, threads=1, dtype=dtype, processes=processes) as engine:
+        with engine_of(model, threads=1, dtype=dtype, processes=processes, transport=transport) as engine:
             assert engine.threads == processes
             assert results(engine, ids) == expected, f"{processes} processes"
 
@@ -66,11 +66,16 @@ def test_the_same_bits(head):
     compare((2,), lm_head_type=head, broadcast_delay={"vocab_parallel": 2, "replicate": 0, "lane": 1}[head])
 
 
+def test_the_same_bits_over_sockets():
+    compare((2,), transport="tcp", lm_head_type="replicate", broadcast_delay=1)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")])
-def test_the_same_bits_of_every_model(head, delay):
-    compare((2, 4), lm_head_type=head, broadcast_delay=delay)
-    compare((2,), "int8", lm_head_type=head, broadcast_delay=delay)
+def test_the_same_bits_of_every_model(head, delay, transport):
+    compare((2, 4), transport=transport, lm_head_type=head, broadcast_delay=delay)
+    compare((2,), "int8", transport, lm_head_type=head, broadcast_delay=delay)
 
 
 @pytest.mark.slow
@@ -79,16 +84,17 @@ def test_the_same_bits_of_every_model(head, delay):
 )
 def test_the_same_bits_without_joins_and_with_tied_embeddings(overrides):
     compare((2, 3), **overrides)
-    compare((3,), "int8", **overrides)
+    compare((3,), "int8", "tcp", **overrides)
 
 
 @pytest.mark.slow
-def test_groups_of_threads_share_lanes_within_a_process():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_groups_of_threads_share_lanes_within_a_process(transport):
     model = random_model(small_config(num_lanes=2, intermediate_size=352), seed=2, dtype="bf16")
     ids = random_ids(model.config, 40)
     with engine_of(model, threads=1) as engine:
         expected = engine.logits(ids).tolist()
-    with engine_of(model, threads=3, processes=2) as engine:
+    with engine_of(model, threads=3, processes=2, transport=transport) as engine:
         assert engine.threads == 6
         assert engine.logits(ids).tolist() == expected
 
@@ -138,8 +144,9 @@ def test_a_cancelled_request_leaves_the_next_one_as_it_is():
             engine.generate([3], **ENDLESS)
 
 
-def test_a_lost_worker_ends_the_request():
-    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_lost_worker_ends_the_request(transport):
+    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2, transport=transport)
     lost = workers(engine)[0]
     stream = engine.stream([3], **ENDLESS)
     next(stream)
@@ -196,6 +203,13 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_lost_while_it_loads(monkeypatch, transport):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with exit status 1 while it loaded the model"):
+        engine_of(random_model(small_config()), threads=1, processes=2, transport=transport)
 
 
 def test_a_model_that_cannot_be_loaded():

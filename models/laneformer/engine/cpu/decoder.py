@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,11 +40,16 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
 
 
 class Place(NamedTuple):
-    """Which of several processes a decoder is in, and the file descriptor of what they share (processes.py)."""
+    """Which of several processes a decoder is in, and file descriptors of what links them (links.py).
+
+    memory: a file, empty at first, that all of them map; with sockets to all others, which become the decoder's, it is
+    this process's own.
+    """
 
     rank: int = 0
     processes: int = 1
     memory: int = -1
+    sockets: Sequence[int] = ()
 
 
 ALONE = Place()

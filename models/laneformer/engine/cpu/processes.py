@@ -9,13 +9,12 @@ ends by itself, rank 0 ends the request with an error that says how.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -26,8 +25,10 @@ from ...tensors import Tensor
 from ..decoder import Request
 from ..machine import this_machine
 from .decoder import MAX_THREADS, CpuDecoder, Place
+from .links import listener, meet, shared_file
 
 Source = Callable[[], Mapping[str, Tensor]]  # the tensors, made once more in a worker; it can be pickled
+TRANSPORTS = ("memory", "tcp")  # between processes of one machine
 STATUS_S = 0.5  # that a process which is gone may take to show its exit status
 
 
@@ -37,13 +38,16 @@ def cpu_decoder(
     dtype: str,
     *,
     processes: int = 1,
+    transport: str = TRANSPORTS[0],
     source: Source | None = None,
     **options: Any,
 ) -> CpuDecoder:
     """A decoder in this process, or in several."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport = {transport!r} is unknown; choose from {TRANSPORTS}")
     if processes == 1:
         return CpuDecoder(config, tensors, dtype, **options)
-    return ProcessesDecoder(config, tensors, dtype, processes, source or Held(tensors), **options)
+    return ProcessesDecoder(config, tensors, dtype, processes, transport, source or Held(tensors), **options)
 
 
 class ProcessesDecoder(CpuDecoder):
@@ -59,6 +63,7 @@ class ProcessesDecoder(CpuDecoder):
         tensors: Mapping[str, Tensor],
         dtype: str,
         processes: int,
+        transport: str,
         source: Source,
         *,
         threads: int | None = None,
@@ -69,13 +74,13 @@ class ProcessesDecoder(CpuDecoder):
         self._workers = Workers(processes)
         self._end = weakref.finalize(self, self._workers.close)
         try:
-            for rank in range(1, processes):
-                place = Place(rank, processes, self._workers.memory)
-                self._workers.start(place, source, config, dtype, {**options, "threads": threads})
-            place = Place(0, processes, self._workers.memory)
+            place = self._workers.start(transport, source, config, dtype, {**options, "threads": threads})
             super().__init__(config, tensors, dtype, threads=threads, place=place, **options)
-        except BaseException:
+        except BaseException as error:
+            reason = self._workers.loss
             self._workers.close()
+            if isinstance(error, OSError) and reason:
+                raise RuntimeError(f"{reason} while it loaded the model") from None
             raise
 
     def start(self, request: Request) -> None:
@@ -106,15 +111,27 @@ class ProcessesDecoder(CpuDecoder):
 
 
 class Workers:
-    """The processes beside rank 0, and the memory that all of them share."""
+    """The processes beside rank 0, on this machine, and rank 0's memory for what they give each other."""
 
     def __init__(self, processes: int):
         self.memory = shared_file()
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.meeting: socket.socket | None = None
         self.count, self.loss, self.closed = processes, "", False
         self._lock, self._lost = threading.Lock(), threading.Event()
 
-    def start(self, place: Place, *model: Any) -> None:
+    def start(self, transport: str, *model: Any) -> Place:
+        """Start them with this model; rank 0's place among them."""
+        if transport == "tcp":
+            self.meeting = listener(("127.0.0.1", 0))
+        for rank in range(1, self.count):
+            self._start(Place(rank, self.count, self.memory), self.meeting and self.meeting.getsockname(), *model)
+        if self.meeting is None:
+            return Place(0, self.count, self.memory)
+        with self.meeting:
+            return Place(0, self.count, self.memory, meet(self.count, self.meeting))
+
+    def _start(self, place: Place, *message: Any) -> None:
         command = [sys.executable, "-m", "laneformer.engine.cpu.worker"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         process = subprocess.Popen(
@@ -123,7 +140,7 @@ class Workers:
         )  # fmt: skip
         self.processes.append(process)
         threading.Thread(target=self._watch, args=(place.rank, process), daemon=True).start()
-        self._send(process, (place, *model))
+        self._send(process, (place, *message))
 
     def send(self, message: object) -> None:
         for process in self.processes:
@@ -178,12 +195,14 @@ class Workers:
             self.loss = self.loss or f"process {rank} of {self.count} (pid {process.pid}) {ended(status)}"
             self._lose()
             self._lost.set()
+            with contextlib.suppress(OSError):
+                if self.meeting is not None:
+                    self.meeting.shutdown(socket.SHUT_RDWR)  # nobody waits for it there any more
         for other in self.processes:
             other.kill()  # nothing can go on
 
     def _lose(self) -> None:
-        with mmap.mmap(self.memory, mmap.PAGESIZE) as memory:
-            memory[0] = memory[0] or 1
+        os.pwrite(self.memory, b"\1", 0)  # csrc/exchange.h, Loss: no wait of rank 0's ends later
 
 
 class Held:
@@ -221,14 +240,6 @@ def whole_lanes(lanes: int, processes: int, threads: int) -> bool:
     total = processes * threads
     starts = {-(-lane * total // lanes) for lane in range(lanes)}
     return total <= lanes or all(rank * threads in starts for rank in range(processes))
-
-
-def shared_file() -> int:
-    """An empty file without a name: nothing is left of it when the processes that hold it are gone."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("laneformer")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def ended(status: int) -> str:

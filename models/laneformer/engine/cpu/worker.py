@@ -19,6 +19,7 @@ from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..running import wait
 from .decoder import CpuDecoder, Place
+from .links import Address, connect_all, shared_file
 
 
 class Worker(CpuDecoder):
@@ -28,12 +29,15 @@ class Worker(CpuDecoder):
         self,
         inbox: Inbox,
         place: Place,
+        address: Address | None,
         source: Callable[[], Mapping[str, Tensor]],
         config: LaneformerConfig,
         dtype: str,
         options: Mapping[str, Any],
     ):
         self._inbox = inbox
+        if address is not None:
+            place = place._replace(memory=shared_file(), sockets=connect_all(place.rank, place.processes, address))
         super().__init__(config, source(), dtype, place=place, **options)
 
     def _settle(self, cache_bytes: int) -> int:
