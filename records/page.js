@@ -1,19 +1,96 @@
-// `draw` draws every chart from the JSON beside it; `update` swaps in a newer <main> and keeps the elements of the charts,
-// with their zoom and the chosen axis
-const CONFIG = {responsive: true, displayModeBar: false};
-async function draw(root) {
-  for (const text of root.querySelectorAll('.chart > script')) {
-    const place = document.getElementById(text.previousElementSibling.id), figure = JSON.parse(text.textContent);
-    const before = place.layout, active = before?.updatemenus?.[0]?.active ?? 0;
-    const range = before?.xaxis?.autorange === false ? before.xaxis.range.slice() : null;
-    await Plotly.react(place, figure.data, figure.layout, CONFIG);
-    if (active) {
-      await Plotly.update(place, ...structuredClone(place.layout.updatemenus[0].buttons[active].args));
-      await Plotly.relayout(place, {'updatemenus[0].active': active});
+// Every chart is drawn from the JSON beside it and the state of its element: what is chosen, hidden and zoomed to.
+// `layout.meta` names the choices and the layout of each option, `trace.meta` what an option changes of a trace.
+const CONFIG = {responsive: true, displayModeBar: false, doubleClick: false};
+const SPIKES = 400;  // more values than this are fitted without the highest 0.5 %
+const set = (object, changes) => {
+  for (const [path, value] of Object.entries(changes ?? {})) {
+    const keys = path.split('.'), last = keys.pop();
+    keys.reduce((at, key) => at[key] ??= {}, object)[last] = value;
+  }
+};
+const axes = layout => Object.keys(layout).filter(key => key.startsWith('yaxis') && layout[key].visible !== false);
+
+// y ranges of all axes that show what is visible within the range of x; whole: with the tips of spikes
+function fit(data, layout, [from, to], whole) {
+  for (const name of axes(layout)) {
+    const log = layout[name].type === 'log', values = [];
+    for (const trace of data) {
+      const here = (trace.yaxis ?? 'y') === name.replace('axis', '') && trace.visible !== false;
+      if (!here || !trace.x || !trace.y) continue;
+      trace.y.forEach((y, i) => {
+        if (y !== null && (y > 0 || !log) && trace.x[i] >= from && trace.x[i] <= to) values.push(log ? Math.log10(y) : y);
+      });
     }
-    if (range) await Plotly.relayout(place, {'xaxis.range': range});
+    if (!values.length) continue;
+    values.sort((a, b) => a - b);
+    const last = values.length - 1, top = values[whole || last < SPIKES ? last : Math.floor(0.995 * last)];
+    const low = layout[name].rangemode === 'tozero' && !log ? Math.min(0, values[0]) : values[0];
+    const margin = 0.05 * (top - low) || 0.05 * Math.abs(top) || 0.1;
+    layout[name].range = [low && low - margin, top + margin];
   }
 }
+async function render(place) {
+  const {figure, state} = place, layout = structuredClone(figure.layout), choices = layout.meta?.choices ?? {};
+  const data = figure.data.map(trace => {
+    const shown = {...trace};
+    for (const [name, option] of Object.entries(state.chosen)) Object.assign(shown, trace.meta?.[name]?.[option]);
+    if (state.off.has(trace.legendgroup)) shown.visible = false;
+    return shown;
+  });
+  for (const [name, option] of Object.entries(state.chosen)) set(layout, choices[name]?.[option]);
+  const log = axes(layout).some(name => layout[name].type === 'log');
+  if (state.x || state.whole || log || state.off.size) fit(data, layout, state.x ?? [-Infinity, Infinity], state.whole);
+  if (state.x) set(layout, {'xaxis.range': [...state.x]});
+  for (const [name, range] of Object.entries(state.y)) layout[name].range = [...range];
+  await Plotly.react(place, data, layout, CONFIG);
+  for (const button of place.closest('.figure').querySelectorAll('button[aria-pressed]')) {
+    const {choice, option, group} = button.dataset;
+    button.setAttribute('aria-pressed', choice ? state.chosen[choice] === option : !state.off.has(group));
+  }
+}
+function reset(place) {
+  Object.assign(place.state, {x: null, y: {}, whole: false});
+  return render(place);
+}
+function zoom(place, change) {
+  const ends = name => change[name + '.range'] ?? [change[name + '.range[0]'], change[name + '.range[1]']];
+  const names = ['xaxis', ...axes(place.layout)].filter(name => ends(name)[0] !== undefined);
+  if (names.includes('xaxis')) Object.assign(place.state, {x: ends('xaxis'), y: {}});
+  for (const name of names) if (name !== 'xaxis') place.state.y[name] = ends(name);
+  if (names.length) render(place);
+}
+async function draw(root) {
+  for (const text of root.querySelectorAll('.chart > script')) {
+    const place = document.getElementById(text.previousElementSibling.id), first = !place.state;
+    place.figure = JSON.parse(text.textContent);
+    place.state ??= {chosen: {...place.figure.layout.meta?.chosen}, off: new Set(), x: null, y: {}, whole: false};
+    await render(place);
+    if (!first) continue;
+    place.on('plotly_relayout', change => zoom(place, change));
+    place.on('plotly_doubleclick', () => reset(place));
+  }
+}
+function press(button, twice) {
+  const figure = button.closest('.figure'), place = figure.querySelector('.chart > div'), state = place.state;
+  const {choice, option, group, act} = button.dataset;
+  if (choice) {
+    state.chosen[choice] = option;
+    if (choice === 'x') state.x = null;
+    state.y = {};
+  } else if (group !== undefined && twice) {  // this one alone, or again all
+    const others = [...figure.querySelectorAll('[data-group]')].map(each => each.dataset.group).filter(g => g !== group);
+    const alone = others.every(each => state.off.has(each));
+    state.off = new Set(alone ? [] : others);
+  } else if (group !== undefined) {
+    if (!state.off.delete(group)) state.off.add(group);
+  } else if (act === 'autoscale') Object.assign(state, {y: {}, whole: true});
+  else return reset(place);
+  return render(place);
+}
+document.addEventListener('click', event => {
+  const button = event.target.closest('.figure button');
+  if (button) press(button, event.detail === 2 && button.dataset.group !== undefined);
+});
 async function update(text) {
   const fresh = document.createElement('main'), old = document.querySelector('main');
   fresh.innerHTML = text;
@@ -35,4 +112,4 @@ async function poll(every_ms) {
     } catch (lost) { document.body.classList.add('stale'); }
   }
 }
-draw(document);
+draw(document).then(() => document.body.dataset.drawn = '');

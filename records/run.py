@@ -32,6 +32,7 @@ FIGURES = (
 BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
 OBJECTS = ("config.toml", "model.json", "lineage.json")
+NOTE = "note.txt"
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Run:
     """One run, all phases."""
 
     name: str
+    note: str = ""  # note.txt: what the page says under the name
     segments: list[Segment] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
@@ -121,7 +123,7 @@ def places_of(folder: Path) -> list[Path]:
 
 def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:
     """Names, sizes and modification times of everything that `read_run` reads: equal if nothing has changed."""
-    files = [place / name for folder in folders for place in places_of(folder) for name in (*LINES, *OBJECTS)]
+    files = [place / name for folder in folders for place in places_of(folder) for name in (*LINES, *OBJECTS, NOTE)]
     return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
 
 
@@ -130,7 +132,8 @@ def read_run(folder: Path) -> Run:
     places = places_of(folder)
     if not any((place / name).is_file() for place in places for name in ("metrics.jsonl", "config.toml", "model.json")):
         raise ValueError(f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json")
-    run = Run(name=folder.resolve().name)
+    note = folder / NOTE
+    run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
     rows: list[dict[str, Any]] = []
     for place in places:
         rows += _read_place(run, place, "training" if place == folder else place.name, {_key(row) for row in rows})

@@ -26,40 +26,51 @@ import tyro
 from plotly.offline import get_plotlyjs
 
 from records.files import write_atomically
-from records.page import card, chart, html_page, line_chip, utc
+from records.page import card, chart, html_page, legend_entry, utc
 from records.run import Run, read_run, stamp
-from tools.dashboard.cards import header, measurements, provenance_card, tiles_of, training_cards
-from tools.dashboard.core import core_of_all
-from tools.dashboard.figures import comparison_figure, smooth_losses
+from tools.dashboard import cards
+from tools.dashboard.core import core_card, core_of_all, tasks_card
+from tools.dashboard.figures import comparison_figure, prepare
 from tools.dashboard.health import incidents_card, layers_card, usage_card
-from tools.dashboard.scores import evaluations_card, score_cards
+from tools.dashboard.scores import contamination_card, evaluations_card, samples_card, scores_card
 
 HOST = "127.0.0.1"
+PARTS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
+    "CORE": core_card, "Training": cards.training_card, "Sources": cards.sources_card, "Held-out text": cards.bits_card,
+    "Tasks": tasks_card, "Scores": scores_card, "Samples": samples_card, "Decode speed": cards.decode_card,
+    "Machine": cards.machine_card, "Layers": layers_card, "Cost": usage_card, "Incidents": incidents_card,
+    "Contamination": contamination_card, "Evaluations": evaluations_card, "Provenance": cards.provenance_card,
+}  # fmt: skip
 REST = 4.0  # idle time after making a page, as a multiple of the time it took: at most a fifth of a login node's core
 
 
 def page_body(runs: Sequence[Run], now: float) -> str:
     """The inner HTML of <main>: a comparison when there are several runs, a section for each run."""
     for run in runs:
-        smooth_losses(run)
-    sections = [comparison(runs) if len(runs) > 1 else "", *(run_section(run, now) for run in runs)]
+        prepare(run)
+    sections = [comparison(runs) if len(runs) > 1 else "", *(run_section(run, i, now) for i, run in enumerate(runs))]
     return f"{''.join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer>"
 
 
 def comparison(runs: Sequence[Run]) -> str:
-    chips = "".join(line_chip(i, run.name) for i, run in enumerate(runs))
-    body = f'<p class="chips">{chips}</p>{chart(comparison_figure(runs), "comparison")}'
+    legend = [legend_entry(run.name, i) for i, run in enumerate(runs)]
     caption = "Smoothed. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
-    return card("Loss of all runs", body, caption) + core_of_all(runs)
+    figure = chart(comparison_figure(runs), "comparison", legend)
+    return card("Loss of all runs", figure, caption) + core_of_all(runs)
 
 
-def run_section(run: Run, now: float) -> str:
-    head = header(run, now)
-    cards = (usage_card, training_cards, layers_card, incidents_card, score_cards, measurements, evaluations_card,
-             provenance_card)  # fmt: skip
+def run_section(run: Run, index: int, now: float) -> str:
+    """The header of a run, links to its cards, and those cards that have something to show."""
+    head = cards.header(run, now)
+    written = {name: html for name, write in PARTS.items() if (html := write(run))}
+    places = {name: f"run{index}-{name.lower().replace(' ', '-')}" for name in written}
+    links = "".join(f'<a href="#{place}">{name}</a>' for name, place in places.items())
+    absent = [name for name in PARTS if name not in written]
+    body = "".join(f'<div class="part" id="{places[name]}">{html}</div>' for name, html in written.items())
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in run.warnings)
     told = f'<ul class="warnings">{warnings}</ul>' if warnings else ""
-    return f"<article>{head}{told}{tiles_of(run)}{''.join(write(run) for write in cards)}</article>"
+    rest = f'<p class="caption">Not measured: {", ".join(absent)}.</p>' if absent else ""
+    return f'<article>{head}{told}{cards.tiles_of(run)}<nav class="jump">{links}</nav>{body}{rest}</article>'
 
 
 def page(runs: Sequence[Run], now: float, reload_s: float | None = None) -> str:

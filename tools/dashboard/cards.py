@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from html import escape
+from statistics import median
 from typing import Any
 
 from laneformer import LaneformerConfig
-from records.page import bar, card, chart, chip, code, colour, line_chip, measured, none, short, table, tiles, utc
+from records.page import (
+    bar,
+    card,
+    chart,
+    code,
+    colour,
+    legend_entry,
+    line_chip,
+    measured,
+    none,
+    short,
+    table,
+    tiles,
+    utc,
+)
 from records.run import Run, number
+from records.usage import RECENT
 from tools.dashboard import figures, panels
-from tools.dashboard.core import points_of, where_evaluated
+from tools.dashboard.core import core_tile, points_of, where_evaluated
 from tools.dashboard.health import usage_tiles
-
-CHIPS = 24  # more attempts than this are counted, not listed
 
 
 def planned_steps(run: Run) -> dict[str, int | None]:
@@ -50,7 +64,8 @@ def header(run: Run, now: float) -> str:
         bars += f'<div style="flex:{steps or done or 1}">{filled}<small>{label}</small></div>'
     title = f'<h1>{escape(run.name)}</h1><span class="state {kind}">{escape(words)}</span>'
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
-    below = f'<p class="facts">{line}</p><div class="progress">{bars}</div>'
+    note = f'<p class="note">{escape(run.note)}</p>' if run.note else ""
+    below = f'{note}<p class="facts">{line}</p><div class="progress">{bars}</div>'
     return f'<header><div class="title">{title}</div>{below}</header>'
 
 
@@ -69,36 +84,48 @@ def model_facts(run: Run) -> list[str]:
 
 
 def tiles_of(run: Run) -> str:
-    row = run.kept_rows[-1] if run.kept_rows else {}
     losses = [r for r in run.kept_rows if r["loss"] is not None]
     bits, decode = (next(iter(run.evals_of(kind)[-1:]), {}) for kind in ("bits_per_byte", "decode_speed"))
     first = f"from {losses[0]['loss']:.3f} at step {losses[0]['x_step']:,.0f}" if losses else "nothing logged"
-    speed = number(decode.get("tokens_per_s"))
+    speed, used, mfu = number(decode.get("tokens_per_s")), number(decode.get("percent_of_probe")), recent(run, "mfu")
+    of_decode = "tokens per second at batch 1" + (f", {used:.0f} % of the read bandwidth" if used else "")
     return tiles((
+        core_tile(run),
         ("loss", measured(losses[-1]["loss"] if losses else None, ".4f"), first),
         ("bits per byte", measured(bits.get("bits_per_byte"), ".4f"), "held-out text, all sources"),
-        ("training speed", short(row.get("tokens_per_s")), "tokens per second"),
-        ("MFU", measured(row.get("mfu"), ".1f", " %"), "of the hardware's peak FLOP/s"),
+        ("training speed", short(recent(run, "tokens_per_s")), "tokens per second, median"),
         *usage_tiles(run),
-        ("decode", measured(speed, ",.0f" if (speed or 0) >= 100 else ".3g"), "tokens per second at batch 1"),
-        ("bandwidth used", measured(decode.get("percent_of_probe"), ".0f", " %"), "of the measured read speed"),
+        ("MFU", measured(mfu, ".1f", " %"), "of the hardware's peak FLOP/s, median"),
+        ("decode", measured(speed, ",.0f" if (speed or 0) >= 100 else ".3g"), of_decode),
     ))  # fmt: skip
 
 
-def training_cards(run: Run) -> str:
-    if not run.kept_rows:
-        return card("Training", none("not measured: metrics.jsonl has no rows yet"))
-    attempts = panels.attempts_of(run)
-    names = [f"{phase} · attempt {n}" if len(run.phases) > 1 else f"attempt {n}" for phase, n in attempts]
-    chips = [chip(colour(i), name) for i, name in enumerate(names[:CHIPS])]
-    chips += [f"and {len(names) - CHIPS} more attempts"] * (len(names) > CHIPS)
+def recent(run: Run, key: str) -> float | None:
+    """The median of the last rows, which a restart or a slow node does not move."""
+    known = [row[key] for row in run.kept_rows[-RECENT:] if row[key] is not None]
+    return median(known) if known else None
+
+
+def training_card(run: Run) -> str:
+    if len(panels.not_measured(run, panels.TRAINING)) == len(panels.TRAINING):
+        return card("Training", none("not measured: metrics.jsonl has no figures yet"))
+    legend = []
+    for index, phase in enumerate(run.phases):
+        many = sum(of == phase for of, _ in panels.attempts_of(run))
+        legend.append(legend_entry(phase, colour(index), f"{phase}{f' · {many} attempts' * (many > 1)}"))
     if any(row["valid_loss"] is not None for row in run.kept_rows):
-        chips.append(chip(panels.VALID, "validation loss"))
-    training = f'<p class="chips">{"".join(chips)}</p>{chart(panels.training_figure(run), f"training-{run.name}")}'
-    machine = chart(panels.machine_figure(run), f"machine-{run.name}")
-    of_machine = "Checkpoint seconds stand in the first row after the save. Waiting and memory are rank 0's."
-    cards = card("Training", training, training_caption(run)) + sources_card(run)
-    return cards + card("Statistics and machine", machine, of_machine)
+        legend.append(legend_entry("validation", panels.VALID, "validation loss"))
+    figure = chart(panels.training_figure(run), f"training-{run.name}", legend)
+    return card("Training", figure, training_caption(run))
+
+
+def machine_card(run: Run) -> str:
+    absent = panels.not_measured(run, panels.MACHINE)
+    if not run.kept_rows or len(absent) == len(panels.MACHINE):
+        return ""
+    caption = "Waiting and memory are rank 0's; checkpoint seconds stand in the first row after the save."
+    caption += f" Not measured: {escape(', '.join(absent))}." if absent else ""
+    return card("Statistics and machine", chart(panels.machine_figure(run), f"machine-{run.name}"), caption)
 
 
 def training_caption(run: Run) -> str:
@@ -109,19 +136,21 @@ def training_caption(run: Run) -> str:
         "logged value.": True,
         "The loss axis leaves out the steepest start and the tips of spikes.": logged >= figures.LONG,
         f"Dotted: {again:,} logged steps that a restart or roll-back repeated; they no longer count.": again,
-        "↻ marks where an attempt took over.": panels.restarts(run),
+        "↻ marks where an attempt took over; every other attempt is paler.": panels.restarts(run),
         f"Drawn from {figures.BUCKETS} groups of neighbouring steps with the extremes of each; every spike is kept.":
             logged > 4 * figures.BUCKETS,
         "▾ above the loss marks an event of the job; hover over it for details.": run.events,
-        "Drag to zoom, double-click to reset.": True,
+        "Drag to zoom either axis, double-click to reset; a click in a legend hides, a double click isolates.": True,
     }  # fmt: skip
-    return " ".join(text for text, said in parts.items() if said)
+    absent = panels.not_measured(run, panels.TRAINING)
+    told = " ".join(text for text, said in parts.items() if said)
+    return told + (f" Not measured: {escape(', '.join(absent))}." if absent else "")
 
 
 def sources_card(run: Run) -> str:
     """What each source contributed, and how well it is predicted, in training and on held-out windows."""
     if not any(row["loss_by_source"] for row in run.kept_rows):
-        return card("Loss by source", none())
+        return ""
     last: dict[str, dict[str, Any]] = {"loss_by_source": {}, "valid_loss_by_source": {}, "tokens_by_source": {}}
     for row in run.kept_rows:
         for key, values in last.items():
@@ -129,49 +158,48 @@ def sources_card(run: Run) -> str:
     losses, valid_losses, counts = last.values()
     total = sum(number(count) or 0.0 for count in counts.values()) or 1.0
     rows = []
-    for place, name in enumerate(figures.sources_of(run)):
-        count = number(counts.get(name))
+    places, legend = figures.source_places(run), []
+    for name in figures.sources_of(run):
+        count, place = number(counts.get(name)), places[name]
+        legend.append(legend_entry(name, place))
         cells = [line_chip(place, name), short(count), measured(count and 100 * count / total, ".1f", " %")]
         rows.append([*cells, *(measured(by_source.get(name), ".4f") for by_source in (losses, valid_losses))])
     head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
     caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
-    figure = chart(figures.sources_figure(run), f"sources-{run.name}")
-    return card("Loss by source", figure + table(head, rows), caption)
-
-
-def measurements(run: Run) -> str:
-    layout = "stack" if len(run.evals_of("bits_per_byte")) > 1 else "pair"  # curves over checkpoints need the width
-    return f'<div class="{layout}">{bits_card(run)}{decode_card(run)}</div>'
+    figure = chart(figures.sources_figure(run), f"sources-{run.name}", legend)
+    return card("Loss by source", figure + table(head, rows, "numbers"), caption)
 
 
 def bits_card(run: Run) -> str:
     points = [p for p in points_of(run, "bits_per_byte") if isinstance(p.get("sources"), dict)]
     if not points:
-        return card("Bits per byte", none())
+        return ""
 
     def bits_of(point: dict[str, Any], source: str) -> float | None:
         return number(point["sources"].get(source, {}).get("bits_per_byte"))
 
-    last = points[-1]
+    last, places = points[-1], figures.source_places(run)
     bits = {name: bits_of(last, name) for name in last["sources"]}
     names = sorted(bits, key=lambda name: bits[name] or 0.0)
     longest, bars = max((value or 0.0 for value in bits.values()), default=0) or 1.0, ""
-    for index, name in enumerate(names):
+    for name in names:
         label = f"{escape(name)}<small>{escape(str(last['sources'][name].get('category', '')))}</small>"
-        filled, text = bar((bits[name] or 0) / longest, colour(index)), measured(bits[name], ".3f")
+        filled, text = bar((bits[name] or 0) / longest, colour(places[name])), measured(bits[name], ".3f")
         bars += f'<div class="row"><span>{label}</span>{filled}<b>{text}</b></div>'
     body = f"<div>{bars}</div>"
     if len(points) > 1:
-        body += chart(figures.checkpoint_figure(points, names, bits_of), f"bits-{run.name}")
+        figure = figures.checkpoint_figure(points, names, bits_of, [places[name] for name in names])
+        legend = [legend_entry(name, places[name]) for name in names]
+        body += chart(figure, f"bits-{run.name}", legend)
     caption = f"Held-out text, {escape(where_evaluated(last))}. Lower is better."
-    return card("Bits per byte", f'<div class="bits">{body}</div>', caption)
+    return card("Bits per byte", f'<div class="{"bits" if len(points) > 1 else ""}">{body}</div>', caption)
 
 
 def decode_card(run: Run) -> str:
     """The last two decode speeds, beside what reading the weights at the measured bandwidth would allow."""
     records = run.evals_of("decode_speed")[:-3:-1]
     if not records:
-        return card("Decode speed", none())
+        return ""
     caption = "Batch 1. At full bandwidth every byte of a token is read once, as fast as a probe read in the same run."
     if any((number(record.get("percent_of_probe")) or 0) > 100 for record in records):
         caption += " Above 100 %, weights come from the processor's caches, which the probe's buffer does not fit into."

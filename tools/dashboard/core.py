@@ -1,4 +1,4 @@
-"""CORE on the page: the aggregate over tokens, steps or FLOPs, the heat map of its tasks, means by category, the table.
+"""CORE on the page: above loss and learning rate, the heat map of its tasks, means by category, the table.
 
 A `core` record that lacks a task has no aggregate (null): the mean of the others would be another number. It has no
 point in the first figure; the tasks that it has are drawn all the same. Records of different protocols or numbers of
@@ -14,14 +14,35 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from laneformer.config import LaneformerConfig, flops_per_token
-from records.page import BAD, NEUTRAL, PLOT, card, chart, code, colour, line_chip, measured, missing, short, table
+from records.page import (
+    BAD,
+    NEUTRAL,
+    PLOT,
+    card,
+    chart,
+    code,
+    colour,
+    legend_entry,
+    measured,
+    missing,
+    none,
+    short,
+    table,
+)
 from records.run import Run, number
-from tools.dashboard.figures import BUTTONS, MARKS, checkpoint_figure, curve, lines_figure, span
+from tools.dashboard.figures import MARKS, add_choice, checkpoint_figure, curve, flops_of, lines_figure, settled, span
+from tools.dashboard.panels import SIGNED, VALID, Panel, draw_panels, draw_validation, mark_x
 from tools.dashboard.published import CORE_REFERENCES
 
 VERSIONS = {"v1": "solid", "v2": "dash"}  # of the baselines, and how its line is drawn
+TINT = "#8667f7"  # of CORE, apart from the colours of phases and sources
+ALONG = (  # CORE and, on the same axis of x, what moves it
+    Panel("CORE", "centered accuracy, mean of 22 tasks", (), 300, extremes=(), axis={**SIGNED, "nticks": 7}),
+    Panel("Loss", "nats per token, smoothed", ("smooth_loss",), 130, ".4f", axis={**SIGNED, "nticks": 4}),
+    Panel("Learning rate", "", ("lr",), 60, extremes=(), axis={"exponentformat": "power"}),
+)
 BETTER = "#2f6fe0"  # than the baseline; BAD is worse
+FEW = 8  # a table of at most so many tasks is not folded
 NOISY = 0.03  # a standard error of the accuracy above which a task alone says little
 Place = tuple[float, float]  # share of the width, value
 Point = dict[str, Any]  # a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
@@ -53,16 +74,6 @@ def points_of(run: Run, kind: str) -> list[Point]:
 def newest(points: Sequence[Point], *keys: str) -> list[Point]:
     """Of records that agree in `keys` the last one."""
     return list({tuple(str(p.get(key)) for key in keys): p for p in points}.values())
-
-
-def flops_of(run: Run) -> int | None:
-    """Training FLOPs of a token, at the sequence length of the run's first phase."""
-    try:
-        model = LaneformerConfig.from_dict(run.model)
-    except (TypeError, ValueError):
-        return None
-    lengths = [config.get("training", {}).get("seq_len") for config in run.configs.values()]
-    return flops_per_token(model, next((n for n in lengths if n), model.max_position_embeddings))
 
 
 def where_evaluated(record: Point) -> str:
@@ -106,28 +117,53 @@ def figure_of(point: Point, task: str, key: str) -> float | None:
 
 
 def core_figure(curves: Sequence[Curve]) -> go.Figure:
-    """CORE v1 (solid) and v2 (dashed) with one standard error, and the references that lie within reach."""
-    traces, values = [], list[float]()
-    for index, each in enumerate(curves):
-        for version, dashes in VERSIONS.items():
-            known = [(p, y) for p in each.points if (y := number(p.get(f"core_{version}"))) is not None]
-            errors = [number(p.get(f"core_{version}_se")) or 0.0 for p, _ in known]
-            bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
-            if len(known) > MARKS:  # a dashed line would not be seen among as many marks
-                bars |= {"width": 0, "color": f"{colour(index)}55"}
-            look = {"name": f"{each.name}, {version}", "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
-            traces.append(curve(known, colour(index), 2, "circle", line_dash=dashes, error_y=bars).update(look))
-            values += [y + sign * e for (_, y), e in zip(known, errors, strict=True) for sign in (1, -1)]
+    """CORE v1 (solid) and v2 (dashed) of several curves, with the references that lie within reach."""
+    traces = [trace for i, each in enumerate(curves) for trace in core_traces(each, colour(i))]
     figure = lines_figure(traces, hoverformat=".4f")
-    draw_references(figure, values)
+    draw_references(figure, ends_of(traces))
     return figure
+
+
+def along_figure(run: Run, curves: Sequence[Curve]) -> go.Figure:
+    """CORE of a run above its loss and learning rate, with its phases and restarts."""
+    figure = go.Figure(layout=PLOT)
+    traces = [t for i, each in enumerate(curves) for t in core_traces(each, colour(i + 3) if i else TINT)]
+    figure.add_traces(traces)
+    draw_references(figure, ends_of(traces))
+    panels = draw_panels(figure, run, ALONG)
+    if len(panels) > 1 and "smooth_loss" in panels[1].keys:
+        draw_validation(figure, run, "y2")
+        figure.update_layout(yaxis2_range=span(settled([row["smooth_loss"] for row in run.kept_rows])))
+    mark_x(figure, run, panels)
+    return figure
+
+
+def core_traces(each: Curve, tint: str) -> list[go.Scatter]:
+    """One curve in both versions, with one standard error."""
+    traces = []
+    for version, dashes in VERSIONS.items():
+        known = [(p, y) for p in each.points if (y := number(p.get(f"core_{version}"))) is not None]
+        errors = [number(p.get(f"core_{version}_se")) or 0.0 for p, _ in known]
+        bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
+        if len(known) > MARKS:  # a dashed line would not be seen among as many marks
+            bars |= {"width": 0, "color": f"{tint}44"}
+        look = {"name": f"{each.name}, {version}", "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
+        trace = curve(known, tint, 2, "circle", line_dash=dashes, error_y=bars)
+        traces.append(trace.update(look | {"legendgroup": f"{each.name}, {version}"}))
+    return traces
+
+
+def ends_of(traces: Sequence[go.Scatter]) -> list[float]:
+    """The ends of all error bars; the last one is of the last curve's last point."""
+    return [y + sign * e for t in traces for y, e in zip(t.y, t.error_y.array, strict=True) for sign in (1, -1)]
 
 
 def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
     """Lines at the CORE of known models: those below the curves, and the next one above; values: the curves' own.
 
     A name stands on the right if it is far below their ends, else on the left; above its line, but that of a v2, the
-    lower of two, below it. A curve or another name in the way moves it to one of the other places.
+    lower of two, below it. A curve or another name in the way moves it to one of the other places; without a free one
+    there is no line.
     """
     ends, last = span(values) or [0.0, 0.3], values[-1] if values else 0.0
     above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.4 * ends[1]][:1]
@@ -141,6 +177,8 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
             inside = [[left <= x <= left + 0.46 and low <= y <= low + height for x, y in of] for of in (curves, names)]
             crossed.setdefault(place, sum(inside[0]) + len(curves) * sum(inside[1]))
         chosen = min(crossed, key=crossed.__getitem__)
+        if crossed[chosen]:
+            continue  # on a phone its name could not be read
         names.append(
             (0.5 + 0.48 * (1 if chosen[1] == "right" else -1), value + height * (0.5 if chosen[0] == "top" else -0.5))
         )
@@ -148,7 +186,7 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
         label = {"text": f"{name} {value:.4f} ({version})", "font": {"size": 11}}
         look: dict[str, Any] = {"line": line, "opacity": 0.6, "layer": "below"}
         figure.add_hline(value, annotation=label, annotation_position=" ".join(chosen), **look)
-    figure.update_yaxes(range=ends)
+    figure.update_layout(yaxis_range=ends)
 
 
 def curve_points(figure: go.Figure) -> list[Place]:
@@ -172,7 +210,7 @@ def heat_figure(points: Sequence[Point]) -> go.Figure:
     reach = max([0.1, *(abs(c) for row in z["v2"] for c in row if c is not None)])
     scale = [[0, BAD], [0.5, "rgba(138,148,166,0.12)"], [1, BETTER]]
     bar = {"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}}
-    figure = go.Figure(layout={**PLOT, "height": 100 + 21 * len(tasks)})
+    figure = go.Figure(layout={**PLOT, "height": 64 + 21 * len(tasks)})
     figure.add_heatmap(
         z=z["v2"], y=tasks, customdata=[labels] * len(tasks), colorscale=scale, zmin=-reach, zmax=reach, colorbar=bar,
         hovertemplate="%{y}<br>%{customdata}<br>centered %{z:.4f}<extra></extra>", hoverongaps=False, ygap=1,
@@ -182,33 +220,60 @@ def heat_figure(points: Sequence[Point]) -> go.Figure:
     still = {"fixedrange": True, "showgrid": False, "zeroline": False}
     figure.update_xaxes(tickvals=ticks, ticktext=[labels[i] for i in ticks], tickangle=0, **still)
     figure.update_yaxes(autorange="reversed", tickvals=tasks, tickfont={"size": 11}, automargin=True, **still)
-    buttons = [{"label": f"baselines {v}", "method": "restyle", "args": [{"z": [z[v]]}]} for v in reversed(VERSIONS)]
-    left = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": 4}}  # a phone does not show the right
-    figure.update_layout(hovermode="closest", updatemenus=[{**BUTTONS, **left, "buttons": buttons}])
+    figure.data[0].meta = {"baselines": {"v1": {"z": z["v1"]}}}
+    figure.update_layout(hovermode="closest", margin_t=8)
+    add_choice(figure, "baselines", {v: {} for v in reversed(VERSIONS)}, "v2")
     return figure
 
 
 def core_card(run: Run) -> str:
+    """CORE over the run, above loss and learning rate; "" where no checkpoint has one."""
+    curves = drawn_of(core_curves([run]))
+    if not curves:
+        return ""
+    legend = legend_of(curves, [TINT, *(colour(i) for i in range(4, 99))])
+    legend.append(legend_entry("validation", VALID, "validation loss"))
+    caption = (
+        "The mean of 22 centered accuracies, bars are one standard error. v2 has DCLM's corrected baselines; grey "
+        "lines are published values in the version that they name. Drag to zoom."
+    )
+    figure = chart(along_figure(run, curves), f"core-{run.name}", legend)
+    return card("CORE along the run", "".join(last_core(c.last) for c in curves) + figure, caption)
+
+
+def tasks_card(run: Run) -> str:
+    """The tasks of CORE: by checkpoint, by category, and the newest in full."""
     curves = core_curves([run])
     if not curves:
         return ""
-    notes = dict.fromkeys(str(c.last["not_core"]) for c in curves if c.last.get("not_core"))
-    body = f'<ul class="warnings">{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul>' if notes else ""
-    body += "".join(last_core(c.last) for c in curves) + aggregate_chart(curves, f"core-{run.name}")
     points, last = curves[-1].points, curves[-1].last
-    body += f"<h3>Accuracy of each task, {escape(settings_text(last))}</h3>{task_table(last)}"
-    if tasks_of(points):
+    toy, body = last.get("not_core"), ""
+    if toy:
+        rest = len(last.get("missing") or {})
+        body = f"<p>{escape(str(toy))}</p><p class='caption'>The other {rest} tasks of CORE are not in this bundle.</p>"
+    if len(points) > 1 and tasks_of(points):
         heat = chart(heat_figure(points), f"heat-{run.name}")
         body += f'<h3>Centered accuracy by checkpoint (tokens seen)</h3><div class="scroll wide">{heat}</div>'
-    body += categories_part(points, f"categories-{run.name}")
+    if not toy:
+        body += categories_part(points, f"categories-{run.name}")
+    opened = " open" if len(last["tasks"]) <= FEW else ""
+    words = f"Accuracy of each task, {escape(settings_text(last))}"
+    body += f"<details{opened}><summary>{words}</summary>{task_table(last)}</details>{missing_part(last)}"
     hashes = (("data", "data_sha256"), ("tokenizer", "tokenizer_sha256"), ("code", "code_version"))
     made = [f"seed {escape(str(last.get('seed')))}", *(f"{name} {code(last.get(key))}" for name, key in hashes)]
-    caption = (
-        "CORE is the mean of 22 centered accuracies; bars are one standard error. v2 has DCLM's corrected baselines; "
-        f"grey lines are published values in the version that they name. {escape(where_evaluated(last))}: "
-        f"{', '.join(made)}."
-    )
-    return card("CORE", body, caption)
+    title = "Tasks of a toy bundle, not CORE" if toy else "CORE by task"
+    return card(title, body, f"{escape(where_evaluated(last))}: {', '.join(made)}.")
+
+
+def core_tile(run: Run) -> tuple[str, str, str]:
+    """The newest CORE, v2 first; or why there is none."""
+    curves = core_curves([run])
+    for last in (c.last for c in reversed(drawn_of(curves))):
+        error = number(last.get("core_v2_se"))
+        note = f"{f'± {error:.4f}, ' if error else ''}corrected baselines (v2); v1 {measured(last['core_v1'], '.4f')}"
+        return "CORE", measured(last.get("core_v2"), ".4f"), note
+    known = len(curves[-1].last["tasks"]) if curves else 0
+    return "CORE", none(), f"{known} of its 22 tasks evaluated" if known else "no evaluation yet"
 
 
 def last_core(last: Point) -> str:
@@ -226,12 +291,14 @@ def aggregate(point: Point, version: str) -> str:
     return '<b class="missing">N/A</b>' if value is None else f"<b>{value:.4f}</b>"
 
 
-def aggregate_chart(curves: Sequence[Curve], name: str) -> str:
-    drawn = [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
-    if not drawn:
-        return ""
-    chips = "".join(line_chip(i, c.name) for i, c in enumerate(drawn))
-    return f'<p class="chips">{chips}<span>solid: v1, dashed: v2</span></p>{chart(core_figure(drawn), name)}'
+def drawn_of(curves: Sequence[Curve]) -> list[Curve]:
+    """Those that have an aggregate."""
+    return [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
+
+
+def legend_of(curves: Sequence[Curve], tints: Sequence[str]) -> list[str]:
+    return [legend_entry(f"{each.name}, {v}", tint, f"{each.name}, {v}" if len(curves) > 1 else v, dashes)
+            for each, tint in zip(curves, tints, strict=False) for v, dashes in VERSIONS.items()]  # fmt: skip
 
 
 def checkpoint_text(point: Point) -> str:
@@ -247,15 +314,17 @@ def categories_part(points: Sequence[Point], name: str) -> str:
     means = {category: mean(points[-1], category) for category in points[-1].get("categories") or {}}
     if all(mean is None for mean in means.values()):
         return ""
-    chips = [missing(f"{c}: N/A") if m is None else line_chip(i, c) for i, (c, m) in enumerate(means.items())]
-    figure = checkpoint_figure(points, list(means), mean)
+    known = [category for category, m in means.items() if m is not None]
+    legend = [legend_entry(c, i) for i, c in enumerate(known)]
+    figure = checkpoint_figure(points, known, mean)
     figure.update_yaxes(zeroline=True, zerolinecolor=NEUTRAL)  # the baseline
-    title = "<h3>Means by category, centered on v2</h3>"
-    return f'{title}<p class="chips">{"".join(chips)}</p>{chart(figure, name)}'
+    absent = [category for category, m in means.items() if m is None]
+    words = f'<p class="caption">{missing("N/A")}: {escape(", ".join(absent))}</p>' if absent else ""
+    return f"<h3>Means by category, centered on v2</h3>{chart(figure, name, legend)}{words}"
 
 
 def task_table(point: Point) -> str:
-    """The scored tasks of one record with how they were asked, and one line for the missing ones with their reasons."""
+    """The scored tasks of one record with how they were asked."""
     rows = []
     for task, found in point["tasks"].items():
         error = number(found.get("standard_error"))
@@ -268,13 +337,18 @@ def task_table(point: Point) -> str:
             *(measured(found.get(f"centered_{v}"), ".4f") for v in VERSIONS),
         ])  # fmt: skip
     head = ("task", "category", "type", "shots", "items", "accuracy ± SE", "baseline", "centered v1", "centered v2")
-    reasons = point.get("missing") or {}
+    return table(head, rows, "numbers") if rows else ""
+
+
+def missing_part(point: Point) -> str:
+    """One line for the tasks that a record lacks, with their reasons; of a toy bundle the card has said it."""
+    reasons = {} if point.get("not_core") else point.get("missing") or {}
     if not reasons:
-        return table(head, rows)
+        return ""
     why = escape("".join(f"{task}: {reason}\n" for task, reason in reasons.items()))
-    words = missing(f"{len(reasons)} of {len(reasons) + len(rows)} tasks missing")
-    rest = f"{words}, hence no CORE: {escape(', '.join(reasons))}</summary><pre>{why}</pre>"
-    return (table(head, rows) if rows else "") + f"<details><summary>{rest}</details>"
+    words = missing(f"{len(reasons)} of {len(reasons) + len(point['tasks'])} tasks missing")
+    names = escape(", ".join(reasons))
+    return f"<details><summary>{words}, hence no CORE: {names}</summary><pre>{why}</pre></details>"
 
 
 def core_of_all(runs: Sequence[Run]) -> str:
@@ -287,4 +361,7 @@ def core_of_all(runs: Sequence[Run]) -> str:
         found = [figure_of(c.last, task, "accuracy") for c in curves]
         rows.append([escape(task), *(missing("missing") if value is None else f"{value:.4f}" for value in found)])
     head = ("accuracy at the last checkpoint", *(c.name for c in curves))
-    return card("CORE of all runs", aggregate_chart(curves, "core-comparison") + table(head, rows))
+    drawn = drawn_of(curves)
+    figure = chart(core_figure(drawn), "core-comparison", legend_of(drawn, [colour(i) for i in range(len(drawn))]))
+    every = f"<details><summary>Every task at the last checkpoint</summary>{table(head, rows[1:])}</details>"
+    return card("CORE of all runs", (figure if drawn else "") + table(head, rows[:1]) + every)

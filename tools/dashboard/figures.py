@@ -11,6 +11,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from laneformer.config import LaneformerConfig, flops_per_token
 from records.page import PLOT, colour, dash
 from records.run import Run, number
 
@@ -24,8 +25,8 @@ AXES = {  # name -> key of a row or record, title
     "steps": ("x_step", "step, all phases"),
     "FLOPs": ("x_flops", "training FLOPs, all phases"),
 }
-BUTTONS = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}, "x": 1,
-           "xanchor": "right"}  # fmt: skip
+SMOOTHING = {"light": 0.2, "medium": 1.0, "strong": 5.0}  # and "off"; factors of the half-life
+SMOOTH_KEYS = {level: "smooth_loss" if level == "medium" else f"smooth_loss_{level}" for level in SMOOTHING}
 
 
 # curves
@@ -33,12 +34,19 @@ BUTTONS = {"type": "buttons", "direction": "right", "bgcolor": "rgba(0,0,0,0)", 
 
 def curve(points: Points, tint: str, width: float = 2, marks: str = "", **more: Any) -> go.Scatter:
     """One curve; its places on all AXES travel along as `meta`, for `switch_x`. marks: a plotly symbol."""
+    places = {axis: {"x": [row.get(key) for row, _ in points]} for axis, (key, _) in AXES.items()}
     return go.Scatter(
-        y=[y for _, y in points], line={"color": tint, "width": width},
-        meta={axis: [row.get(key) for row, _ in points] for axis, (key, _) in AXES.items()},
+        y=[y for _, y in points], line={"color": tint, "width": width}, meta={"x": places},
         mode="lines+markers" if marks and len(points) <= MARKS else "lines",
         marker={"symbol": marks or "circle", "size": 6, "color": tint},
     ).update(more)  # fmt: skip
+
+
+def smoothed(trace: go.Scatter, levels: dict[str, list[float | None]], off: dict[str, Any]) -> go.Scatter:
+    """The curve with its other levels of smoothing; it is drawn at "medium". off: changes without smoothing."""
+    others = {level: {"y": values} for level, values in levels.items() if level != "medium"}
+    trace.meta = {**trace.meta, "smoothing": {"off": off, **others}}
+    return trace
 
 
 def points(rows: Rows, key: str) -> list[tuple[dict[str, Any], float | None]]:
@@ -46,36 +54,67 @@ def points(rows: Rows, key: str) -> list[tuple[dict[str, Any], float | None]]:
     return [(row, None if row[key] is None else float(f"{row[key]:.6g}")) for row in rows]
 
 
+def key_curve(rows: Rows, key: str, tint: str, width: float = 1.2, marks: str = "", **more: Any) -> go.Scatter:
+    """The curve of one figure of a run's rows; that of a loss has its levels of smoothing."""
+    trace = curve(points(rows, key), tint, width, marks, **more)
+    if key == "smooth_loss":
+        return smoothed(trace, {level: values_of(rows, of) for level, of in SMOOTH_KEYS.items()}, {"visible": False})
+    return smoothed(trace, {}, {"opacity": 1}) if key == "loss" else trace
+
+
+def values_of(rows: Rows, key: str) -> list[float | None]:
+    return [value for _, value in points(rows, key)]
+
+
 def lines_figure(curves: Sequence[go.Scatter], height: int = 380, **y_axis: Any) -> go.Figure:
     """Curves over each other."""
     figure = go.Figure(curves, {**PLOT, "height": height})
-    figure.update_yaxes(fixedrange=True, zeroline=False, nticks=7, **y_axis)
+    figure.update_layout(margin_t=10)
+    figure.update_yaxes(zeroline=False, nticks=7, **y_axis)
     switch_x(figure)
     return figure
 
 
-def checkpoint_figure(records: Rows, names: Sequence[str], value: Callable[..., float | None]) -> go.Figure:
-    """A curve a name over evaluated checkpoints. value: of (record, name), None where it is not known."""
+def checkpoint_figure(
+    records: Rows, names: Sequence[str], value: Callable[..., float | None], places: Sequence[int] = ()
+) -> go.Figure:
+    """A curve a name over evaluated checkpoints. value: of (record, name), None if unknown. places: in the palette."""
     found = [[(record, y) for record in records if (y := value(record, name)) is not None] for name in names]
-    curves = [curve(known, colour(i), marks="circle", name=names[i]) for i, known in enumerate(found)]
-    return lines_figure(curves, 276, hoverformat=".4f")
+    places = places or range(len(names))
+    curves = [
+        curve(known, colour(i), marks="circle", name=name, legendgroup=name, line_dash=dash(i))
+        for known, name, i in zip(found, names, places, strict=True)
+    ]
+    later = [y for known in found for _, y in known[len(known) // 20 :]]  # the first ones would flatten the rest
+    return lines_figure(curves, 276, hoverformat=".4f", range=span(later))
 
 
-def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None = None, **place: Any) -> None:
-    """Give all curves their x, with a button for every axis on which all points have a place.
+def add_choice(figure: go.Figure, name: str, options: dict[str, dict[str, Any]], chosen: str) -> None:
+    """A row of buttons above the chart, see records.page.chart. options: {option: changes of the layout}."""
+    meta = figure.layout.meta or {"choices": {}, "chosen": {}}
+    choices, known = {**meta["choices"], name: options}, {**meta["chosen"], name: chosen}
+    figure.update_layout(meta={"choices": choices, "chosen": known})
 
-    changes: the changes of the layout that belong to an axis; its title where there are none. place: of the buttons.
+
+def add_smoothing(figure: go.Figure) -> None:
+    """The choices of a figure whose first y axis is a loss."""
+    add_choice(figure, "smoothing", {level: {} for level in ("off", *SMOOTHING)}, "medium")
+    add_choice(figure, "scale", {"linear": {}, "log": {"yaxis.type": "log"}}, "linear")
+
+
+def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None = None) -> None:
+    """Give all curves their x, with a choice of the axes on which all points have a place.
+
+    changes: the changes of the layout that belong to an axis; its title where there are none.
     """
-    found = [trace.meta for trace in figure.data]
-    known = [axis for axis in AXES if all(x is not None for at in found for x in at[axis])] or ["steps"]
+    found = [trace.meta["x"] for trace in figure.data]
+    known = [axis for axis in AXES if all(x is not None for at in found for x in at[axis]["x"])] or ["steps"]
     changes = changes or (lambda axis: {"xaxis.title.text": AXES[axis][1]})
-    args = {a: [{"x": [at[a] for at in found]}, {**changes(a), "xaxis.autorange": True}] for a in known}
-    for trace, x in zip(figure.data, args[known[0]][0]["x"], strict=True):
-        trace.update(x=x, meta=None)
-    buttons = [{"label": axis, "method": "update", "args": args[axis]} for axis in known]
-    place = place or {"y": 1, "yanchor": "bottom", "pad": {"b": 4}}
-    figure.update_layout(args[known[0]][1])
-    figure.update_layout(updatemenus=[{**BUTTONS, **place, "buttons": buttons}] if len(known) > 1 else [])
+    for trace, at in zip(figure.data, found, strict=True):
+        trace.update(x=at[known[0]]["x"])
+        trace.meta = {**trace.meta, "x": {axis: at[axis] for axis in known[1:]}}
+    figure.update_layout({path.replace(".", "_"): value for path, value in changes(known[0]).items()})
+    add_choice(figure, "x", {axis: changes(axis) for axis in known}, known[0])
     figure.update_xaxes(title_font_size=12, exponentformat="SI", nticks=8, zeroline=False)
 
 
@@ -116,18 +155,33 @@ def half_life_rows(run: Run) -> float:
     return max(2.0, len(run.kept_rows) / 200)
 
 
-def smooth_losses(run: Run) -> None:
-    """Set `smooth_loss` of all rows that count, phase by phase."""
+def prepare(run: Run) -> None:
+    """Set `smooth_loss`, in all levels of SMOOTHING and phase by phase, and `x_flops` of all rows and events."""
+    flops = flops_of(run)
+    for row in (*run.events, *(row for segment in run.segments for row in segment.rows)):
+        row["x_flops"] = None if flops is None or row["x_tokens"] is None else float(f"{row['x_tokens'] * flops:.7g}")
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
-        for row, mean in zip(rows, smooth([row["loss"] for row in rows], half_life_rows(run)), strict=True):
-            row["smooth_loss"] = mean
+        for level, factor in SMOOTHING.items():
+            means = smooth([row["loss"] for row in rows], factor * half_life_rows(run))
+            for row, mean in zip(rows, means, strict=True):
+                row[SMOOTH_KEYS[level]] = mean
+
+
+def flops_of(run: Run) -> int | None:
+    """Training FLOPs of a token, at the sequence length of the run's first phase."""
+    try:
+        model = LaneformerConfig.from_dict(run.model)
+    except (TypeError, ValueError):
+        return None
+    lengths = [config.get("training", {}).get("seq_len") for config in run.configs.values()]
+    return flops_per_token(model, next((n for n in lengths if n), model.max_position_embeddings))
 
 
 def settled(values: Sequence[float | None]) -> list[float]:
-    """The known values; of a long curve without its first fiftieth, which would flatten the rest."""
+    """The known values; of a long curve without its first part, which would flatten the rest."""
     known = [value for value in values if value is not None]
-    return known[len(known) // 50 :] if len(known) >= LONG else known
+    return known[len(known) // 16 :] if len(known) >= LONG else known
 
 
 def span(values: Sequence[float]) -> list[float] | None:
@@ -150,35 +204,58 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
         validated = points([row for row in rows if row["valid_loss"] is not None], "valid_loss")
         rows = [rows[i] for i in sample(rows, BUCKETS, [("smooth_loss", min), ("smooth_loss", max)])]
         known = points([row for row in rows if row["smooth_loss"] is not None], "smooth_loss")
-        curves.append(curve(points(rows, "smooth_loss"), colour(index), name=run.name, line_dash=dash(index)))
-        curves.append(curve(validated, colour(index), marks="diamond", name=f"{run.name}, validation", mode="markers"))
+        look: dict[str, Any] = {"name": run.name, "legendgroup": run.name}
+        line = curve(points(rows, "smooth_loss"), colour(index), line_dash=dash(index), **look)
+        levels = {level: values_of(rows, key) for level, key in SMOOTH_KEYS.items()}
+        curves.append(smoothed(line, levels, {"y": values_of(rows, "loss")}))
+        look |= {"name": f"{run.name}, validation", "mode": "markers"}
+        curves.append(curve(validated, colour(index), marks="diamond", **look))
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
         if known and parent:
-            look: dict[str, Any] = {"name": f"{run.name} begins at {parent}", "mode": "markers"}
-            look |= {"marker": {"size": 12, "line": {"width": 2}}, "hovertemplate": "%{fullData.name}<extra></extra>"}
+            look |= {"name": f"{run.name} begins at {parent}", "hovertemplate": "%{fullData.name}<extra></extra>"}
+            look |= {"marker": {"size": 12, "line": {"width": 2}}}
             curves.append(curve(known[:1], colour(index), marks="circle-open", **look))
-    return lines_figure(curves, range=span(losses))
+    figure = lines_figure(curves, range=span(losses), hoverformat=".4f")
+    add_smoothing(figure)
+    return figure
 
 
 def sources_of(run: Run) -> list[str]:
-    """All sources that any phase names, in order; the place of a source is its colour."""
+    """All sources that any phase trains on, in order."""
     keys = ("loss_by_source", "tokens_by_source")
     return list(dict.fromkeys(name for row in run.kept_rows for key in keys for name in row[key]))
 
 
+def source_places(run: Run) -> dict[str, int]:
+    """The place of every source in the palette, in all figures: those of training first, then held-out text's."""
+    held_out = (name for record in run.evals_of("bits_per_byte") for name in record.get("sources") or {})
+    return {name: index for index, name in enumerate(dict.fromkeys([*sources_of(run), *held_out]))}
+
+
 def sources_figure(run: Run) -> go.Figure:
     """Loss by source, smoothed (lines), and validation loss by source (diamonds)."""
-    curves, shown, sources, half_life = [], list[float](), sources_of(run), half_life_rows(run)
+    curves, shown, sources, half_life = [], list[float](), source_places(run), half_life_rows(run)
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         every = max(1, len(rows) // (2 * BUCKETS))
-        for index, name in enumerate(sources):
-            losses = smooth([number(row["loss_by_source"].get(name)) for row in rows], half_life)
-            line = [(row, y) for row, y in zip(rows, losses, strict=True) if y is not None]
-            line = [(row, float(f"{y:.6g}")) for row, y in (*line[::every], *line[-1:])]
+        for name in sources_of(run):
+            raw = [number(row["loss_by_source"].get(name)) for row in rows]
+            drawn = [i for i, value in enumerate(raw) if value is not None]
+            drawn = [*drawn[::every], *drawn[-1:]]
+            levels = {level: rounded(smooth(raw, factor * half_life), drawn) for level, factor in SMOOTHING.items()}
             valid = [(row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None]
-            curves.append(curve(line, colour(index), 1.8, name=name, line_dash=dash(index)))
-            look = {"name": f"{name}, validation", "line_dash": dash(index), "opacity": 0.8}
-            curves.append(curve(valid, colour(index), 0.8, "diamond").update(look))
-            shown += [*settled([y for _, y in line]), *sorted(y for _, y in valid)[:1]]
-    return lines_figure(curves, range=span(shown), hoverformat=".4f")
+            look: dict[str, Any] = {"legendgroup": name, "line_dash": dash(sources[name])}
+            line = [(rows[i], y) for i, y in zip(drawn, levels["medium"], strict=True)]
+            trace = curve(line, colour(sources[name]), 1.8, name=name, **look)
+            curves.append(smoothed(trace, levels, {"y": rounded(raw, drawn)}))
+            look |= {"name": f"{name}, validation", "opacity": 0.8}
+            curves.append(curve(valid, colour(sources[name]), 0.8, "diamond").update(look))
+            shown += [*settled(levels["medium"]), *sorted(y for _, y in valid)[:1]]
+    figure = lines_figure(curves, range=span(shown), hoverformat=".4f")
+    add_smoothing(figure)
+    return figure
+
+
+def rounded(values: Sequence[float | None], chosen: Sequence[int]) -> list[float | None]:
+    """The chosen values with six digits."""
+    return [None if (y := values[i]) is None else float(f"{y:.6g}") for i in chosen]

@@ -37,7 +37,7 @@ def usage_tiles(run: Run) -> tuple[tuple[str, str, str], ...]:
     if not rows or rows[-1]["time"] is None:
         return ("time left", none(), "nothing logged"), ("GPU-hours", none(), "nothing logged")
     left_s = None if of.finish_time is None else of.finish_time - rows[-1]["time"]
-    left = none() if left_s is None else duration(left_s) if left_s else "none"
+    left = none() if left_s is None else duration(left_s) if left_s else "done"
     total = None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
     end = f"until {utc(of.finish_time)} UTC" if left_s else "training.steps reached" if left_s == 0 else "steps unknown"
     note = ", ".join(filter(None, (f"of {short(total)}" if total else "", money(total, pricing))))
@@ -88,7 +88,7 @@ def incidents_card(run: Run) -> str:
 def said_by(event: dict[str, Any]) -> str:
     """What an event says: its text or reason, else its other facts."""
     text = event.get("text") or event.get("reason")
-    known = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens", "rank", "host"}
+    known = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens", "x_flops", "rank", "host"}
     facts = {k: v for k, v in event.items() if k not in known and v is not None}
     return escape(str(text or ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items())))
 
@@ -109,7 +109,7 @@ def layers_card(run: Run) -> str:
 def layers_figure(rows: Sequence[dict[str, Any]]) -> go.Figure:
     """Heat maps (layer by step) above each other."""
     figure, panels = go.Figure(layout=PLOT), tuple(LAYERS.values())
-    lay_out(figure, panels, panels)
+    lay_out(figure, panels)
     for place, (key, (bottom, top)) in enumerate(zip(LAYERS, domains(panels), strict=True), start=1):
         values = [known_in(row, key) for row in rows]
         grid = [[each[i] if i < len(each) else None for each in values] for i in range(max(map(len, values)))]

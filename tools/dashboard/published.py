@@ -2,7 +2,7 @@
 
 CORE has two versions of its baselines (DCLM corrected three of them in September 2025): a value without its version
 says nothing. GPT-2: nanochat's leaderboard, v1 only. DCLM: its result files (its largest run of 1B parameters, and
-DCLM-7B). Laneformer 2B: its authors' own figures; of RULER they give no scores by task.
+DCLM-7B). Laneformer 2B: its model card (batch 1, FP16, its authors' endpoint).
 """
 
 from __future__ import annotations
@@ -34,3 +34,13 @@ CODE = {("humaneval+", "v0.1.10"): 0.451, ("mbpp+", "v0.2.0"): 0.516}
 # lm-eval task -> (metric, value); 0-shot
 LM_EVAL = {"arc_challenge": ("acc_norm", 0.3106), "arc_easy": ("acc_norm", 0.4790)}
 RULER_LENGTHS = ("2048", "4096")
+# RULER-style tasks: 500 samples, greedy chat, string match; percent at RULER_LENGTHS
+_RULER = {
+    "niah_single_1": (100.00, 100.00), "niah_single_2": (100.00, 100.00), "niah_single_3": (99.80, 91.60),
+    "niah_multikey_1": (99.20, 83.40), "niah_multikey_2": (97.80, 60.00), "niah_multikey_3": (91.80, 91.20),
+    "niah_multiquery": (95.40, 69.70), "niah_multivalue": (94.60, 82.20), "ruler_vt": (77.92, 3.92),
+    "ruler_cwe": (24.72, 78.14), "ruler_fwe": (78.80, 64.73),
+}  # fmt: skip
+RULER = {
+    length: {task: scores[i] / 100 for task, scores in _RULER.items()} for i, length in enumerate(RULER_LENGTHS)
+}  # length -> task -> share

@@ -1,4 +1,4 @@
-"""The cards of what a model can do. A new evaluation is one row of CARDS and the function that writes its card.
+"""The cards of what a model can do: code, questions, long context, contamination, samples, and all records.
 
 A missing score is red, and then there is no mean: the mean of the others would be another number.
 """
@@ -6,34 +6,122 @@ A missing score is red, and then there is no mean: the mean of the others would 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from evals.lm_eval.tasks import RULER_TASKS
-from records.evals import PROVENANCE
-from records.page import card, code, measured, missing, none, percent, short, table, utc
+from records.page import card, chart, code, colour, legend_entry, measured, missing, none, percent, short, table, utc
 from records.run import Run, number
-from tools.dashboard.core import Point, core_card, newest, points_of, where_evaluated
-from tools.dashboard.published import CODE, LM_EVAL, MODEL, RULER_LENGTHS
+from tools.dashboard.core import Point, newest, points_of, where_evaluated
+from tools.dashboard.figures import Points, curve, lines_figure, span
+from tools.dashboard.published import CODE, LM_EVAL, MODEL, RULER, RULER_LENGTHS
 
 SAMPLES = 8  # checkpoints of a prompt that are shown
 LISTED = 40  # more evaluations than this are counted, not listed
-# in the list of evaluations: which figures come first, and what is said of how it was made
-PREFERRED = ("core_v1", "core_v2", "pass@1_plus", "bits_per_byte", "loss", "tokens_per_s", "percent_of_probe")
+# in the list of evaluations: how each was made, and by what
 HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
-       "limit": "limit ", "haystack": "haystack ", "not_core": ""}  # fmt: skip
-NOT_FIGURES = {*PROVENANCE, *HOW, *PREFERRED, "checkpoint_time", "max_new_tokens", "temperature"}
+       "limit": "limit ", "haystack": "haystack "}  # fmt: skip
+BY = ("scorer", "backend", "device", "dtype")
+NAMES = {"humaneval+": "HumanEval+", "mbpp+": "MBPP+", "arc_challenge": "ARC-Challenge", "arc_easy": "ARC-Easy"}
 
 
-def score_cards(run: Run) -> str:
-    """All cards of scores of a run; one line for those that it has none of."""
-    cards = "".join(write(run) for write in CARDS.values())
-    return cards or card("Scores", none(f"not measured: {', '.join(CARDS)}"))
+class Series(NamedTuple):
+    """One score over checkpoints, all asked in the same way; published: the same score of the published model."""
+
+    name: str
+    points: Points
+    published: float | None
 
 
-def code_card(run: Run) -> str:
+def scores_card(run: Run) -> str:
+    """Code, lm-eval's tasks and RULER: curves over checkpoints and the newest values, beside the published model's."""
+    groups = {"Code": ("pass@1", code_series(run)), "Questions": ("acc_norm", lm_eval_series(run)),
+              "Long context": ("RULER, mean of its tasks", ruler_series(run))}  # fmt: skip
+    panels = "".join(
+        f"<div><h3>{title} <small>{unit}</small></h3>{panel(series, f'{title.split()[0].lower()}-{run.name}')}</div>"
+        for title, (unit, series) in groups.items() if series
+    )  # fmt: skip
+    tables = {"Code: settings and control": code_table(run), "Questions: settings": lm_eval_table(run)}
+    details = "".join(f"<details><summary>{title}</summary>{body}</details>" for title, body in tables.items() if body)
+    body = (f'<div class="triple">{panels}</div>' if panels else "") + ruler_table(run) + details
+    caption = f"The mark in a bar, the grey figure beside it and the dotted line are what {MODEL}'s authors published "
+    caption += "of their instruction-tuned model, asked greedily."
+    return card(f"Beside {MODEL}", body, caption) if body else ""
+
+
+def panel(series: Sequence[Series], name: str) -> str:
+    """Bars of the newest values, and curves where there are several checkpoints."""
+    entries, curves, values = [], [], list[float]()
+    for index, (label, points, published) in enumerate(series):
+        tint, last = colour(index), points[-1][1]
+        mark = "" if published is None else f'<u style="left:{100 * published:.1f}%"></u>'
+        beside = "" if published is None else f"<small>{percent(published)}</small>"
+        bar = f'<span class="bar"><i style="width:{100 * (last or 0):.1f}%;background:{tint}"></i>{mark}</span>'
+        entries.append(f'<span class="bullet">{legend_entry(label, tint)}{bar}<b>{percent(last)}</b>{beside}</span>')
+        curves.append(curve(points, tint, marks="circle", name=label, legendgroup=label))
+        values += [y for y in (*(y for _, y in points), published) if y is not None]
+    if all(len(points) < 2 for _, points, _ in series):
+        return f'<p class="chips">{"".join(entries)}</p>'
+    figure = lines_figure(curves, 230, range=span(values), tickformat=".0%", hoverformat=".1%", fixedrange=True)
+    for index, each in enumerate(series):
+        if each.published is not None:
+            figure.add_hline(each.published, line={"color": colour(index), "width": 1.4, "dash": "dot"})
+    figure.update_layout(meta=None, xaxis_nticks=5)
+    return chart(figure, name, entries)
+
+
+def code_series(run: Run) -> list[Series]:
+    """pass@1 on the extended tests, by set and way of asking."""
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for point in points_of(run, "code"):
+        if (value := number(point.get("pass@1_plus"))) is not None:
+            key = tuple(str(point.get(name)) for name in ("dataset", "version", "protocol", "prompt"))
+            found.setdefault(key, []).append((point, value))
+    return [
+        Series(NAMES.get(key[0], key[0]) + (f", {key[2]}" if key[2] != "greedy" else ""), points,
+               CODE.get((key[0], key[1])))
+        for key, points in found.items()
+    ]  # fmt: skip
+
+
+def lm_eval_series(run: Run) -> list[Series]:
+    """Each of lm-eval's tasks but RULER's, in the metric of the published value, else acc_norm or the first one."""
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    for point in points_of(run, "lm_eval"):
+        for task, metrics in metrics_of(point).items():
+            known = [name for name, value in metrics.items() if value is not None and not name.endswith("_stderr")]
+            wanted = [name for name in (LM_EVAL.get(task, ("",))[0], "acc_norm", *known) if name in known]
+            if wanted:
+                found.setdefault((task, wanted[0], how_asked(point)), []).append((point, metrics[wanted[0]]))
+    ways = {task: sum(other == task for other, *_ in found) for task, *_ in found}
+    return [
+        Series(NAMES.get(task, task) + f" {metric}" * (metric != "acc_norm") + how * (ways[task] > 1), points,
+               LM_EVAL[task][1] if LM_EVAL.get(task, ("",))[0] == metric else None)
+        for (task, metric, how), points in found.items()
+    ]  # fmt: skip
+
+
+def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
+    """task -> metric -> value of an lm_eval record, without RULER's tasks."""
+    tasks = {task: metrics for task, metrics in (point.get("tasks") or {}).items() if isinstance(metrics, dict)}
+    return {task: {name.split(",")[0]: number(value) for name, value in metrics.items()}
+            for task, metrics in tasks.items() if task not in RULER_TASKS}  # fmt: skip
+
+
+def ruler_series(run: Run) -> list[Series]:
+    """The mean of RULER's tasks by length, of the checkpoints that have them all, asked as the newest one."""
+    series = []
+    for length, entries in sorted(ruler_scores(points_of(run, "lm_eval")).items(), key=lambda item: int(item[0])):
+        whole = [e for e in entries if e.how == entries[-1].how and len(e.scores) == len(RULER_TASKS)]
+        published = fmean(RULER[length].values()) if length in RULER else None
+        points = [(e.point, fmean(e.scores.values())) for e in whole]
+        series += [Series(f"{int(length):,} tokens", points, published)] if points else []
+    return series
+
+
+def code_table(run: Run) -> str:
     """HumanEval+ and MBPP+, the control of the same run, and the published value."""
     rows = []
     for point in newest(points_of(run, "code"), "dataset", "version", "protocol", "prompt"):
@@ -54,7 +142,7 @@ def code_card(run: Run) -> str:
         ])  # fmt: skip
     head = ("set", "how", "problems × answers", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k base / plus",
             "control", "sandbox", "checkpoint")  # fmt: skip
-    return card("Code", table(head, rows, "wrap")) if rows else ""
+    return table(head, rows, "wrap") if rows else ""
 
 
 def pass_at_k_text(point: Point) -> str:
@@ -73,13 +161,11 @@ def control_text(control: dict[str, Any]) -> str:
     return said
 
 
-def lm_eval_card(run: Run) -> str:
+def lm_eval_table(run: Run) -> str:
     """lm-eval's tasks but RULER's, the newest record of each, beside the published values."""
-    latest: dict[str, tuple[Point, dict[str, Any]]] = {}
-    for point in points_of(run, "lm_eval"):
-        for task, metrics in (point.get("tasks") or {}).items():
-            if isinstance(metrics, dict) and task not in RULER_TASKS:
-                latest[task] = point, {name.split(",")[0]: number(value) for name, value in metrics.items()}
+    latest = {
+        task: (point, metrics) for point in points_of(run, "lm_eval") for task, metrics in metrics_of(point).items()
+    }
     rows = []
     for task, (point, metrics) in latest.items():
         errors = {name: f" ± {100 * e:.1f}" for name in metrics if (e := metrics.get(f"{name}_stderr")) is not None}
@@ -89,41 +175,60 @@ def lm_eval_card(run: Run) -> str:
         published = f"{metric} {percent(value)}" if value is not None else "not given"
         how = escape(how_asked(point).removeprefix(", "))
         rows.append([escape(task), "<br>".join(results), published, how, escape(where_evaluated(point))])
-    head = ("task", "result", f"{MODEL}, 0-shot", "how", "checkpoint")
-    return card("lm-eval", table(head, rows)) if rows else ""
+    return table(("task", "result", f"{MODEL}, 0-shot", "how", "checkpoint"), rows) if rows else ""
 
 
-def ruler_card(run: Run) -> str:
-    """RULER: eleven tasks by length; a length's mean only when all tasks are there."""
-    scores, sources = ruler_scores(points_of(run, "lm_eval"))
-    if not scores:
+def ruler_table(run: Run) -> str:
+    """RULER: eleven tasks by length, ours beside the published; a length's mean only when all tasks are there."""
+    newest_of = {length: entries[-1] for length, entries in ruler_scores(points_of(run, "lm_eval")).items()}
+    if not newest_of:
         return ""
-    lengths = sorted({*scores, *RULER_LENGTHS}, key=lambda text: (len(text), text))
-    found = {task: [scores.get(length, {}).get(task) for length in lengths] for task in RULER_TASKS}
-    rows = [[escape(t), *(missing("missing") if c is None else percent(c) for c in row)] for t, row in found.items()]
-    means = ['<b class="missing">N/A</b>' if None in column else f"<b>{percent(fmean(column))}</b>"
-             for column in zip(*found.values(), strict=True)]  # fmt: skip
-    rows += [[f"<b>mean of {len(RULER_TASKS)}</b>", *means], [MODEL, *["not given"] * len(lengths)]]
-    caption = "; ".join(f"{escape(length)} tokens: {source}" for length, source in sources.items())
-    caption += ". The published model was run on RULER-style tasks at both lengths; its scores are not given."
-    return card("RULER", table(("task", *(f"{length} tokens" for length in lengths)), rows), caption)
+    lengths = sorted({*newest_of, *RULER_LENGTHS}, key=int)
+    columns: list[tuple[str, Mapping[str, float], str]] = []  # title, scores, what a gap reads
+    for length in lengths:
+        ours = newest_of[length].scores if length in newest_of else {}
+        columns += [(f"{int(length):,} tokens", ours, missing("missing") if ours else none())]
+        columns += [("published", RULER[length], "")] if length in RULER else []
+    rows = [[escape(task), *(percent(scores[task]) if task in scores else gap for _, scores, gap in columns)]
+            for task in RULER_TASKS]  # fmt: skip
+    means = [f"<b>{percent(fmean(scores.values()))}</b>" if len(scores) == len(RULER_TASKS) else
+             '<b class="missing">N/A</b>' if scores else "" for _, scores, _ in columns]  # fmt: skip
+    rows.append([f"<b>mean of {len(RULER_TASKS)}</b>", *means])
+    caption = "; ".join(f"{int(length):,} tokens: {entry.source}" for length, entry in newest_of.items())
+    text = table(("task", *(title for title, *_ in columns)), rows, "numbers")
+    return f'<h3>RULER by task</h3>{text}<p class="caption">{caption}.</p>'
 
 
-def ruler_scores(points: Sequence[Point]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Scores by length and task, and by length what they are of: the newest checkpoint, asked in the newest way.
+class RulerEntry(NamedTuple):
+    """RULER of one checkpoint at one length, asked in one way."""
 
-    Scores of different checkpoints, haystacks or tokenizers (which cut the documents) are never in one column.
+    point: Point
+    how: str  # HTML
+    scores: dict[str, float]  # task -> share
+
+    @property
+    def source(self) -> str:
+        return f"{escape(where_evaluated(self.point))}, {self.how}"
+
+
+def ruler_scores(points: Sequence[Point]) -> dict[str, list[RulerEntry]]:
+    """Length -> what was scored, in the order of the run.
+
+    Scores of different checkpoints, haystacks or tokenizers (which cut the documents) are never together.
     """
-    scores: dict[str, dict[str, float]] = {}
-    sources: dict[str, str] = {}
+    found: dict[str, list[RulerEntry]] = {}
     for point in points:
-        source = f"{escape(where_evaluated(point))}, {escape(str(point.get('haystack')))} haystack, "
-        source += f"tokenizer {code(point.get('tokenizer_sha256'))}{escape(how_asked(point))}"
+        how = f"{escape(str(point.get('haystack')))} haystack, tokenizer {code(point.get('tokenizer_sha256'))}"
+        how += escape(how_asked(point))
         for length, tasks in (point.get("ruler") or {}).items():
+            if not str(length).isdigit():
+                continue
+            entries, entry = found.setdefault(length, []), RulerEntry(point, how, {})
+            if not entries or entries[-1].source != entry.source:
+                entries.append(entry)
             known = {task: v for task, value in tasks.items() if (v := number(value)) is not None and v >= 0}
-            same = scores.get(length, {}) if sources.get(length) == source else {}
-            scores[length], sources[length] = same | known, source
-    return scores, sources
+            entries[-1].scores.update(known)
+    return {length: kept for length, entries in found.items() if (kept := [e for e in entries if e.scores])}
 
 
 def how_asked(point: Point) -> str:
@@ -174,24 +279,36 @@ def samples_card(run: Run) -> str:
     return card("Samples", body, "What each evaluated checkpoint writes after the same prompts.") if body else ""
 
 
-CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page; a card without records is ""
-    "CORE": core_card, "code": code_card, "ARC": lm_eval_card, "long context": ruler_card,
-    "contamination": contamination_card, "samples": samples_card,
-}  # fmt: skip
-
-
 def evaluations_card(run: Run) -> str:
     """The evaluations on record, the newest first."""
     rows = []
     for record in run.evals[: -LISTED - 1 : -1]:
-        names = [key for key in PREFERRED if key in record] + [key for key in record if key not in NOT_FIGURES]
-        known = [f"{name} {value:.4g}" for name in names if (value := number(record.get(name))) is not None]
-        result = ", ".join(known[:2]) or ("N/A" if record.get("missing") else "see its table")
         how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
-        texts = [escape(str(text)) for text in (record.get("kind", "?"), where_evaluated(record), result, how)]
-        took, at = measured(record.get("seconds"), ".1f", " s"), utc(record.get("time"))
-        rows.append([*texts, short(record.get("tokens_total")), took, at, code(record.get("code_version"))])
-    head = ("evaluation", "checkpoint", "result", "how", "tokens", "took", "time (UTC)", "code")
-    more = len(run.evals) - len(rows)
-    caption = f"And {more:,} older ones, all in evals.jsonl." if more else ""
-    return card("Evaluations", table(head, rows) if rows else none(), caption)
+        by = ", ".join(str(record[key]) for key in BY if record.get(key))
+        texts = [escape(str(text)) for text in (record.get("kind", "?"), where_evaluated(record), result_of(record))]
+        took, at = measured(record.get("seconds"), ",.1f", " s"), utc(record.get("time"))
+        model = code(record["model_sha256"]) if record.get("model_sha256") else ""
+        rows.append([at, *texts, took, escape(how), escape(by), model, code(record.get("code_version"))])
+    head = ("time (UTC)", "evaluation", "checkpoint", "result", "took", "how", "by", "model", "code")
+    more = f", the newest {len(rows)}" if len(run.evals) > len(rows) else ""
+    if not rows:
+        return ""
+    summary = f"<summary>{len(run.evals):,} records in evals.jsonl{more}</summary>"
+    return card("Evaluations", f"<details>{summary}{table(head, rows)}</details>")
+
+
+def result_of(record: Point) -> str:
+    """The figures that a record is about."""
+    tasks = metrics_of(record)
+    results = {
+        "core": [("CORE v2", record.get("core_v2"), ".4f"), ("v1", record.get("core_v1"), ".4f")],
+        "code": [("pass@1", record.get("pass@1_plus"), ".1%")],
+        "bits_per_byte": [("bits per byte", record.get("bits_per_byte"), ".4f")],
+        "decode_speed": [("tokens/s", record.get("tokens_per_s"), ",.4g")],
+        "lm_eval": [(f"{task} {name}", value, ".1%") for task, metrics in tasks.items()
+                    for name, value in metrics.items() if name in ("acc", "acc_norm")],
+    }.get(str(record.get("kind")), [])  # fmt: skip
+    known = [f"{name} {value:{form}}" for name, found, form in results if (value := number(found)) is not None]
+    if not known and record.get("kind") == "core":
+        return f"{len(record.get('tasks') or {})} tasks, no CORE"
+    return ", ".join(known[:4]) or "see its card"

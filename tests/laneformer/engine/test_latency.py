@@ -58,12 +58,15 @@ def test_no_token_depends_on_the_latency(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_wait_takes_its_time_and_no_more_are_waited(variant):
+    least, all_waits = floor_s(variant), floor_s("tensor_parallel")
     with engine_with(variant, link_s=LINK_S) as engine:
-        times = after(engine, [1, 2, 3], 4).token_s()
-    assert min(times) >= floor_s(variant)
-    if variant != "tensor_parallel":  # half the time of an all-reduce after every module is left over for a slow day
-        assert floor_s(variant) < 0.7 * floor_s("tensor_parallel")
-        assert min(times) < floor_s("tensor_parallel")
+        times = [*after(engine, [1, 2, 3], 3).token_s()]
+        while variant != "tensor_parallel" and min(times) >= all_waits and len(times) < 60:  # on a busy machine
+            times += [*after(engine, [1, 2, 3], 3).token_s()]
+    assert min(times) >= least
+    if variant != "tensor_parallel":
+        assert least < 0.7 * all_waits
+        assert min(times) < all_waits
 
 
 def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():

@@ -2,7 +2,7 @@
 
 Two phases, attempts that fall back to a checkpoint, a warmup-stable-decay schedule in each phase, noise and spikes.
 
-    python tests/tools/dashboard/made_up_run.py FOLDER [--long] [--missing]    (writes a run to look at)
+    python tests/tools/dashboard/made_up_run.py FOLDER [--long | --published] [--missing]    (writes a run to look at)
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ SOURCES = {"web": "general", "stdlib": "code", "math": "math", "wiki": "multilin
 MODEL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
          "num_key_value_heads": 4, "num_lanes": 4, "broadcast_delay": 2, "sliding_window": 64, "swa_layers": [0, 1],
          "max_position_embeddings": 512, "vocab_size": 4096}  # fmt: skip
+
+
+PUBLISHED_STEPS, MODEL_2B = 620_000, {
+    "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 15, "num_attention_heads": 32,
+    "num_key_value_heads": 16, "num_lanes": 8, "broadcast_delay": 2, "sliding_window": 2048,
+    "swa_layers": list(range(10)), "max_position_embeddings": 4096, "vocab_size": 32000,
+}  # fmt: skip
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -68,18 +75,30 @@ PLAN = (("phase1", 1, 0, 0.35), ("phase1", 2, 0.30, 0.7), ("phase1", 3, 0.66, 1.
         ("phase2", 2, 0.45, 1.0))  # fmt: skip
 
 
-def rows_of(steps: int, every: int) -> list[dict[str, Any]]:
+def rows_of(steps: int, every: int, seconds_a_row: float = SECONDS_A_ROW) -> list[dict[str, Any]]:
     rng = random.Random(7)
     rows = []
     for place, (phase, attempt, first, last) in enumerate(PLAN):
         length, before = (steps, 0) if phase == "phase1" else (steps // 2, steps * TOKENS_A_STEP)
         for step in range(int(first * length) + every, int(last * length) + 1, every):
-            time = START + 120 * place + SECONDS_A_ROW * len(rows)
+            time = START + 120 * place + seconds_a_row * len(rows)
             rows.append(metric(rng, phase, attempt, step, length, before) | {"time": time})
     return rows
 
 
-def evaluations(steps: int, checkpoints: int, missing: tuple[str, ...]) -> list[dict[str, Any]]:
+def learned(step: int, steps: int) -> float:
+    """Faster in both cooldowns, with a dip where the mixture changes."""
+    cooled = min(1.0, max(0.0, (step - 0.8 * steps) / (0.2 * steps)))
+    again = min(1.0, max(0.0, (step - 1.4 * steps) / (0.1 * steps)))
+    since = max(0.0, step - steps) / (0.08 * steps)
+    dip = 0.12 * (1 - math.exp(-4 * since)) * math.exp(-0.3 * since)
+    return 0.78 * (1 - math.exp(-4.5 * step / steps)) + 0.12 * cooled * math.exp(-since) - dip + 0.16 * again
+
+
+def evaluations(
+    steps: int, checkpoints: int, missing: tuple[str, ...], every_score: int | None = None
+) -> list[dict[str, Any]]:
+    """every_score: checkpoints from one evaluation of code, questions and RULER to the next; None: only the last."""
     records: list[dict[str, Any]] = []
     rng = random.Random(11)
     for count in range(1, checkpoints + 1):
@@ -96,7 +115,9 @@ def evaluations(steps: int, checkpoints: int, missing: tuple[str, ...]) -> list[
                   "tokenizer_sha256": "ab" * 32, "data_sha256": "cd" * 32}  # fmt: skip
         total = sum(s["bits_per_byte"] for s in sources.values()) / len(sources)
         records.append({"kind": "bits_per_byte", **origin, "bits_per_byte": total, "sources": sources})
-        records.append({**origin, **core_record(rng, count / checkpoints, missing)})
+        records.append({**origin, **core_record(rng, learned(step, steps), missing)})
+        if every_score and count % every_score == 0 and count < checkpoints:
+            records += scores(origin, learned(step, steps) - 0.1)
         records.append({**origin, "kind": "samples", "max_new_tokens": 64, "temperature": 0.8, "seed": 0,
                         "backend": "engine bf16", "samples": texts(step)})  # fmt: skip
     speed = {"tokens_per_s": 131.7, "bytes_per_token": 98.3e6, "probe_bytes_per_s": 17.4e9, "percent_of_probe": 74.4,
@@ -147,11 +168,11 @@ RULER = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "
 
 
 def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A `core` record of a model that has `share` of its training behind it."""
+    """A `core` record of a model that has learned this share of what it can."""
     tasks: dict[str, Any] = {}
     for place, (label, (category, kind, shots, v1, v2, items)) in enumerate(CORE_TASKS.items()):
         n = min(500, items)
-        skill = (0.05 + 0.03 * (place % 7)) * (1 - math.exp(-3 * share)) * 2
+        skill = (0.05 + 0.03 * (place % 7)) * 2 * share
         accuracy = min(1.0, max(0.0, v1 / 100 + (1 - v1 / 100) * skill + rng.gauss(0, 0.3) / n**0.5))
         error = math.sqrt(accuracy * (1 - accuracy) / n)
         centered = {f"centered_v{i}": (accuracy - b / 100) / (1 - b / 100) for i, b in ((1, v1), (2, v2))}
@@ -173,8 +194,8 @@ def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ())
     return {**record, "tasks": tasks, "missing": reasons, "categories": categories}
 
 
-def scores(origin: dict[str, Any]) -> list[dict[str, Any]]:
-    """Code, lm-eval with RULER, and contamination of the last checkpoint."""
+def scores(origin: dict[str, Any], share: float = 1.0) -> list[dict[str, Any]]:
+    """Code, lm-eval with RULER, and contamination of a checkpoint; share: of the last one's scores."""
     code = {"kind": "code", "evalplus": "0.3.1", "prompt": "chat", "top_p": 1.0, "seed": 0, "max_new_tokens": 768,
             "model": "hf", "model_sha256": "ef" * 32, "answers_empty": 0, "not_sanitized": 1,
             "sandbox": "bubblewrap"}  # fmt: skip
@@ -185,7 +206,8 @@ def scores(origin: dict[str, Any]) -> list[dict[str, Any]]:
     ten = {"1": {"base": 0.61, "plus": 0.507}, "10": {"base": 0.751, "plus": 0.688}}
     ruler = {length: {task: round(0.9 - 0.05 * i - (length == "4096") * 0.11, 3) for i, task in enumerate(RULER)}
              for length in ("2048", "4096")}  # fmt: skip
-    ruler["4096"].pop("ruler_fwe")
+    if share == 1:
+        ruler["4096"].pop("ruler_fwe")
     arc = {
         "arc_easy": {"acc": 0.501, "acc_stderr": 0.0103, "acc_norm": 0.4712, "acc_norm_stderr": 0.0102},
         "arc_challenge": {"acc": 0.277, "acc_stderr": 0.0131, "acc_norm": 0.3029, "acc_norm_stderr": 0.0134},
@@ -197,13 +219,15 @@ def scores(origin: dict[str, Any]) -> list[dict[str, Any]]:
     prompts = {task: {"documents": 100, "longest_tokens": 4145, "cut": 0} for task in RULER}
     found = {"humaneval": {"items": 164, "touched": 12, "documents_dropped": 431, "sources": {"code": {}}},
              "gsm8k": {"items": 8792, "touched": 0, "documents_dropped": 0, "sources": {}}}  # fmt: skip
+    for scored in (one, *ten.values(), *ruler.values(), *arc.values()):
+        scored |= {name: value * share for name, value in scored.items()}
     return [
         {**origin, **code, "dataset": "humaneval+", "version": "v0.1.10", "protocol": "greedy", "temperature": 0.0,
-         "n": 1, "problems": 164, "pass@1_base": 0.475, "pass@1_plus": 0.439, "pass@k": {"1": one}, "control": control,
-         "answers_cut": 3},
+         "n": 1, "problems": 164, "pass@1_base": one["base"], "pass@1_plus": one["plus"], "pass@k": {"1": one},
+         "control": control, "answers_cut": 3},
         {**origin, **code, "dataset": "mbpp+", "version": "v0.2.0", "protocol": "sampled", "temperature": 0.8, "n": 10,
-         "problems": 378, "pass@1_base": 0.61, "pass@1_plus": 0.507, "pass@k": ten, "control": whole,
-         "answers_cut": 0},
+         "problems": 378, "pass@1_base": ten["1"]["base"], "pass@1_plus": ten["1"]["plus"], "pass@k": ten,
+         "control": whole, "answers_cut": 0},
         {**origin, **asked, "kind": "lm_eval", "tasks": arc, "limit": None, "num_fewshot": 0, "haystack": "upstream",
          "ruler": {}, "prompts": {}},
         {**origin, **asked, "kind": "lm_eval", "tasks": numbers, "limit": 50, "num_fewshot": None,
@@ -225,21 +249,24 @@ def events(phase: str, length: int, rows: list[dict[str, Any]]) -> list[dict[str
 
 
 def write_run(
-    folder: Path, steps: int = 2000, every: int = 2, checkpoints: int = 6, missing: tuple[str, ...] = ()
-) -> Path:
+    folder: Path, steps: int = 2000, every: int = 2, checkpoints: int = 6, missing: tuple[str, ...] = (),
+    every_score: int | None = None, model: dict[str, Any] = MODEL, seconds_a_row: float = SECONDS_A_ROW,
+) -> Path:  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    evals, rows = evaluations(steps, checkpoints, missing), rows_of(steps, every)
+    evals, rows = evaluations(steps, checkpoints, missing, every_score), rows_of(steps, every, seconds_a_row)
+    flavor = "tiny" if model is MODEL else "2b"
+    (folder / "note.txt").write_text("Synthetic figures: no such run took place.")
     for name, records in (("metrics", rows), ("evals", evals)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     for phase, length in (("phase1", steps), ("phase2", steps // 2)):
         (folder / phase).mkdir(exist_ok=True)
         (folder / phase / "config.toml").write_text(
-            f'[phase]\nname = "{phase}"\n[model]\nflavor = "tiny"\n[training]\nsteps = {length}\nseq_len = 4096\n'
+            f'[phase]\nname = "{phase}"\n[model]\nflavor = "{flavor}"\n[training]\nsteps = {length}\nseq_len = 4096\n'
             f'global_batch_size = 1536\n[optimizer]\nname = "AdamW"\nlr = {4e-4 if phase == "phase1" else 2e-4}\n'
             f"[lr_scheduler]\ndecay_ratio = 0.2\nwarmup_steps = {length // 50}\n"
             f'[mixture]\nlock = "data/{phase}.lock.json"\n[metrics]\ngpu_hour_price = 2.5\ncurrency = "EUR"\n'
         )
-        (folder / phase / "model.json").write_text(json.dumps(MODEL))
+        (folder / phase / "model.json").write_text(json.dumps(model))
         began = {r["attempt"]: r["time"] - 60 for r in reversed(rows) if r["phase"] == phase}
         starts = [{"attempt": n, "step": int(first * length), "world_size": 192, "torch": "2.13.0",
                    "code_version": "0123456789ab", "mixture_fingerprint": "ef" * 32, "time": began[n],
@@ -251,6 +278,16 @@ def write_run(
     return folder
 
 
+def write_published(folder: Path, every: int = 10, missing: tuple[str, ...] = ()) -> Path:
+    """A run in the published shape: 930,000 steps in two phases, 21 days, 200 evaluated checkpoints."""
+    seconds_a_row = 21 * 86400 / (1.5 * PUBLISHED_STEPS / every)
+    return write_run(folder, PUBLISHED_STEPS, every, 200, missing, 10, MODEL_2B, seconds_a_row)
+
+
 if __name__ == "__main__":
-    long, gaps = "--long" in sys.argv, ("squad", "coqa") if "--missing" in sys.argv else ()
-    write_run(Path(sys.argv[1]), 20_000 if long else 2000, checkpoints=200 if long else 6, missing=gaps)
+    where, gaps = Path(sys.argv[1]), ("squad", "coqa") if "--missing" in sys.argv else ()
+    if "--published" in sys.argv:
+        write_published(where, missing=gaps)
+    else:
+        long = "--long" in sys.argv
+        write_run(where, 20_000 if long else 2000, checkpoints=200 if long else 6, missing=gaps)

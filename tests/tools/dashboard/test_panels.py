@@ -10,7 +10,7 @@ import pytest
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard import panels as module
-from tools.dashboard.figures import smooth_losses
+from tools.dashboard.figures import prepare
 from tools.dashboard.panels import MACHINE, TITLE_PX, TRAINING, Panel, machine_figure
 
 
@@ -20,7 +20,7 @@ def test_panels_fill_the_height_without_overlaps(
 ) -> None:
     monkeypatch.setattr(module, "MACHINE", panels)
     run = read_run(made_up_run.write_run(tmp_path / "small", steps=60, every=1))
-    smooth_losses(run)
+    prepare(run)
     figure = machine_figure(run)
     axes = [figure.layout[f"yaxis{i or ''}"] for i in range(1, len(panels) + 1)]
     plot_px = figure.layout.height - figure.layout.margin.t - figure.layout.margin.b

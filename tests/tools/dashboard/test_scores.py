@@ -14,13 +14,24 @@ import pytest
 from laneformer.config import LaneformerConfig, flops_per_token
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
-from tools.dashboard.__main__ import write_page
-from tools.dashboard.core import core_curves, core_figure, curve_points, draw_references, heat_figure, points_of
-from tools.dashboard.published import CORE_REFERENCES
-from tools.dashboard.scores import ruler_card, score_cards
+from tools.dashboard.__main__ import PARTS, write_page
+from tools.dashboard.cards import tiles_of
+from tools.dashboard.core import (
+    along_figure,
+    core_curves,
+    core_figure,
+    curve_points,
+    draw_references,
+    heat_figure,
+    points_of,
+    tasks_card,
+)
+from tools.dashboard.figures import prepare
+from tools.dashboard.published import CORE_REFERENCES, RULER
+from tools.dashboard.scores import code_series, evaluations_card, lm_eval_series, ruler_series, ruler_table, scores_card
 
 NOW = 1.79e9 + 3600
-PARTS = ("annotations", "shapes")  # of a figure
+DRAWN = ("annotations", "shapes")  # in a figure
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +54,13 @@ def append(folder: Path, *lines: dict[str, Any]) -> None:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def cards_of(folder: Path) -> str:
+    """Every card of a run."""
+    run = read_run(folder)
+    prepare(run)
+    return "".join(write(run) for write in PARTS.values())
+
+
 def test_core_and_its_errors_over_tokens_steps_and_flops(whole: Path) -> None:
     run = read_run(whole)
     figure = core_figure(core_curves([run]))
@@ -51,8 +69,9 @@ def test_core_and_its_errors_over_tokens_steps_and_flops(whole: Path) -> None:
     for trace, version in ((v1, "v1"), (v2, "v2")):
         assert list(trace.y) == [r[f"core_{version}"] for r in written]
         assert list(trace.error_y.array) == [r[f"core_{version}_se"] for r in written]
-    x = {b["label"]: b["args"][0]["x"][0] for b in figure.layout.updatemenus[0].buttons}
-    assert x["tokens"] == [r["tokens_total"] for r in written]
+    x = {"tokens": v1.x} | {axis: place["x"] for axis, place in v1.meta["x"].items()}
+    assert list(figure.layout.meta["choices"]["x"]) == ["tokens", "steps", "FLOPs"]
+    assert list(x["tokens"]) == [r["tokens_total"] for r in written]
     assert x["steps"] == [r["tokens_total"] / made_up_run.TOKENS_A_STEP for r in written], "phase 2 goes on"
     flops = flops_per_token(LaneformerConfig.from_dict(made_up_run.MODEL), 4096)
     assert x["FLOPs"] == [r["tokens_total"] * flops for r in written]
@@ -66,7 +85,7 @@ def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) 
     assert all(text.endswith(("(v1)", "(v2)")) for text in texts)
     higher = go.Figure()
     draw_references(higher, [0.3, 0.55])
-    drawn = {(note.text, note.yanchor): shape for note, shape in zip(*(higher.layout[k] for k in PARTS), strict=True)}
+    drawn = {(note.text, note.yanchor): shape for note, shape in zip(*(higher.layout[k] for k in DRAWN), strict=True)}
     assert {text for text, _ in drawn} == {f"{r.name} {r.value:.4f} ({r.version})" for r in CORE_REFERENCES}
     v1, v2 = drawn["DCLM-7B 0.5714 (v1)", "bottom"], drawn["DCLM-7B 0.5596 (v2)", "top"]
     assert (v1.y0, v1.line.dash, v2.y0, v2.line.dash) == (0.57136, "solid", 0.55961, "dash")
@@ -88,14 +107,14 @@ def test_no_reference_is_written_across_a_curve(whole: Path, tmp_path: Path) -> 
 
 def test_missing_tasks_are_one_line_and_there_is_no_core(gappy: Path, tmp_path: Path) -> None:
     run = read_run(gappy)
-    text = score_cards(run)
-    assert text.count('<b class="missing">N/A</b>') >= 2
-    assert 'id="core-gappy"' not in text, "no aggregate, no figure of it"
+    text = tasks_card(run)
+    assert 'id="core-gappy"' not in cards_of(gappy), "no aggregate, no figure of it"
     assert text.count("2 of 22 tasks missing") == 1
     assert "hence no CORE: squad, coqa<" in text
     assert "eval_data/squad.jsonl is missing" in text
     assert ">squad<" not in text, "no row of its own"
-    assert '<span class="missing" title="">reading: N/A</span>' in text
+    assert '<span class="missing" title="">N/A</span>: reading<' in text
+    assert '<h3>CORE</h3><strong><span class="none">not measured</span></strong><small>20 of its 22' in tiles_of(run)
     heat = heat_figure(points_of(run, "core")).to_dict()["data"][0]
     assert {*heat["y"]} == {*made_up_run.CORE_TASKS} - {"squad", "coqa"}
     assert all(v is not None for row in heat["z"] for v in row)
@@ -112,7 +131,7 @@ def test_a_task_that_one_checkpoint_lacks_is_a_gap_there(whole: Path, tmp_path: 
 
 
 def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: Path) -> None:
-    text = score_cards(read_run(whole))
+    text = cards_of(whole)
     for task, found in records(whole, "core")[-1]["tasks"].items():
         assert f">{task}<" in text
         for key in ("accuracy", "centered_v1", "centered_v2"):
@@ -126,15 +145,68 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
         assert told in text, told
     for told in ("acc_norm 30.3 % ± 1.3", "acc_norm 31.1 %", "acc_norm 47.9 %", "0-shot"):  # ARC
         assert told in text, told
-    ruler = text[text.index("<h2>RULER") : text.index("<h2>Contamination")]
-    assert len(re.findall(r"<td>\d\d\.\d %</td>", ruler)) == 21
+    ruler = text[text.index("<h3>RULER") : text.index("Code: settings")]
+    rows = re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", ruler)
+    assert [task for task, _ in rows] == list(made_up_run.RULER)
+    for task, cells in rows:
+        published = [f"{100 * RULER[length][task]:.1f} %" for length in RULER]
+        assert re.findall(r"<td>(.*?)</td>", cells)[1::2] == published
+    assert len(re.findall(r"<td>\d+\.\d %</td>", ruler)) == 21 + 22, "ours, and all that are published"
     assert ruler.count('<span class="missing" title="">missing</span>') == 1, "ruler_fwe at 4,096"
     assert ruler.count('<b class="missing">N/A</b>') == 1, "and so no mean of 4,096"
+    assert "<b>87.3 %</b>" in ruler, "the mean of what is published at 2,048"
     assert "<td>12</td><td>7.32 %</td><td>431</td>" in text
-    assert "4096 tokens" in ruler
+    assert "4,096 tokens" in ruler
     assert "offline haystack" in ruler
     assert "limit 50" in ruler
-    assert "ruler_vt" not in text[text.index("<h2>lm-eval") : text.index("<h2>RULER")]
+    assert "ruler_vt" not in text[text.index("Questions: settings") : text.index("<h2>Samples")]
+
+
+def test_published_ruler_scores_are_those_of_the_model_card() -> None:
+    assert sum(map(len, RULER.values())) == 22
+    assert (RULER["2048"]["ruler_vt"], RULER["4096"]["ruler_vt"]) == (0.7792, 0.0392)
+    assert (RULER["2048"]["niah_multikey_2"], RULER["4096"]["niah_multikey_2"]) == (0.978, 0.6)
+    assert sum(RULER["2048"].values()) == pytest.approx(9.6004)
+    assert sum(RULER["4096"].values()) == pytest.approx(8.2489)
+
+
+def test_scores_are_curves_over_checkpoints_beside_the_published_value(tmp_path: Path) -> None:
+    folder = made_up_run.write_run(tmp_path / "scored", steps=60, every=1, checkpoints=12, every_score=3)
+    run = read_run(folder)
+    (humaneval, mbpp), (easy, challenge), (short, long) = code_series(run), lm_eval_series(run), ruler_series(run)
+    plus = [r["pass@1_plus"] for r in records(folder, "code") if r["dataset"] == "humaneval+"]
+    assert [y for _, y in humaneval.points] == plus
+    assert len(plus) == 4
+    assert (humaneval.published, mbpp.published, easy.published, challenge.published) == (0.451, 0.516, 0.479, 0.3106)
+    means = [sum(r["ruler"]["2048"].values()) / 11 for r in records(folder, "lm_eval") if r["ruler"]]
+    assert [y for _, y in short.points] == pytest.approx(means)
+    assert len(long.points) == 3, "the last one lacks a task"
+    assert scores_card(run).count("</script>") == 3, "a figure each"
+
+
+def test_core_stands_above_loss_and_learning_rate_with_the_phases(whole: Path) -> None:
+    run = read_run(whole)
+    prepare(run)
+    figure = along_figure(run, core_curves([run]))
+    of_axis = {axis: [t for t in figure.data if (t.yaxis or "y") == axis] for axis in ("y", "y2", "y3")}
+    assert list(of_axis["y"][0].y) == [r["core_v1"] for r in records(whole, "core")]
+    last = run.kept_rows[-1]
+    assert any(last["lr"] == pytest.approx(t.y[-1], rel=1e-5) for t in of_axis["y3"])
+    assert any(last["smooth_loss"] == pytest.approx(t.y[-1], rel=1e-5) for t in of_axis["y2"])
+    phases = [(s.x0, s.x1) for s in figure.layout.shapes if s.type == "rect"]
+    ends = [[row["x_tokens"] for row in run.kept_rows if row["phase"] == phase] for phase in run.phases]
+    assert phases == [(min(xs), max(xs)) for xs in ends]
+
+
+def test_records_say_results_and_by_what_and_not_settings(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    arc = next(r for r in records(whole, "lm_eval") if "arc_easy" in r["tasks"])
+    append(tmp_path / "run", {**arc, "model_sha256": "5a" * 32, "device": "cuda:0", "backend": "transformers bf16"})
+    text = evaluations_card(read_run(tmp_path / "run"))
+    for told in ("arc_easy acc_norm 47.1%", "transformers bf16, cuda:0", "5a5a5a5a5a5a…", "pass@1 43.9%"):
+        assert told in text, told
+    for told in ("max_length", "cut_prompts", "top_p"):
+        assert told not in text, told
 
 
 def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: Path) -> None:
@@ -142,16 +214,17 @@ def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: 
     old = next(r for r in records(whole, "lm_eval") if r["ruler"])
     later = {**old, "step": old["step"] + 1, "ruler": {"2048": {"ruler_vt": 0.123}}}
     append(tmp_path / "run", later, {**later, "ruler": {"2048": {"ruler_cwe": 0.234}}})
-    text = ruler_card(read_run(tmp_path / "run"))
-    shown = re.findall(r"<td>(\d\d\.\d) %</td>", text)
-    assert {"12.3", "23.4"} < set(shown)
+    text = ruler_table(read_run(tmp_path / "run"))
+    ours = [re.findall(r"<td>(.*?)</td>", row)[::2] for row in re.findall(r"<tr><td>\w+</td>(.*?)</tr>", text)]
+    shown = [cell for row in ours for cell in row if cell.endswith("%")]
+    assert {"12.3 %", "23.4 %"} < set(shown)
     assert len(shown) == 2 + 10, "two of the newest checkpoint, ten at 4,096 of the one before"
     assert text.count('<b class="missing">N/A</b>') == 2
     assert f"step {later['step']:,}" in text
     assert f"step {old['step']:,}" in text
     other = {**later, "haystack": "upstream", "ruler": {"2048": {"ruler_fwe": 0.345}}}
     append(tmp_path / "run", other)
-    assert "12.3 %" not in ruler_card(read_run(tmp_path / "run")), "other documents"
+    assert "12.3 %" not in ruler_table(read_run(tmp_path / "run")), "other documents"
 
 
 def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(whole: Path, tmp_path: Path) -> None:
@@ -166,14 +239,19 @@ def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(
     assert curves[0].last["core_v1"] == 0.125
 
 
-def test_a_toy_bundle_says_that_it_is_not_core(whole: Path, tmp_path: Path) -> None:
+def test_a_toy_bundle_shows_its_tasks_and_one_line_about_the_rest(whole: Path, tmp_path: Path) -> None:
     folder = made_up_run.write_run(tmp_path / "toy", steps=60, every=1, missing=("squad",))
-    assert "not CORE" not in score_cards(read_run(folder))
+    assert "not CORE" not in tasks_card(read_run(folder))
     append(folder, {**records(folder, "core")[-1], "not_core": "not CORE: <i>a toy"})
-    text = score_cards(read_run(folder))
-    assert '<ul class="warnings"><li>not CORE: &lt;i&gt;a toy</li></ul>' in text
-    assert "Accuracy of each task, nanochat, 500 items a task, not CORE" in text
+    text = tasks_card(read_run(folder))
+    assert "<h2>Tasks of a toy bundle, not CORE</h2><p>not CORE: &lt;i&gt;a toy</p>" in text
+    assert text.count("The other 1 tasks of CORE are not in this bundle.") == 1
+    assert 'class="missing"' not in text
+    assert "squad" not in text
+    assert "heat-toy" not in text, "one checkpoint"
+    assert "arc_easy" in text
     assert [len(c.points) for c in core_curves([read_run(folder)])] == [6, 1], "never on the curve of CORE"
+    assert "21 of its 22 tasks evaluated" in tiles_of(read_run(folder))
 
 
 def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> None:
@@ -194,6 +272,6 @@ def test_records_of_nobody_knows_what_do_not_break_the_page(tmp_path: Path) -> N
         {"kind": "lm_eval"}, {"kind": "lm_eval", "ruler": {"2048": {"ruler_vt": -1}}}, {"kind": "contamination"},
         {"kind": "core", "tasks": {}, "missing": {"<i>squad": "<b>why"}, "step": 3},
     )  # fmt: skip
-    text = score_cards(read_run(folder))
+    text = cards_of(folder)
     assert "<i>squad" not in text
     assert "<b>why" not in text
