@@ -9,9 +9,11 @@ import json
 import os
 import socket
 import tempfile
+import time
 from typing import Any
 
 MEETING_S = 300.0  # that the processes may take to start
+LOADED = "loaded"  # begins a worker's reply once it has its weights; any other says why it has not
 Address = tuple[str, int]
 
 
@@ -23,6 +25,33 @@ def shared_file() -> int:
         return os.dup(file.fileno())
 
 
+def launched(processes: int) -> tuple[int, Address]:
+    """This process's rank, and where rank 0 listens, as the launcher says; ValueError where it does not."""
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise ValueError(
+            "transport = 'launched' needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment of every "
+            "process, as launchers set them"
+        ) from None
+    if world != processes or not 0 <= rank < world:
+        raise ValueError(f"processes = {processes}, but the launcher has started rank {rank} of {world}")
+    return rank, address
+
+
+def connected(address: Address) -> socket.socket:
+    """To rank 0, which may listen only in a while."""
+    deadline_s = time.monotonic() + MEETING_S
+    while True:
+        try:
+            return socket.create_connection(address, MEETING_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
+
+
 def listener(address: Address) -> socket.socket:
     return socket.create_server(address, backlog=1024)
 
@@ -32,17 +61,17 @@ def connect_all(rank: int, processes: int, address: Address) -> list[int]:
 
     OSError where that takes too long.
     """
-    first = socket.create_connection(address, MEETING_S)
+    first = connected(address)
     with listener((first.getsockname()[0], 0)) as own:
         own.settimeout(MEETING_S)
         tell(first, [rank, *own.getsockname()[:2]])
         addresses = heard(first)
-        connected = [
+        others = [
             first,
             *(socket.create_connection((host, port), MEETING_S) for host, port in addresses[: rank - 1]),
         ]
-        connected += [own.accept()[0] for _ in range(processes - 1 - rank)]
-    return [ready(each) for each in connected]
+        others += [own.accept()[0] for _ in range(processes - 1 - rank)]
+    return [ready(each) for each in others]
 
 
 def meet(processes: int, meeting: socket.socket) -> list[int]:
