@@ -102,6 +102,7 @@ def losses(model: Laneformer, streams: Sequence[Streams], windows: Sequence[Tens
     """Mean loss of every window, nats a token, for batches of streams and of token ids (B, S + 1)."""
     found: list[float] = []
     for ran, part in zip(streams, windows, strict=True):
-        logits = logits_of(model, ran, end).transpose(1, 2)
-        found += F.cross_entropy(logits, part[:, 1:], reduction="none").double().mean(1).tolist()
+        targets = part[:, 1:]
+        each = F.cross_entropy(logits_of(model, ran, end).flatten(0, 1), targets.flatten(), reduction="none")
+        found += each.view(targets.shape).double().mean(1).tolist()
     return found
