@@ -200,9 +200,11 @@ def scratch_folder(run: Path) -> Iterator[Path]:
 
 
 def keep_items(found: Path, kept: Path) -> None:
-    """Move the files of items that records name, before the records are appended."""
+    """Move the files and folders of items that records name, before the records are appended."""
     for path in found.glob("*"):
         kept.mkdir(exist_ok=True)
+        if (kept / path.name).is_dir():  # results of a checkpoint that is evaluated again
+            shutil.rmtree(kept / path.name)
         shutil.move(path, kept / path.name)
 
 

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from ..engine import Engine
-from .options import ModelFlags, ModelOptions
+from .options import ModelFlags, ModelOptions, ProcessFlags, ProcessOptions
 
 
 @dataclass
@@ -26,10 +26,9 @@ class Bench:
     """Cached positions before the measured tokens; given several, the JSON has all but the first under "depths"."""
     barriers: bool = False
     """Also measure decoding with a barrier after every module, alternating with normal decoding. CPU only."""
-    processes: int = 1
-    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     json: bool = False
     """Print nothing but the JSON line."""
+    processes: ProcessFlags = field(default_factory=ProcessOptions)
     model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:

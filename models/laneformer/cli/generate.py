@@ -11,7 +11,7 @@ import tyro
 from ..chat import SYSTEM, USER
 from ..engine import Engine, GenerationOptions
 from ..prompts import PromptEncoder
-from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
+from .options import ModelFlags, ModelOptions, ProcessFlags, ProcessOptions, SamplingFlags, SamplingOptions
 
 
 @dataclass
@@ -37,9 +37,8 @@ class Generate:
     """Continue after the model's end-of-text token."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to end before; may be given several times."""
-    processes: int = 1
-    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     sampling: SamplingFlags = field(default_factory=SamplingOptions)
+    processes: ProcessFlags = field(default_factory=ProcessOptions)
     model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:

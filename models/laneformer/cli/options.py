@@ -17,6 +17,15 @@ FOLDERS_ALONE = ("lanes", "cache", "context_tokens")  # a flavor has its own
 
 
 @dataclass(frozen=True)
+class ProcessOptions:
+    processes: int = 1
+    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
+    transport: Literal["memory", "tcp", "launched"] = "memory"
+    """What links them: memory of one machine, TCP on it, or TCP between machines on which this command has been started
+    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set: rank 0 prints, the others end with it."""
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
@@ -41,17 +50,17 @@ class ModelOptions:
     cache_bytes: int | None = None
     """Memory for keys and values of earlier requests; default: a quarter of what is left. CPU only."""
 
-    def load(self, path: Path, processes: int = 1) -> Engine:
+    def load(self, path: Path, processes: ProcessOptions | None = None) -> Engine:
         return Engine.from_pretrained(path, **self._given(processes))
 
-    def random(self, flavor: str, processes: int = 1) -> Engine:
+    def random(self, flavor: str, processes: ProcessOptions | None = None) -> Engine:
         options = self._given(processes)
         for name in FOLDERS_ALONE:
             options.pop(name, None)
         return Engine.random(flavor, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
 
-    def _given(self, processes: int) -> dict[str, Any]:
-        several = {} if processes == 1 else {"processes": processes}
+    def _given(self, processes: ProcessOptions | None) -> dict[str, Any]:
+        several = dataclasses.asdict(processes) if processes and processes.processes != 1 else {}
         return several | {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -100,4 +109,5 @@ class SamplingOptions:
 
 # fields of a command, whose flags have no prefix
 ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
+ProcessFlags = Annotated[ProcessOptions, tyro.conf.arg(name="")]
 SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from laneformer.engine import Cancelled, Engine
-from laneformer.engine.cpu.processes import threads_of_each, whole_lanes
+from laneformer.engine.cpu.processes import TRANSPORTS, threads_of_each, whole_lanes
 from tests.laneformer.engine.assets import (
     byte_tokenizer,
     engine_of,
@@ -32,6 +33,7 @@ from tests.laneformer.engine.assets import (
 LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
 ENDLESS = {"max_new_tokens": 19_000, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "repetition_penalty": 1.1, "logprobs": 3}
+LOCAL = TRANSPORTS[:2]
 LOST_S = 5.0  # generous: a shared machine may stop for a while
 
 
@@ -50,13 +52,13 @@ def workers(engine: Engine) -> list[subprocess.Popen[bytes]]:
     return engine._decoder._workers.processes
 
 
-def compare(numbers: tuple[int, ...], dtype: str = "auto", **overrides: object) -> None:
+def compare(numbers: tuple[int, ...], dtype: str = "auto", transport: str = "memory", **overrides: object) -> None:
     model = random_model(small_config(**{"max_position_embeddings": 400, **overrides}), seed=1, dtype="bf16")
     ids = random_ids(model.config, 300)
     with engine_of(model, threads=1, dtype=dtype) as engine:
         expected = results(engine, ids)
     for processes in numbers:
-        with engine_of(model, threads=1, dtype=dtype, processes=processes) as engine:
+        with engine_of(model, threads=1, dtype=dtype, processes=processes, transport=transport) as engine:
             assert engine.threads == processes
             assert results(engine, ids) == expected, f"{processes} processes"
 
@@ -66,11 +68,16 @@ def test_the_same_bits(head):
     compare((2,), lm_head_type=head, broadcast_delay={"vocab_parallel": 2, "replicate": 0, "lane": 1}[head])
 
 
+def test_the_same_bits_over_sockets():
+    compare((2,), transport="tcp", lm_head_type="replicate", broadcast_delay=1)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", LOCAL)
 @pytest.mark.parametrize(("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")])
-def test_the_same_bits_of_every_model(head, delay):
-    compare((2, 4), lm_head_type=head, broadcast_delay=delay)
-    compare((2,), "int8", lm_head_type=head, broadcast_delay=delay)
+def test_the_same_bits_of_every_model(head, delay, transport):
+    compare((2, 4), transport=transport, lm_head_type=head, broadcast_delay=delay)
+    compare((2,), "int8", transport, lm_head_type=head, broadcast_delay=delay)
 
 
 @pytest.mark.slow
@@ -79,16 +86,17 @@ def test_the_same_bits_of_every_model(head, delay):
 )
 def test_the_same_bits_without_joins_and_with_tied_embeddings(overrides):
     compare((2, 3), **overrides)
-    compare((3,), "int8", **overrides)
+    compare((3,), "int8", "tcp", **overrides)
 
 
 @pytest.mark.slow
-def test_groups_of_threads_share_lanes_within_a_process():
+@pytest.mark.parametrize("transport", LOCAL)
+def test_groups_of_threads_share_lanes_within_a_process(transport):
     model = random_model(small_config(num_lanes=2, intermediate_size=352), seed=2, dtype="bf16")
     ids = random_ids(model.config, 40)
     with engine_of(model, threads=1) as engine:
         expected = engine.logits(ids).tolist()
-    with engine_of(model, threads=3, processes=2) as engine:
+    with engine_of(model, threads=3, processes=2, transport=transport) as engine:
         assert engine.threads == 6
         assert engine.logits(ids).tolist() == expected
 
@@ -120,6 +128,29 @@ def test_a_folder_and_random_weights(tmp_path, capfd):
         assert two.generate([3], max_new_tokens=20) == one.generate([3], max_new_tokens=20)
 
 
+def test_processes_of_a_launcher(tmp_path):
+    folder = write_folder(tmp_path, random_model(small_config(vocab_size=264), dtype="bf16"), eos_token_id=2)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    with Engine.from_pretrained(folder, threads=1) as engine:
+        expected = engine.generate_text("a b", max_new_tokens=40)
+    command = [sys.executable, "-m", "laneformer.cli", "generate", folder, "--prompt", "a b", "--max-new-tokens", "40",
+               "--threads", "1", "--processes", "3", "--transport", "launched"]  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port)},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    assert [process.communicate(timeout=60)[0] for process in started] == [expected + "\n", "", ""]
+    assert [process.returncode for process in started] == [0, 0, 0]
+    with pytest.raises(ValueError, match="needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"):
+        Engine.from_pretrained(folder, processes=2, transport="launched")
+
+
 def test_a_cancelled_request_leaves_the_next_one_as_it_is():
     model = random_model(small_config(**LONG))
     with engine_of(model, threads=1) as engine:
@@ -138,8 +169,9 @@ def test_a_cancelled_request_leaves_the_next_one_as_it_is():
             engine.generate([3], **ENDLESS)
 
 
-def test_a_lost_worker_ends_the_request():
-    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2)
+@pytest.mark.parametrize("transport", LOCAL)
+def test_a_lost_worker_ends_the_request(transport):
+    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2, transport=transport)
     lost = workers(engine)[0]
     stream = engine.stream([3], **ENDLESS)
     next(stream)
@@ -196,6 +228,13 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("transport", LOCAL)
+def test_a_worker_lost_while_it_loads(monkeypatch, transport):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with exit status 1 while it loaded the model"):
+        engine_of(random_model(small_config()), threads=1, processes=2, transport=transport)
 
 
 def test_a_model_that_cannot_be_loaded():

@@ -1,4 +1,5 @@
 # Types of the compiled module (csrc/bindings.cpp).
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ class Decoder:
         rank: int,
         processes: int,
         memory: int,
+        sockets: Sequence[int],
     ) -> None: ...
     def set_matrix(self, part: str, layer: int, data: np.ndarray, dtype: str) -> bool: ...
     def set_embedding(self, data: np.ndarray, dtype: str) -> bool: ...

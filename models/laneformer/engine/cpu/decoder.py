@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,11 +41,16 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
 
 
 class Place(NamedTuple):
-    """Which of several processes a decoder is in, and the file descriptor of what they share (processes.py)."""
+    """Which of several processes a decoder is in, and file descriptors of what links them (links.py).
+
+    memory: a file, empty at first, that all of them map; with sockets to all others, which become the decoder's, it is
+    this process's own.
+    """
 
     rank: int = 0
     processes: int = 1
     memory: int = -1
+    sockets: Sequence[int] = ()
 
 
 ALONE = Place()
@@ -94,8 +100,9 @@ class CpuDecoder(_core.Decoder):
         embedding = tensors[EMBEDDING].dtype if self.dtype in ("int8", "int4") else self.dtype
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
+        self._spec = {**core_spec(config), "kv_dtype": self.kv_dtype}
         super().__init__(
-            {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
+            self._spec, self.dtype, embedding,
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
         )  # fmt: skip
@@ -108,6 +115,11 @@ class CpuDecoder(_core.Decoder):
     def _settle(self, cache_bytes: int) -> int:
         """What all processes go by, once each has loaded its weights."""
         return cache_bytes
+
+    def terms(self) -> str:
+        """A hash of what must be the same in all processes, lest their results differ."""
+        decided = (self._spec, self.dtype, self.math, self.kv_dtype, self.isa, self.threads, LAYOUT_VERSION)
+        return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 
     def check(self, request: Request) -> None:
         """Every option is supported."""

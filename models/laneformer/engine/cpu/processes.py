@@ -9,13 +9,13 @@ ends by itself, rank 0 ends the request with an error that says how.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -26,8 +26,12 @@ from ...tensors import Tensor
 from ..decoder import Request
 from ..machine import this_machine
 from .decoder import MAX_THREADS, CpuDecoder, Place
+from .links import LOADED, heard, launched, listener, meet, shared_file
+from .worker import follow
 
 Source = Callable[[], Mapping[str, Tensor]]  # the tensors, made once more in a worker; it can be pickled
+# between processes of one machine; the same by TCP; by TCP between those that a launcher has started
+TRANSPORTS = ("memory", "tcp", "launched")
 STATUS_S = 0.5  # that a process which is gone may take to show its exit status
 
 
@@ -37,13 +41,19 @@ def cpu_decoder(
     dtype: str,
     *,
     processes: int = 1,
+    transport: str = TRANSPORTS[0],
     source: Source | None = None,
     **options: Any,
 ) -> CpuDecoder:
-    """A decoder in this process, or in several."""
+    """A decoder in this process, or in several. With "launched", all but rank 0 work for it and do not come back."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport = {transport!r} is unknown; choose from {TRANSPORTS}")
     if processes == 1:
         return CpuDecoder(config, tensors, dtype, **options)
-    return ProcessesDecoder(config, tensors, dtype, processes, source or Held(tensors), **options)
+    options["threads"] = threads_of_each(config.num_lanes, processes, options.get("threads"))
+    if transport == "launched" and (launch := launched(processes))[0] > 0:
+        follow(launch[0], processes, launch[1], lambda: tensors, config, dtype, options)
+    return ProcessesDecoder(config, tensors, dtype, processes, transport, source or Held(tensors), **options)
 
 
 class ProcessesDecoder(CpuDecoder):
@@ -59,23 +69,21 @@ class ProcessesDecoder(CpuDecoder):
         tensors: Mapping[str, Tensor],
         dtype: str,
         processes: int,
+        transport: str,
         source: Source,
-        *,
-        threads: int | None = None,
         **options: Any,
     ):
-        threads = threads_of_each(config.num_lanes, processes, threads)
         self._told = False
         self._workers = Workers(processes)
         self._end = weakref.finalize(self, self._workers.close)
         try:
-            for rank in range(1, processes):
-                place = Place(rank, processes, self._workers.memory)
-                self._workers.start(place, source, config, dtype, {**options, "threads": threads})
-            place = Place(0, processes, self._workers.memory)
-            super().__init__(config, tensors, dtype, threads=threads, place=place, **options)
-        except BaseException:
+            place = self._workers.start(transport, source, config, dtype, options)
+            super().__init__(config, tensors, dtype, place=place, **options)
+        except BaseException as error:
+            reason = self._workers.loss
             self._workers.close()
+            if isinstance(error, OSError) and reason:
+                raise RuntimeError(f"{reason} while it loaded the model") from None
             raise
 
     def start(self, request: Request) -> None:
@@ -97,7 +105,7 @@ class ProcessesDecoder(CpuDecoder):
         self._end()
 
     def _settle(self, cache_bytes: int) -> int:
-        return self._workers.settle(cache_bytes)
+        return self._workers.settle(cache_bytes, self.terms())
 
     def _reason(self) -> str:
         if self.lost == 2:
@@ -106,15 +114,39 @@ class ProcessesDecoder(CpuDecoder):
 
 
 class Workers:
-    """The processes beside rank 0, and the memory that all of them share."""
+    """The processes beside rank 0, on this machine, and rank 0's memory for what they give each other."""
 
     def __init__(self, processes: int):
         self.memory = shared_file()
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.count, self.loss, self.closed = processes, "", False
+        self.processes: list[subprocess.Popen[bytes] | Remote] = []
+        self.meeting: socket.socket | None = None
+        self.count, self.ranks, self.loss, self.closed = processes, range(1, processes), "", False
         self._lock, self._lost = threading.Lock(), threading.Event()
 
-    def start(self, place: Place, *model: Any) -> None:
+    def start(self, transport: str, *model: Any) -> Place:
+        """Start them with this model, or wait for those of a launcher; rank 0's place among them."""
+        if transport == "launched":
+            return self._wait(launched(self.count)[1][1])
+        if transport == "tcp":
+            self.meeting = listener(("127.0.0.1", 0))
+        for rank in self.ranks:
+            self._start(Place(rank, self.count, self.memory), self.meeting and self.meeting.getsockname(), *model)
+        if self.meeting is None:
+            return Place(0, self.count, self.memory)
+        with self.meeting:
+            return Place(0, self.count, self.memory, meet(self.count, self.meeting))
+
+    def _wait(self, port: int) -> Place:
+        with listener(("", port)) as meeting:
+            place = Place(0, self.count, self.memory, meet(self.count, meeting))
+            remotes = [Remote(meeting.accept()[0]) for _ in self.ranks]
+        remotes.sort(key=lambda remote: remote.rank)
+        self.processes += remotes
+        for remote in remotes:
+            self._begin_watch(remote.rank, remote)
+        return place
+
+    def _start(self, place: Place, *message: Any) -> None:
         command = [sys.executable, "-m", "laneformer.engine.cpu.worker"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         process = subprocess.Popen(
@@ -122,22 +154,26 @@ class Workers:
             start_new_session=True,  # Ctrl-C is for rank 0, which ends the request
         )  # fmt: skip
         self.processes.append(process)
-        threading.Thread(target=self._watch, args=(place.rank, process), daemon=True).start()
-        self._send(process, (place, *model))
+        self._begin_watch(place.rank, process)
+        self._send(process, (place, *message))
 
     def send(self, message: object) -> None:
         for process in self.processes:
             self._send(process, message)
 
-    def settle(self, cache_bytes: int) -> int:
-        """Once all have loaded their weights."""
-        for process in self.processes:
+    def settle(self, cache_bytes: int, terms: str) -> int:
+        """Once all have loaded their weights; RuntimeError where one has not, or has others."""
+        for rank, process in zip(self.ranks, self.processes, strict=True):
             assert process.stdout is not None
-            told = process.stdout.readline().decode()
-            if told.strip():
-                raise RuntimeError(f"a worker process cannot load the model: {told.strip()}")
+            told = process.stdout.readline().decode().strip()
             if not told:
                 raise RuntimeError(f"{self.reason()} while it loaded the model")
+            if not told.startswith(LOADED):
+                raise RuntimeError(f"process {rank} of {self.count} cannot load the model: {told}")
+            if told != f"{LOADED} {terms}":
+                raise RuntimeError(
+                    f"process {rank} of {self.count} has another model, other options or another CPU type"
+                )
         self.send(cache_bytes)
         return cache_bytes
 
@@ -162,7 +198,7 @@ class Workers:
                     pipe.close()
         os.close(self.memory)
 
-    def _send(self, process: subprocess.Popen[bytes], message: object) -> None:
+    def _send(self, process: subprocess.Popen[bytes] | Remote, message: object) -> None:
         assert process.stdin is not None
         try:
             pickle.dump(message, process.stdin)
@@ -170,7 +206,10 @@ class Workers:
         except OSError:
             process.kill()  # if it has not ended, it cannot go on; `_watch` says so
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _begin_watch(self, rank: int, process: subprocess.Popen[bytes] | Remote) -> None:
+        threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes] | Remote) -> None:
         status = process.wait()
         with self._lock:
             if self.closed:
@@ -178,12 +217,35 @@ class Workers:
             self.loss = self.loss or f"process {rank} of {self.count} (pid {process.pid}) {ended(status)}"
             self._lose()
             self._lost.set()
+            with contextlib.suppress(OSError):
+                if self.meeting is not None:
+                    self.meeting.shutdown(socket.SHUT_RDWR)  # nobody waits for it there any more
         for other in self.processes:
             other.kill()  # nothing can go on
 
     def _lose(self) -> None:
-        with mmap.mmap(self.memory, mmap.PAGESIZE) as memory:
-            memory[0] = memory[0] or 1
+        os.pwrite(self.memory, b"\1", 0)  # csrc/exchange.h, Loss: no wait of rank 0's ends later
+
+
+class Remote:
+    """A process of a launcher's, perhaps on another machine: as much of a Popen as Workers need."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        connection.settimeout(None)
+        self.rank = int(heard(connection))
+        self.pid = "at {}:{}".format(*connection.getpeername()[:2])
+        self.stdin, self.stdout = connection.makefile("wb"), connection.makefile("rb")
+
+    def wait(self) -> None:
+        """Until it has closed the connection."""
+        waiting = select.poll()
+        waiting.register(self._connection, getattr(select, "POLLRDHUP", 0))  # an end is reported in any case
+        waiting.poll()
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 class Held:
@@ -223,13 +285,7 @@ def whole_lanes(lanes: int, processes: int, threads: int) -> bool:
     return total <= lanes or all(rank * threads in starts for rank in range(processes))
 
 
-def shared_file() -> int:
-    """An empty file without a name: nothing is left of it when the processes that hold it are gone."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("laneformer")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def ended(status: int) -> str:
+def ended(status: int | None) -> str:
+    if status is None:
+        return "has closed its connection"
     return f"ended with exit status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"

@@ -13,12 +13,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..running import wait
 from .decoder import CpuDecoder, Place
+from .links import LOADED, Address, connect_all, connected, shared_file, tell
 
 
 class Worker(CpuDecoder):
@@ -27,17 +28,21 @@ class Worker(CpuDecoder):
     def __init__(
         self,
         inbox: Inbox,
+        replies: TextIO,
         place: Place,
+        address: Address | None,
         source: Callable[[], Mapping[str, Tensor]],
         config: LaneformerConfig,
         dtype: str,
         options: Mapping[str, Any],
     ):
-        self._inbox = inbox
+        self._inbox, self._replies = inbox, replies
+        if address is not None:
+            place = place._replace(memory=shared_file(), sockets=connect_all(place.rank, place.processes, address))
         super().__init__(config, source(), dtype, place=place, **options)
 
     def _settle(self, cache_bytes: int) -> int:
-        print(flush=True)
+        print(LOADED, self.terms(), file=self._replies, flush=True)
         return self._inbox.get()
 
     def run(self) -> None:
@@ -51,25 +56,39 @@ class Worker(CpuDecoder):
 Inbox = queue.SimpleQueue[Any]
 
 
-def read(inbox: Inbox) -> None:
-    """At the end of the pipe, rank 0 is gone: whatever runs here is for nobody."""
+def read(messages: BinaryIO, inbox: Inbox) -> None:
+    """At their end, rank 0 is gone: whatever runs here is for nobody."""
     while True:
         try:
-            inbox.put(pickle.load(sys.stdin.buffer))
-        except EOFError:
+            inbox.put(pickle.load(messages))
+        except (EOFError, OSError):
             os._exit(0)
 
 
-def main() -> None:
+def work(messages: BinaryIO, replies: TextIO, *model: Any) -> NoReturn:
+    """For rank 0, until it ends; `model` are the arguments of Worker, if they do not come as the first message."""
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=read, args=(inbox,), daemon=True).start()
+    threading.Thread(target=read, args=(messages, inbox), daemon=True).start()
     worker = None
     try:
-        worker = Worker(inbox, *inbox.get())
+        worker = Worker(inbox, replies, *(model or inbox.get()))
         worker.run()
     except Exception as error:
-        print(repr(error), file=sys.stderr if worker else sys.stdout, flush=True)
+        print(repr(error), file=sys.stderr if worker else replies, flush=True)
     os._exit(1)  # not the interpreter's end, which would wait for threads
+
+
+def follow(rank: int, processes: int, address: Address, *model: Any) -> NoReturn:
+    """`work` for rank 0 at this address, in a process that a launcher has started."""
+    place = Place(rank, processes, shared_file(), connect_all(rank, processes, address))
+    control = connected(address)
+    control.settimeout(None)
+    tell(control, rank)
+    work(control.makefile("rb"), control.makefile("w"), place, None, *model)
+
+
+def main() -> None:
+    work(sys.stdin.buffer, sys.stdout)
 
 
 if __name__ == "__main__":

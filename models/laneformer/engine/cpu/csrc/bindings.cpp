@@ -124,10 +124,10 @@ namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
                const std::string& isa, const std::string& math, std::vector<int> cpus,
-               double processors, int rank, int processes, int memory) {
+               double processors, int rank, int processes, int memory, std::vector<int> sockets) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, kDTypeCount), dtype_named(embedding_dtype), threads,
                      choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors,
-                     {rank, processes, memory});
+                     {rank, processes, memory, std::move(sockets)});
 }
 
 void expect_layer(const Decoder& decoder, int layer) {
@@ -296,7 +296,7 @@ NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
-           "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a)
+           "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a, "sockets"_a)
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)

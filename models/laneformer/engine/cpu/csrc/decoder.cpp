@@ -33,15 +33,15 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
       delay_(broadcast_delay(spec)),
       ring_layers_(2 * delay_ + 2),
       cpus_(std::move(cpus)),
-      place_(place),
-      first_(place.rank * threads),
+      place_(std::move(place)),
+      first_(place_.rank * threads),
       own_(threads),
-      plans_(plan_tapes(spec, threads * place.processes, dtype)),
+      plans_(plan_tapes(spec, threads * place_.processes, dtype)),
       workers_(plans_.size()),
-      spin_turns_(this->threads() <= processors ? 1000 : 0),
-      memory_(place.memory),
+      spin_turns_((place_.sockets.empty() ? this->threads() : own_) <= processors ? 1000 : 0),
+      memory_(place_.memory),
       exchange_(shape(), spin_turns_, memory_.take(shape().bytes())),
-      said_(memory_.take(2 * place.processes * sizeof(Said))) {
+      said_(memory_.take(2 * place_.processes * sizeof(Said))) {
   const ThreadPlan& last = plans_[first_ + own_ - 1];
   if (plans_[first_].leader != first_ || last.leader + last.members > first_ + own_)
     throw std::invalid_argument("a lane's threads must be in one process");
@@ -53,7 +53,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
   if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
   if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
   const auto shared = [&](size_t count) { return memory_.take(count * sizeof(float)); };
-  logits_ = spec.head == Head::lane ? floats(kMaxColumns * vocab) : shared(kMaxColumns * vocab);
+  logits_ = spec.head == Head::lane ? floats(2 * kMaxColumns * vocab) : shared(2 * kMaxColumns * vocab);
   if (spec.head == Head::lane) lane_logits_ = shared(spec.lanes * kMaxColumns * vocab);
   if (spec.head == Head::replicate) final_streams_ = shared(spec.lanes * kMaxColumns * hidden);
   std::vector<int> heads;  // what other processes' threads work with is reserved, but never touched
@@ -63,6 +63,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     heads.push_back(plans_[t].leader == t ? own * (spec.kv_heads / spec.lanes) : 0);
   }
   caches_ = std::make_unique<KvPool>(spec_, std::move(heads));
+  if (!place_.sockets.empty()) mirror_ = std::make_unique<Mirror>(memory_, exchange_, place_.sockets);
   team_ = std::make_unique<Team>(own_, [cpus = cpus_, first = first_](int t) {
     if (!cpus.empty()) pin_to(cpus[(first + t) % cpus.size()]);
   });
@@ -302,20 +303,61 @@ void Decoder::serve(int t) {
       run_layers(t, pass);
       if (pass.head_columns && !exchange_.lost()) run_head(t, pass);
     }
-    meet(t);
+    const bool gives = pass.head_columns && !pass.scores && spec_.head != Head::lane;
+    meet(t, gives ? Gives::logits : Gives::nothing);
   }
 }
 
 // Every thread waits for every other, in all processes.
-void Decoder::meet(int t) {
+void Decoder::meet(int t, Gives gives) {
   exchange_.meet(Exchange::kMet, t, first_, first_ + own_);
   if (place_.processes == 1) return;
   const uint64_t number = exchange_.published(Exchange::kMet, t);
   if (t == first_) {
     said(number, place_.rank) = {plan_hash_, overflowed_, kv_overflowed_, cancelled_};
     exchange_.publish(Exchange::kProcessesMet, place_.rank, number);
+    if (mirror_) {
+      std::vector<iovec> written = given(gives);
+      written.push_back({&said(number, place_.rank), sizeof(Said)});
+      mirror_->send(written, exchange_.counter_of(Exchange::kProcessesMet, place_.rank));
+    }
   }
   exchange_.wait_for(Exchange::kProcessesMet, -1, 0, place_.processes, number);
+}
+
+// What this process has written of the running pass's final streams, or logits.
+std::vector<iovec> Decoder::given(Gives gives) const {
+  std::vector<iovec> pieces;
+  const auto add = [&](float* from, size_t count) { pieces.push_back({from, count * sizeof(float)}); };
+  const ThreadPlan &first = plans_[first_], &last = plans_[first_ + own_ - 1];
+  const size_t vocab = round_up(spec_.vocab, 16), hidden = spec_.padded_hidden(), columns = pass_.head_columns;
+  const bool by_lane = gives == Gives::streams || (gives == Gives::logits && spec_.head == Head::lane);
+  for (size_t lane = first.first_lane; by_lane && lane < size_t(last.last_lane); ++lane) {
+    const size_t each = gives == Gives::streams ? hidden : vocab;
+    add((gives == Gives::streams ? final_streams_ : lane_logits_).floats() + lane * kMaxColumns * each, columns * each);
+  }
+  if (by_lane || gives == Gives::nothing) return pieces;
+  const bool replicated = spec_.head == Head::replicate;
+  const int from = replicated ? first.head[0].first_row : first.first_lane * spec_.head_rows();
+  const int end = replicated ? last.head[0].first_row + last.head[0].rows : last.last_lane * spec_.head_rows();
+  for (size_t c = 0; c < columns; ++c) add(logits(pass_) + c * vocab + from, end - from);
+  return pieces;
+}
+
+// A thread's rows of a module's outputs.
+void Decoder::send_partials(int t, uint64_t layer, Module module, const Pass& pass) {
+  const ThreadPlan& plan = plans_[t];
+  const LaneLayer& matrices = plan.layers[layer % spec_.layers][0];
+  const Matrix& matrix = module == kAttention ? matrices.wo : matrices.w2;
+  const size_t hidden = spec_.padded_hidden();
+  std::vector<iovec> pieces;
+  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+    float* slot = exchange_.slot(layer, module, lane);
+    if (plan.members == 1) pieces.push_back({slot, pass.columns * hidden * sizeof(float)});
+    for (int c = 0; plan.members > 1 && matrix.rows && c < pass.columns; ++c)
+      pieces.push_back({slot + c * hidden + matrix.first_row, matrix.rows * sizeof(float)});
+  }
+  mirror_->send(pieces, exchange_.counter_of(Exchange::kModulesDone, t));
 }
 
 // By the first thread after a meeting: what all processes have said there. It stands until the meeting after the next.

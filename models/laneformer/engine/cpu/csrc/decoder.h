@@ -19,6 +19,7 @@
 
 #include "exchange.h"
 #include "kv_pool.h"
+#include "mirror.h"
 #include "model.h"
 #include "pace.h"
 #include "processes.h"
@@ -142,7 +143,10 @@ class Decoder {
   void reserve(int t);
   void on_all_threads(const std::function<void(int)>& job);
   void serve(int t);
-  void meet(int t);
+  enum class Gives { nothing, streams, logits };  // to other machines, at a meeting
+  void meet(int t, Gives gives = Gives::nothing);
+  void send_partials(int t, uint64_t layer, Module module, const Pass& pass);
+  std::vector<iovec> given(Gives gives) const;
   Said heard();
   Exchange::Shape shape() const;
   void meet_group(int t);
@@ -201,6 +205,11 @@ class Decoder {
   Said& said(uint64_t meeting, int rank) const {
     return reinterpret_cast<Said*>(said_.bytes())[meeting % 2 * place_.processes + rank];
   }
+  // Of several processes, one may still draw from its last pass's logits while another has the next one's: two turns.
+  float* logits(const Pass& pass) const {
+    const size_t turn = place_.processes > 1 ? pass.first_layer / spec_.layers % 2 : 0;
+    return logits_.floats() + turn * kMaxColumns * round_up(spec_.vocab, 16);
+  }
   bool leaves(const Sequence& s) const { return place_.processes > 1 ? leaves_ : s.left; }
   const float* norm_scale(int index, int lane) const;
   void wait_for_peers(int t, uint64_t modules) const {
@@ -243,6 +252,7 @@ class Decoder {
   SharedMemory memory_;
   Exchange exchange_;
   Pages said_;  // [meeting % 2][rank]: Said
+  std::unique_ptr<Mirror> mirror_;
   bool ladder_ = false;
   Counter pass_issued_;
 

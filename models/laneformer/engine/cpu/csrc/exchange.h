@@ -71,6 +71,7 @@ class Exchange {
     counter(what, t).store(count, std::memory_order_release);
   }
   uint64_t published(Count what, int t) const { return counter(what, t).load(std::memory_order_relaxed); }
+  const std::atomic<uint64_t>& counter_of(Count what, int t) const { return counter(what, t); }
   // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {

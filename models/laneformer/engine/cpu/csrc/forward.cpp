@@ -58,6 +58,7 @@ void Decoder::run_layers(int t, const Pass& pass) {
         module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
       }
       exchange_.publish(Exchange::kModulesDone, t, 2 * global + module + 1);
+      if (mirror_) send_partials(t, global, module, pass);
       if (pass.barriers) meet(t);
       join_lanes(t, layer, module, pass);
       if (!request_->keep_partials.empty()) keep_partials(t, layer, module, pass);

@@ -31,7 +31,7 @@ void Decoder::run_head(int t, const Pass& pass) {
   share_head(t, pass);
   if (spec_.head == Head::lane) sum_lane_logits(t, pass);
   if (!pass.scores) return;
-  meet(t);
+  meet(t, spec_.head == Head::lane ? Gives::nothing : Gives::logits);
   score_positions(t, pass);
 }
 
@@ -73,7 +73,7 @@ bool Decoder::multiply_head_share(int owner, uint64_t share, const Pass& pass) {
     }
     const int lane = plan.first_lane + static_cast<int>(i);
     const size_t vocab = round_up(spec_.vocab, 16);
-    float* out = logits_.floats();
+    float* out = logits(pass);
     if (spec_.head == Head::vocab_parallel) out += size_t(lane) * spec_.head_rows();
     if (spec_.head == Head::lane) out = lane_logits_.floats() + lane * kMaxColumns * vocab;
     const Matrix tiles = head.tiles_from(share * kHeadShareTiles, kHeadShareTiles);
@@ -100,13 +100,13 @@ void Decoder::lane_inputs(int t, const Pass& pass) {
 }
 
 void Decoder::sum_lane_logits(int t, const Pass& pass) {
-  meet(t);  // then every process sums for itself
+  meet(t, Gives::logits);  // then every process sums for itself
   const size_t vocab = round_up(spec_.vocab, 16), share = round_up((vocab + own_ - 1) / own_, 16);
   const size_t from = std::min(vocab, (t - first_) * share), to = std::min(vocab, from + share);
   for (int c = 0; c < pass.head_columns; ++c)
     if (to > from)
       kernels_->sum_rows(lane_logits_.floats() + c * vocab + from, kMaxColumns * vocab, spec_.lanes,
-                         logits_.floats() + c * vocab + from, static_cast<int>(to - from));
+                         logits(pass) + c * vocab + from, static_cast<int>(to - from));
 }
 
 // The lanes' mean of normed streams, or the norm of their sum: the one input of all threads' rows.
@@ -127,7 +127,7 @@ void Decoder::replicated_inputs(int t, const Pass& pass) {
       else
         norm(h, lane, shared);
     }
-  meet(t);
+  meet(t, Gives::streams);
   for (int c = 0; c < pass.head_columns; ++c) {
     float* x = w.head_inputs.floats() + size_t(c) * hidden;
     float* total = w.total.floats();

@@ -161,7 +161,7 @@ void Decoder::finish_pass(const Said& said) {
 void Decoder::take_tokens(Sequence& s) {
   const int before = s.new_tokens();
   for (int i = 0; i < s.head_columns; ++i) {
-    if (!take_token(s, logits_.floats() + (s.first_row + i) * round_up(spec_.vocab, 16))) return;
+    if (!take_token(s, logits(pass_) + (s.first_row + i) * round_up(spec_.vocab, 16))) return;
     const bool right = i < static_cast<int>(s.drafts.size()) && s.drafts[i] == s.ids.back();
     s.statistics.accepted += right;
     if (s.finished || !right) break;
@@ -214,13 +214,13 @@ void Decoder::score_positions(int t, const Pass& pass) {
     const Column& column = pass.column[pass.head[row]];
     Sequence& s = *running_[column.sequence];
     if (!s.request->scores()) continue;
-    const float* logits = logits_.floats() + row * round_up(spec_.vocab, 16);
+    const float* row_logits = logits(pass) + row * round_up(spec_.vocab, 16);
     const int next = column.position + 1;
     if (s.request->keep_logits)
-      std::memcpy(kept_logits_.data() + size_t(column.position) * spec_.vocab, logits, spec_.vocab * sizeof(float));
+      std::memcpy(kept_logits_.data() + size_t(column.position) * spec_.vocab, row_logits, spec_.vocab * sizeof(float));
     if (next < static_cast<int>(s.ids.size()) && next >= s.request->score_from)
-      s.scores.record(next - s.request->score_from, logits, spec_.vocab, s.ids[next],
-                      kernels_->log_sum_exp(logits, spec_.vocab));
+      s.scores.record(next - s.request->score_from, row_logits, spec_.vocab, s.ids[next],
+                      kernels_->log_sum_exp(row_logits, spec_.vocab));
   }
 }
 

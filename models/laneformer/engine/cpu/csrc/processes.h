@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <new>
+#include <stdexcept>
 #include <vector>
 
 #include "system.h"
@@ -17,7 +18,8 @@ namespace laneformer {
 
 struct Place {
   int rank = 0, processes = 1;
-  int memory = -1;  // of more than one: a file, empty at first, that all of them map
+  int memory = -1;           // of more than one: a file, empty at first, that all of them map
+  std::vector<int> sockets;  // or that each has for itself, and these to all others (mirror.h)
 };
 
 // What a process says at a meeting of all threads.
@@ -48,11 +50,30 @@ class SharedMemory {
     return Pages::borrowed(at);
   }
 
+  // Where something lies, the same in all processes; and what lies there, or nullptr where nothing of that size does.
+  uint64_t place_of(const void* p) const {
+    uint64_t before = 0;
+    for (const Piece& piece : pieces_) {
+      if (is_in(piece, static_cast<const char*>(p))) return before + (static_cast<const char*>(p) - piece.at);
+      before += piece.bytes;
+    }
+    throw std::logic_error("not in the shared memory");
+  }
+  char* at(uint64_t place, uint64_t bytes) const {
+    for (const Piece& piece : pieces_) {
+      if (place < piece.bytes) return bytes <= piece.bytes - place ? piece.at + place : nullptr;
+      place -= piece.bytes;
+    }
+    return nullptr;
+  }
+
  private:
   struct Piece {
     char* at;
     size_t bytes;
   };
+  static bool is_in(const Piece& piece, const char* p) { return p >= piece.at && p < piece.at + piece.bytes; }
+
   const int file_;
   size_t end_ = 0;
   std::vector<Piece> pieces_;
