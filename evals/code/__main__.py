@@ -4,13 +4,16 @@
     python -m evals.code runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl
     python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
 
-The results folder keeps answers.jsonl (verbatim; an interrupted run resumes there), samples.jsonl (what was selected
-from each answer and what was scored), EvalPlus's own result files and its log. Every run also scores the data set's
-reference solutions: where they fail, the figures mean little. Measurements are in decision 0021.
+The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim; an
+interrupted run resumes there), samples.jsonl (what was selected from each answer and what was scored), EvalPlus's own
+result files and its log. Every run also scores the data set's reference solutions: where they fail, the figures mean
+little. Measurements are in decision 0021.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Iterable
@@ -22,10 +25,12 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from evals.code.answers import EndpointModel, EngineModel, Model, Sampling, collect, prompt_of, target_function
+from evals.code.answers import EndpointModel, EngineModel, Model, Sampling, collect, prompt_of, settings_of
 from evals.code.sandbox import find_sandbox
 from evals.code.score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, open_dataset, set_up
-from records.evals import NOWHERE, AboutFlags, EvalCommand
+from evals.code.selection import lost_names, target_function
+from evals.intervals import wilson
+from records.evals import NOWHERE, About, AboutFlags, EvalCommand
 from records.files import file_sha256
 
 KS = (1, 10, 100)
@@ -85,6 +90,7 @@ def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, eva
         console.print(f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?")
     answers = collect(dataset, model, sampling, chat, evalplus.folder)
     rows = solutions(dataset, answers, chat, evalplus)
+    rules = [row["rule"] for row in rows]
     return {
         "dataset": f"{dataset.name}+",
         "version": dataset.version,
@@ -98,39 +104,56 @@ def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, eva
         "control": control,
         "answers_empty": sum(not row["answer"].strip() for row in answers),
         "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
+        "selection": {rule: rules.count(rule) for rule in sorted(set(rules))},
         "not_sanitized": sum(not row["sanitized"] for row in rows),
         "sandbox": evalplus.sandbox,
     }
 
 
 def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus) -> list[dict[str, Any]]:
-    """An EvalPlus row per answer: the code selected from it, and that code after EvalPlus's sanitize."""
+    """An EvalPlus row per answer: the code selected from it, by which rule, and that code after EvalPlus's sanitize.
+
+    What sanitize does not finish, or robs of something it needs, is scored as it was selected.
+    """
     problems = {p["task_id"]: p for p in dataset.problems}
-    selected = []
-    for row in answers:
-        problem, text = problems[row["task_id"]], row["answer"]
-        code = target_function(text, problem["entry_point"]) if chat else prompt_of(problem, chat=False) + text
-        selected.append({"text": code, "entry_point": problem["entry_point"]})
+    asked = [(problems[row["task_id"]], row["answer"]) for row in answers]
+    selected = [
+        target_function(text, problem["entry_point"]) if chat else (prompt_of(problem, chat=False) + text, "completion")
+        for problem, text in asked
+    ]
+    names = [problem["entry_point"] for problem, _ in asked]
+    texts = [{"text": code, "entry_point": name} for (code, _), name in zip(selected, names, strict=True)]
+    sanitized = [
+        None if code is None or lost_names(row["text"], code, row["entry_point"]) else code
+        for row, code in zip(texts, evalplus.sanitize(texts), strict=True)
+    ]
     return [
         {
             "task_id": row["task_id"],
             "sample": row["sample"],
-            "selected": chosen["text"],
+            "rule": rule,
+            "selected": text,
             "sanitized": code is not None,
-            "solution": chosen["text"] if code is None else code,
+            "solution": text if code is None else code,
         }
-        for row, chosen, code in zip(answers, selected, evalplus.sanitize(selected), strict=True)
+        for row, (text, rule), code in zip(answers, selected, sanitized, strict=True)
     ]
 
 
 def figures_of(scored: dict[str, list[tuple[bool, bool]]], n: int) -> dict[str, Any]:
-    """pass@1 and pass@k (k up to n) on the base tests, and on the base and plus tests together."""
+    """pass@1 and pass@k (k up to n) on the base tests, and on the base and plus tests together.
 
-    def value(tests: int, k: int) -> float:
-        return pass_at_k([(len(s), sum(passed[tests] for passed in s)) for s in scored.values()], k)
-
-    at_k = {str(k): {"base": value(0, k), "plus": value(1, k)} for k in KS if k <= n}
-    return {"pass@1_base": at_k["1"]["base"], "pass@1_plus": at_k["1"]["plus"], "pass@k": at_k}
+    The intervals of pass@1 are Wilson's of 95 %, with the problems as sample: several answers to each make them wide.
+    """
+    figures: dict[str, Any] = {"pass@k": {str(k): {} for k in KS if k <= n}}
+    for tests, name in enumerate(("base", "plus")):
+        counts = [(len(s), sum(passed[tests] for passed in s)) for s in scored.values()]
+        for k, at_k in figures["pass@k"].items():
+            at_k[name] = pass_at_k(counts, int(k))
+        share = figures[f"pass@1_{name}"] = figures["pass@k"]["1"][name]
+        center, half = wilson(share * len(counts), len(counts))
+        figures[f"pass@1_{name}_interval"] = [center - half, center + half]
+    return figures
 
 
 def pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
@@ -159,7 +182,7 @@ def main(
     Args:
         hf_dir: folder of the exported model
         dataset: HumanEvalPlus.jsonl or MbppPlus.jsonl, optionally gzipped, or a subset of one
-        results: folder for answers and results; an interrupted run resumes there
+        results: folder for answers and results, where an interrupted run resumes; default: one in items/ beside --out
         backend: what answers
         sampling: how answers are sampled
         scoring: how solutions are tested
@@ -169,26 +192,34 @@ def main(
         set_up(evalplus_environment())
         print(evalplus_environment())
         return None
-    if dataset is None or results is None or (hf_dir is None) == (backend.base_url is None):
-        raise ValueError("--dataset, --results, and either a model folder or --base-url are required")
+    if dataset is None or (results or about.out) is None or (hf_dir is None) == (backend.base_url is None):
+        raise ValueError("--dataset, --results or --out, and either a model folder or --base-url are required")
     started = time.perf_counter()
     data = open_dataset(dataset)
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
-    results.mkdir(parents=True, exist_ok=True)
-    evalplus = EvalPlus(data, evalplus_environment(), sandbox, results.resolve(), scoring.cache, scoring.parallel)
-    figures = evaluate(data, backend.open(hf_dir, sampling), sampling, backend.chat(hf_dir), evalplus)
+    chat = backend.chat(hf_dir)
+    model = backend.open(hf_dir, sampling)
+    folder = results or results_of(about, settings_of(data, model, sampling, chat))
+    folder.mkdir(parents=True, exist_ok=True)
+    evalplus = EvalPlus(data, evalplus_environment(), sandbox, folder.resolve(), scoring.cache, scoring.parallel)
+    figures = evaluate(data, model, sampling, chat, evalplus)
     return about.append(
         "code",
-        figures,
+        figures | {"results": f"{folder.parent.name}/{folder.name}" if results is None else str(results)},
         seconds=time.perf_counter() - started,
         tokenizer_sha256=file_sha256(hf_dir / "tokenizer.json") if hf_dir is not None else None,
         data_sha256=file_sha256(dataset),
     )
 
 
-COMMAND = EvalCommand(
-    "code", main, needs=("--dataset", "--results"), excludes=("--setup", "--base-url"), per_step=("--results",)
-)
+def results_of(about: About, settings: dict[str, Any]) -> Path:
+    """The folder of these answers beside the records, in items/: each checkpoint and setting has its own."""
+    assert about.out is not None
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return about.out.parent / "items" / f"code-{about.step or 0}-{digest}"
+
+
+COMMAND = EvalCommand("code", main, needs=("--dataset",), excludes=("--setup", "--base-url"), per_step=("--results",))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""A model's answers to the problems of a code benchmark, and the part of an answer that is the solution.
+"""A model's answers to the problems of a code benchmark.
 
 Answers come from a model folder through the engine or from an OpenAI-compatible endpoint. They are stored verbatim, one
-line each, so that an interrupted run resumes and later scoring starts from the same text. A chat answer may hold
-several code blocks, of which EvalPlus's sanitize keeps the longest text that parses; `target_function` first selects
-the block that defines the requested function.
+line each, so that an interrupted run resumes and later scoring starts from the same text.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -36,7 +32,6 @@ INSTRUCTION = (
 # a completion has left the requested function at one of these; endpoints accept four, so the likeliest come first
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(", "\nassert ")
 STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp": ('\n"""',)}
-FENCE = re.compile(r"\s*(`{3,})\s*([^`]*)$")
 ATTEMPTS, FIRST_WAIT_S = 6, 1.0
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 
@@ -169,13 +164,18 @@ def prompt_of(problem: dict[str, Any], chat: bool) -> str:
     return INSTRUCTION.format(prompt=prompt) if chat else prompt + "\n"
 
 
+def settings_of(dataset: Dataset, model: Model, sampling: Sampling, chat: bool) -> dict[str, Any]:
+    """All that answers depend on."""
+    prompt = "chat" if chat else "completion"
+    return {**model.identity, "data_md5": dataset.md5, "prompt": prompt, **asdict(sampling)}
+
+
 def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, folder: Path) -> list[dict[str, Any]]:
     """All answers, ordered by problem and sample; those already in `folder`/answers.jsonl are reused.
 
     ValueError if that file comes from another model, data set or sampling.
     """
-    settings = {**model.identity, "data_md5": dataset.md5, "prompt": "chat" if chat else "completion"}
-    check_settings(folder / "settings.json", settings | asdict(sampling))
+    check_settings(folder / "settings.json", settings_of(dataset, model, sampling, chat))
     path = folder / "answers.jsonl"
     known = {(row["task_id"], row["sample"]): row for row in read_lines(path)}
     wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(sampling.n)}
@@ -217,33 +217,3 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
         raise ValueError(
             f"{path.parent} holds answers with other settings: {differing}; choose another --results folder"
         )
-
-
-def fenced_blocks(text: str) -> list[str]:
-    """The fenced code blocks of a text, with or without a language tag; the last one may be unterminated."""
-    blocks: list[list[str]] = []
-    fence = ""
-    for line in text.splitlines():
-        mark = FENCE.match(line)
-        if mark and (not fence or mark[2].strip()):  # a fence with a tag opens a block, even inside an unterminated one
-            fence = mark[1]
-            blocks.append([])
-        elif mark and len(mark[1]) >= len(fence):
-            fence = ""
-        elif fence:
-            blocks[-1].append(line)
-    return [textwrap.dedent("\n".join(block)) for block in blocks]
-
-
-def target_function(text: str, entry_point: str) -> str:
-    """The code of an answer: the first fenced block that defines `entry_point`, else the first that mentions it.
-
-    If none does, the first block; without blocks, the whole text.
-    """
-    blocks = fenced_blocks(text)
-    name = re.escape(entry_point)
-    for pattern in (rf"^\s*(async\s+)?def\s+{name}\s*\(", rf"\b{name}\b", ""):
-        for block in blocks:
-            if re.search(pattern, block, re.MULTILINE):
-                return block
-    return text

@@ -1,114 +1,112 @@
-"""A sandbox for a command that runs untrusted code: no network, one writable folder, a limit on wall time.
+"""A sandbox around each piece of code that a model writes: one bubblewrap, in which nothing can be written or shared.
 
-bubblewrap exposes only what the command needs, and root becomes nobody inside. Without it, `unshare` gives non-root
-users namespaces in which everything but that folder is read-only; files of the host stay readable. Where neither works
-(most containers forbid it), nothing runs unless the caller insists. The limits on processes, memory, CPU time and file
-size apply to each piece of untrusted code, so they are set inside, in evals/code/jail.py.
+It exposes the system's libraries and the given folders read-only, and no network, no process but its own, and no
+writable file; root becomes nobody. A filter of system calls refuses new processes, new namespaces, and memory that
+belongs to no address space, so limits on one process (evals/code/runner.py) are limits on the whole sandbox.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
+import platform
 import shutil
-import signal
+import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-NOBODY = 65534
+DEVICES = ("/dev/null", "/dev/urandom")
+NOBODY = "65534"
 HOW = (
-    "install bubblewrap (Debian: apt-get install bubblewrap) or allow user namespaces; in a container, run it with "
+    "install bubblewrap (Debian: apt-get install bubblewrap) and allow user namespaces; in a container, run it with "
     "the rights to make namespaces (docker run --security-opt seccomp=unconfined); --unsafe-no-sandbox runs the "
     "model's code with all your rights"
 )
-KINDS = ("bubblewrap", "unshare")
+# linux/audit.h: the architecture of a system call; asm/unistd.h: its numbers
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+CLONE, CLONE3, CLONE_THREAD = {"x86_64": 56, "aarch64": 220}, 435, 0x10000
+REFUSED = {  # fork and vfork (x86_64 only), unshare, mount, memfd_create, shmget, semget, msgget, bpf
+    "x86_64": (57, 58, 272, 165, 319, 29, 64, 68, 321),
+    "aarch64": (97, 40, 279, 194, 190, 186, 280),
+}
+REFUSED_EVERYWHERE = (425, 430, 447)  # io_uring_setup, fsopen, memfd_secret
 
 
-def prefix_of(kind: str, folder: Path, readable: Sequence[Path]) -> list[str]:
-    """The command that starts another one in a kind of sandbox; empty for "none"."""
-    if kind == "none":
-        return []
-    if kind == "unshare":  # the namespaces only: the command makes the file system read-only (jail.make_read_only)
-        names = ["--user", "--map-current-user", "--keep-caps", "--net", "--mount", "--pid", "--ipc", "--uts"]
-        return ["unshare", *names, "--fork", "--kill-child", "--mount-proc"]
-    command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
-    command += ["--new-session", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
-    command += ["--dir", "/tmp"]
+def system_call_filter(machine: str) -> bytes:
+    """The filter as a BPF program (linux/seccomp.h) for "x86_64" or "aarch64".
+
+    Threads are allowed. clone3, whose flags a filter cannot read, does not exist, so the C library uses clone.
+    """
+    if machine not in ARCHITECTURES:
+        raise ValueError(f"no sandbox on {machine}: its system calls are known on {', '.join(ARCHITECTURES)}; {HOW}")
+    load, equal, at_least, any_bit, ret = 0x20, 0x15, 0x35, 0x45, 0x06
+    number, architecture, first_argument = 0, 4, 16
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    # (operation, instructions to skip if true, if false, operand)
+    program = [(load, 0, 0, architecture), (equal, 1, 0, ARCHITECTURES[machine]), (ret, 0, 0, refuse)]
+    program += [(load, 0, 0, number), (at_least, 0, 1, 0x40000000), (ret, 0, 0, refuse)]  # the x32 numbers of x86_64
+    program += [(equal, 0, 1, CLONE3), (ret, 0, 0, 0x00050000 | errno.ENOSYS)]
+    for refused in (*REFUSED[machine], *REFUSED_EVERYWHERE):
+        program += [(equal, 0, 1, refused), (ret, 0, 0, refuse)]
+    program += [(equal, 0, 3, CLONE[machine]), (load, 0, 0, first_argument), (any_bit, 1, 0, CLONE_THREAD)]
+    program += [(ret, 0, 0, refuse), (ret, 0, 0, allow)]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def sandbox_options(readable: Sequence[Path]) -> list[str]:
+    """The command line of a bubblewrap in which `readable` and the system can be read; `as_nobody` goes inside."""
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--die-with-parent",
+    ]
+    command += ["--new-session", "--as-pid-1"]
+    shown = [Path(path) for path in (*SYSTEM, *DEVICES)] + list(readable)
+    for parent in sorted({parent for path in shown for parent in path.parents} - {Path("/")}):
+        command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
     for path in SYSTEM:
         if os.path.islink(path) and os.path.isdir(path):
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
-    for parent in sorted({parent for path in (folder, *readable) for parent in path.parents} - {Path("/")}):
-        command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
-    for readable_path in readable:
-        command += ["--ro-bind", str(readable_path), str(readable_path)]
-    command += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
-    if os.geteuid() == 0:  # another user by its own hand: limits on a user's processes do not hold for root
+    for folder in readable:
+        command += ["--ro-bind", str(folder), str(folder)]
+    for device in DEVICES:
+        command += ["--dev-bind", device, device]
+    command += ["--remount-ro", "/", "--chdir", "/"]
+    if os.geteuid() == 0:
         return [*command, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    return [*command, "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    return [*command, "--unshare-user", "--uid", NOBODY, "--gid", NOBODY]
 
 
-def why_not(kind: str) -> str:
-    """What is missing for a kind of sandbox on this machine; empty when it works."""
-    command = [*prefix_of(kind, Path("/usr/bin"), []), "true"]
-    if shutil.which(command[0]) is None:
-        return f"{command[0]} is not installed"
-    if kind == "unshare" and os.geteuid() == 0:
-        return "unshare alone does not keep root within limits"
-    trial = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def as_nobody(command: Sequence[str]) -> list[str]:
+    """A command for the inside of a sandbox: root becomes nobody, as limits on a user's threads do not hold for it."""
+    change = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"] if os.geteuid() == 0 else []
+    return [*change, *command]
+
+
+def why_not() -> str:
+    """What is missing for the sandbox on this machine; empty when it works."""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap (bwrap) is not installed"
+    with tempfile.TemporaryFile() as rules:
+        rules.write(system_call_filter(platform.machine()))
+        rules.seek(0)
+        command = [*sandbox_options([]), "--seccomp", str(rules.fileno()), *as_nobody(["true"])]
+        trial = subprocess.run(command, capture_output=True, text=True, timeout=60, pass_fds=[rules.fileno()])
     return f"{' '.join(command)}: {trial.stderr.strip()}" if trial.returncode else ""
 
 
 def find_sandbox(unsafe: bool = False) -> str:
-    """ "bubblewrap" or "unshare", the first that works here; "none" when `unsafe`; else ValueError with the way out."""
+    """ "bubblewrap", or "none" when `unsafe`; ValueError with the way out where bubblewrap does not work."""
     if unsafe:
         return "none"
-    reasons = {kind: why_not(kind) for kind in KINDS}
-    for kind, reason in reasons.items():
-        if not reason:
-            return kind
-    raise ValueError(f"no sandbox here for the code that a model writes ({'; '.join(reasons.values())}); {HOW}")
-
-
-def run_sandboxed(
-    kind: str,
-    command: Sequence[str],
-    folder: Path,
-    readable: Sequence[Path],
-    env: Mapping[str, str],
-    log: Path,
-    timeout_s: float,
-) -> None:
-    """Run a command that may write in `folder` only and read `readable`; its output is appended to `log`.
-
-    The environment holds `env` alone. ValueError with the end of the log when it fails or outlives timeout_s.
-    """
-    if kind == "bubblewrap" and os.geteuid() == 0:
-        for path in (folder, *folder.rglob("*")):  # to nobody, whom the command becomes
-            os.chown(path, NOBODY, NOBODY)
-            path.chmod(0o755 if path.is_dir() else 0o644)  # it is still root, without rights, when it starts
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            [*prefix_of(kind, folder, readable), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            cwd=folder,
-            start_new_session=True,
-        )
-        try:
-            status: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a sandbox ends with its first process
-            process.wait()
-    if status != 0:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        what = f"did not end within {timeout_s:.0f} s" if status is None else f"ended with exit status {status}"
-        raise ValueError(f"{' '.join(command)} {what} in the sandbox ({kind}); the end of {log}:\n{end}")
+    if reason := why_not():
+        raise ValueError(f"no sandbox here for the code that a model writes ({reason}); {HOW}")
+    return "bubblewrap"

@@ -1,17 +1,20 @@
-"""EvalPlus in its own virtual environment and inside the sandbox: data sets, sanitize, test results.
+"""EvalPlus in its own virtual environment, every solution in a sandbox: data sets, sanitize, test results.
 
 EvalPlus needs library versions that conflict with ours, so it has its own environment, with only the packages that
-sanitize and evaluate import. The expected outputs of a data set are computed once and cached. The run of the reference
-solutions writes that cache, so no code of a model can touch it.
+sanitize and evaluate import. The expected outputs of a data set are computed once, in the run of the reference
+solutions, and cached.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
+import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.code.sandbox import run_sandboxed
+from evals.code.sandbox import as_nobody, sandbox_options, system_call_filter
 from records.files import json_lines, write_atomically
 
 EVALPLUS = "0.3.1"
@@ -28,6 +31,10 @@ REQUIREMENTS = (
     f"evalplus=={EVALPLUS}", "appdirs==1.4.4", "numpy==2.4.6", "psutil==7.2.2", "rich==15.0.0", "termcolor==3.3.0",
     "tqdm==4.70.1", "tree-sitter==0.26.1", "tree-sitter-python==0.25.0",
 )  # fmt: skip
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "LANG": "C.UTF-8",
+}  # fmt: skip
 UNUSED = ("datasets", "tempdir", "wget")  # EvalPlus imports them for downloads, which are not used here
 # md5 of the uncompressed file, as in EvalPlus itself: name, version
 VERSIONS = {
@@ -38,7 +45,7 @@ PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
 OVERRIDES = {"humaneval": "HUMANEVAL_OVERRIDE_PATH", "mbpp": "MBPP_OVERRIDE_PATH"}
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "contract", "atol")
 KNOWN_FAILURES = {"HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so no solution can pass"}
-LIMITS = {"memory_bytes": 4 * 2**30, "processes": 64, "file_bytes": 64 * 2**20, "cpu_s": 300}  # of one solution
+LIMITS = {"memory_bytes": 4 * 2**30, "threads": 64, "cpu_s": 300}  # of one solution
 SANITIZE_S = 20.0
 LONGEST_CHECK_S = 65.0  # of one solution on one list of inputs: EvalPlus's limit of 60 s and its overhead
 DOWNLOADS = (
@@ -132,12 +139,9 @@ class EvalPlus:
 
     def sanitize(self, selected: list[dict[str, str]]) -> list[str | None]:
         """EvalPlus's sanitize of each {"text", "entry_point"}; None if it exceeds SANITIZE_S."""
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as name:
-            work = Path(name)
-            files = {"selected": str(work / "selected.json"), "sanitized": str(work / "sanitized.json")}
-            (work / "selected.json").write_text(json.dumps(selected))
-            self._run(work, "sanitize", {**files, "sanitize_s": SANITIZE_S}, 60 + SANITIZE_S * len(selected))
-            return json.loads((work / "sanitized.json").read_text())
+        request = json.dumps({"selected": selected, "sanitize_s": SANITIZE_S})
+        command = [*self._sandbox(), *self._runner("sanitize")]
+        return json.loads(self._run(command, ENVIRONMENT, request, 60 + SANITIZE_S * len(selected)))
 
     def evaluate(self, rows: Iterable[dict[str, Any]], name: str) -> dict[str, list[tuple[bool, bool]]]:
         """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base and plus) tests pass.
@@ -153,9 +157,20 @@ class EvalPlus:
             outputs = Path("evalplus") / f"{self.dataset.md5}.pkl"
             if (self.cache / outputs).exists():
                 shutil.copy(self.cache / outputs, work / "cache" / outputs)
-            timeout_s = 600 + 2 * LONGEST_CHECK_S * len(listed) / self.parallel
-            request = {"samples": str(work / f"{name}.jsonl"), "min_time_limit_s": self.min_time_limit_s}
-            self._run(work, "evaluate", request, timeout_s)
+            request = {
+                "sandbox": self._sandbox(), "runner": self._runner("solve"), "filter": str(work / "filter.bpf"),
+                "limits": LIMITS, "dataset": self.dataset.name, "samples": str(work / f"{name}.jsonl"),
+                "parallel": self.parallel, "min_time_limit_s": self.min_time_limit_s,
+            }  # fmt: skip
+            (work / "request.json").write_text(json.dumps(request))
+            (work / "filter.bpf").write_bytes(system_call_filter(platform.machine()) if request["sandbox"] else b"")
+            (work / "dataset.jsonl").write_bytes(self.dataset.content)
+            env = {
+                **ENVIRONMENT, "HOME": str(work), "TMPDIR": str(work), "XDG_CACHE_HOME": str(work / "cache"),
+                OVERRIDES[self.dataset.name]: str(work / "dataset.jsonl"),
+            }  # fmt: skip
+            judge = [self._python, str(Path(__file__).with_name("judge.py")), str(work / "request.json")]
+            self._run(judge, env, "", 600 + 2 * LONGEST_CHECK_S * len(listed) / self.parallel)
             if name == "control" and not (self.cache / outputs).exists():
                 (self.cache / outputs).parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self.cache / outputs, (work / "cache" / outputs).read_bytes())
@@ -167,22 +182,40 @@ class EvalPlus:
             for task, samples in json.loads(results)["eval"].items()
         }
 
-    def _run(self, work: Path, verb: str, request: dict[str, Any], timeout_s: float) -> None:
-        shutil.copyfile(Path(__file__).with_name("jail.py"), work / "jail.py")
-        (work / "dataset.jsonl").write_bytes(self.dataset.content)
-        request = {
-            **request, "folder": str(work), "sandbox": self.sandbox, "limits": LIMITS, "parallel": self.parallel,
-            "dataset": self.dataset.name,
-        }  # fmt: skip
-        (work / "request.json").write_text(json.dumps(request))
-        env = {
-            "PATH": "/usr/bin:/bin", "HOME": str(work), "TMPDIR": str(work), "XDG_CACHE_HOME": str(work / "cache"),
-            "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
-            OVERRIDES[self.dataset.name]: str(work / "dataset.jsonl"),
-        }  # fmt: skip
-        command = [str(self.environment / "bin/python"), str(work / "jail.py"), verb, str(work / "request.json")]
+    @property
+    def _python(self) -> str:
+        return str(self.environment / "bin/python")
+
+    def _sandbox(self) -> list[str]:
         readable = [self.environment, Path(sys.base_prefix).resolve()]  # the standard library is in the latter
-        run_sandboxed(self.sandbox, command, work, readable, env, self.folder / "evalplus.log", timeout_s)
+        return sandbox_options(readable) if self.sandbox == "bubblewrap" else []
+
+    def _runner(self, verb: str) -> list[str]:
+        command = [self._python, "-I", "-c", Path(__file__).with_name("runner.py").read_text(), verb]
+        # without a sandbox, too, a solution ends with its judge
+        return as_nobody(command) if self.sandbox == "bubblewrap" else ["setpriv", "--pdeathsig", "KILL", *command]
+
+    def _run(self, command: list[str], env: dict[str, str], text: str, timeout_s: float) -> str:
+        """Run a command; its stdout, and stderr to evalplus.log. ValueError if it fails or outlives timeout_s."""
+        log = self.folder / "evalplus.log"
+        with open(log, "a") as errors:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env, text=True,
+                cwd=self.folder, start_new_session=True,
+            )  # fmt: skip
+            try:
+                reply, _ = process.communicate(text, timeout_s)
+                what = f"ended with exit status {process.returncode}" if process.returncode else ""
+            except subprocess.TimeoutExpired:
+                what = f"did not end within {timeout_s:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # sandboxes end with the process that made them
+                process.wait()
+        if what:
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise ValueError(f"EvalPlus {what} (sandbox: {self.sandbox}); the end of {log}:\n{end}")
+        return reply
 
 
 def reference(problem: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ COMMANDS = [
     "bits_per_byte --data x --windows 8",
     "core --bundle b --protocol dclm --max-per-task=5 --device cpu",
     "code --dataset d.jsonl --results r/{step} --n 3 --temperature 0.8",
+    "code --dataset d.jsonl",
     "lm_eval --tasks ruler --lengths 2048,4096 --no-add-bos",
     "samples --prompts p.jsonl --max-new-tokens 64",
 ]
@@ -77,7 +78,7 @@ def test_arguments_of_a_checkpoint() -> None:
         ({"commands": ["watch"]}, "begins with no evaluation"),
         ({"commands": ["code.score"]}, "begins with no evaluation"),
         ({"commands": ["contamination --data d"]}, "'contamination --data d': it does not evaluate a model"),
-        ({"commands": ["code --dataset d"]}, "'code --dataset d': --results is missing"),
+        ({"commands": ["code --n 1"]}, "'code --n 1': --dataset is missing"),
         (
             {"commands": ["code --dataset d --results r"]},
             "--results .* must contain {step}, such as --results r/{step}",

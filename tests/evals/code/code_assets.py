@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evals.code.sandbox import KINDS, why_not
+from evals.code.sandbox import why_not
 from evals.code.score import evalplus_environment
 
 needs_evalplus = pytest.mark.skipif(
     not evalplus_environment().exists(), reason="no EvalPlus here: python -m evals.code --setup"
 )
-missing_sandboxes = {kind: why_not(kind) for kind in KINDS}
-needs_sandbox = pytest.mark.skipif(all(missing_sandboxes.values()), reason=f"no sandbox here: {missing_sandboxes}")
+missing = why_not()
+needs_sandbox = pytest.mark.skipif(bool(missing), reason=f"no sandbox here: {missing}")
 
 
 def problem(number: int, name: str, body: str, base: list[Any], plus: list[Any]) -> dict[str, Any]:
@@ -39,8 +40,8 @@ PROBLEMS = [
 ]
 
 
-def write_dataset(path: Path) -> Path:
-    path.write_text("".join(json.dumps(p) + "\n" for p in PROBLEMS))
+def write_dataset(path: Path, problems: Sequence[dict[str, Any]] = PROBLEMS) -> Path:
+    path.write_text("".join(json.dumps(p) + "\n" for p in problems))
     return path
 
 
@@ -58,12 +59,64 @@ HOSTILE = {
     "memory": "def double(x):\n    held = []\n    while True:\n        held.append(bytearray(b'x' * 2**27))\n",
     "memory of many": LIBC
     + "def double(x):\n    for _ in range(12): libc.fork()\n    held = bytearray(b'x' * 2**30)\n    time.sleep(60)\n",
+    "memory of no process": "import os\ndef double(x):\n    held = [os.memfd_create(str(i)) for i in range(200)]\n"
+    "    for file in held:\n        for _ in range(2**6): os.write(file, b'x' * 2**20)\n    return 2 * x\n",
+    "threads": "import threading, time\ndef double(x):\n    while True:\n"
+    "        threading.Thread(target=time.sleep, args=(60,)).start()\n",
     "huge file": "import os\ndef double(x):\n    f = os.open('/tmp/huge', os.O_RDWR | os.O_CREAT)\n"
     "    while True: os.write(f, b'x' * 2**20)\n",
     "kill the parent": LIBC + "def double(x):\n    libc.kill(os.getppid(), 9)\n    libc.kill(-1, 9)\n    os._exit(0)\n",
     "kill everything": LIBC
     + "def double(x):\n    for pid in range(2, 40000):\n        libc.kill(pid, 9)\n    os._exit(0)\n",
     "undo the mounts": LIBC + "def double(x):\n    assert libc.umount2(b'/tmp', 2) == 0\n    return 2 * x\n",
+}
+
+
+# each would be found right if it could decide, or read, what is right; what it returns is wrong
+WALK = """
+import gc, sys
+def holders():
+    frame = sys._getframe()
+    while frame:
+        yield frame.f_locals
+        yield frame.f_globals
+        frame = frame.f_back
+    yield from (held for held in gc.get_objects() if type(held) is dict)
+"""
+LIES = {
+    "an object equal to everything": "class A:\n    def __eq__(self, other): return True\n"
+    "def double(x):\n    return A()\n",
+    "an int equal to everything": "class A(int):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+    "def double(x):\n    return A(0)\n",
+    "a list of such": "class A(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return A([x])\n",
+    "what is expected": WALK + "def double(x):\n    for names in holders():\n"
+    "        if names.get('expected') or names.get('exp'):\n"
+    "            return names.get('exp') or names['expected'][0]\n",
+    "the results": WALK + "def double(x):\n    for names in holders():\n"
+    "        if 'stat' in names and 'details' in names:\n            import os\n"
+    "            names['stat'].value, names['details'][0], names['progress'].value = 0, 1, 1\n"
+    "            os._exit(0)\n    return 0\n",
+    "the end": "import os\ndef double(x):\n    os._exit(0)\n",
+    "a reply of its own": "import os\ndef double(x):\n    for file in range(256):\n        try: os.write(file, "
+    "b'cunittest.mock\\nANY\\n.' * 4)\n        except OSError: pass\n    os._exit(0)\n",
+}
+FLOAT_LIES = {
+    "np.allclose": "import numpy\nnumpy.allclose = lambda *a, **k: True\nnumpy.core = None\n"
+    "def third(x):\n    return 0.0\n",
+    "a float equal to everything": "class A(float):\n    def __eq__(self, other): return True\n"
+    "def third(x):\n    return A(0)\n",
+}
+# values that are not of the expected type, but equal: right for EvalPlus, so right here
+EQUAL = {
+    "Counter": "from collections import Counter\ndef counts(x):\n    return Counter(x)\n",
+    "NumPy numbers": "import numpy\ndef counts(x):\n    return {c: numpy.int64(x.count(c)) for c in x}\n",
+    "Fraction and Decimal": "from fractions import Fraction\nfrom decimal import Decimal\n"
+    "def counts(x):\n    return {c: Fraction(x.count(c)) if c == 'a' else Decimal(x.count(c)) for c in x}\n",
+}
+UNEQUAL = {
+    "an iterator": "def counts(x):\n    return iter({c: x.count(c) for c in x})\n",
+    "a generator": "def counts(x):\n    yield {c: x.count(c) for c in x}\n",
+    "a list": "def counts(x):\n    return [(c, x.count(c)) for c in x]\n",
 }
 
 

@@ -1,4 +1,4 @@
-"""Which code is selected from an answer, and answers from an endpoint and from the engine."""
+"""Answers from an endpoint and from the engine."""
 
 from __future__ import annotations
 
@@ -22,44 +22,10 @@ from evals.code.answers import (
     collect,
     cut,
     prompt_of,
-    target_function,
 )
 from evals.code.score import open_dataset
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
-
-ADD = "def add(a, b):\n    return a + b"
-HELPER = "import math\n\nclass Helper:\n    def one(self):\n        return 1\n\n    def two(self):\n        return 2"
-TESTS = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n    assert add(0, 0) == 0"
-
-
-def fenced(code: str, tag: str = "python") -> str:
-    return f"```{tag}\n{code}\n```\n"
-
-
-@pytest.mark.parametrize(
-    ("answer", "code"),
-    [
-        pytest.param("Sure!\n" + fenced(HELPER) + "then\n" + fenced(ADD), ADD, id="a longer block before it"),
-        pytest.param(fenced(ADD) + "and tests:\n" + fenced(TESTS), ADD, id="a longer block of tests after it"),
-        pytest.param(fenced(TESTS) + fenced(ADD), ADD, id="naming it is less than defining it"),
-        pytest.param(fenced(HELPER) + fenced("add = lambda a, b: a + b"), "add = lambda a, b: a + b", id="named only"),
-        pytest.param(fenced(HELPER) + fenced("x = 1"), HELPER, id="neither: the first block"),
-        pytest.param(ADD + "\n\nThat is all.", ADD + "\n\nThat is all.", id="no block: the whole text"),
-        pytest.param(fenced(ADD, ""), ADD, id="no tag"),
-        pytest.param("```py title=add\n" + ADD, ADD, id="the end is missing"),
-        pytest.param("```python\n" + HELPER + "\n" + fenced(ADD), ADD, id="an end is missing before it"),
-        pytest.param("1. So:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", ADD, id="in a list"),
-        pytest.param("````\n" + ADD + "\n```\n````\n", ADD + "\n```", id="a longer fence"),
-        pytest.param(fenced("async " + ADD), "async " + ADD, id="async"),
-        pytest.param(fenced("class S:\n    def add(self): 0"), "class S:\n    def add(self): 0", id="a method defines"),
-        pytest.param(fenced("def add_all(x): 0") + fenced(ADD), ADD, id="another name that begins alike"),
-        pytest.param("", "", id="empty"),
-    ],
-)
-def test_the_code_of_an_answer(answer: str, code: str) -> None:
-    assert target_function(answer, "add") == code
-    assert target_function(answer.replace("\n", "\r\n"), "add").splitlines() == code.splitlines()
 
 
 def test_where_a_completion_ends() -> None:

@@ -6,16 +6,23 @@ import itertools
 import json
 from fractions import Fraction
 from pathlib import Path
+from typing import TextIO
 
 import pytest
+import torch
 
-from evals.code.__main__ import Backend, Scoring, main, pass_at_k
+from evals.code.__main__ import Backend, Scoring, main, pass_at_k, results_of
 from evals.code.sandbox import find_sandbox
 from evals.code.score import open_dataset
+from evals.commands import check
+from evals.watch import Watcher
+from laneformer.hf.tokenizer import write_tokenizer
 from records.evals import About
 from records.run import read_run
 from tests.evals.code.code_assets import needs_evalplus, needs_sandbox, write_dataset
 from tests.evals.code.test_answers import Endpoint, endpoint  # noqa: F401
+from tests.evals.test_watch import job_of, save
+from tests.laneformer.engine.assets import random_model, small_config, write_folder
 from tools.dashboard.scores import code_card
 
 
@@ -48,6 +55,10 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     assert (record["pass@1_base"], record["pass@1_plus"]) == (1, 1)
     assert record["control"] == {"passed": 3, "total": 3, "known_failures": {}, "unexpected_failures": []}
     assert (record["protocol"], record["n"], record["sandbox"]) == ("greedy", 1, find_sandbox())
+    # Wilson's interval of 3 of 3: the lower end is 3 / (3 + z^2), z^2 = 3.8415
+    assert record["pass@1_plus_interval"] == pytest.approx([3 / 6.8415, 1], abs=1e-5)
+    assert (record["selection"], record["not_sanitized"]) == ({"block": 3}, 0)
+    assert record["results"] == str(tmp_path / "r")
     (outputs,) = (tmp_path / "cache/evalplus").iterdir()
     assert outputs.name == f"{open_dataset(path).md5}.pkl"
     (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
@@ -59,5 +70,48 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     ):
         assert told in shown, "the dashboard reads the record"
     samples = [json.loads(line) for line in (tmp_path / "r/samples.jsonl").read_text().splitlines()]
-    assert all(s["selected"].startswith("def ") and s["sanitized"] for s in samples)
+    assert all(s["selected"].startswith("def ") and s["sanitized"] and s["rule"] == "block" for s in samples)
     assert (tmp_path / "r/samples_eval_results.json").exists()
+
+
+class Exported(Watcher):
+    """The export of a checkpoint is a made-up model; commands run as they do."""
+
+    def call(self, step: int, words: list[str], *locks: TextIO) -> int:
+        if words[0] != "laneformer.hf.export":
+            return super().call(step, words, *locks)
+        config = small_config(vocab_size=512, max_position_embeddings=512)
+        torch.manual_seed(step)
+        folder = write_folder(Path(words[words.index("--out") + 1]), random_model(config), eos_token_id=2)
+        write_tokenizer(self.tokenizer, folder, 512)
+        return 0
+
+    tokenizer: Path
+
+
+@needs_evalplus
+@needs_sandbox
+@pytest.mark.slow
+def test_the_watcher_gives_every_checkpoint_a_folder_of_its_own(prepared_data: Path, tmp_path: Path) -> None:
+    dataset, run = write_dataset(tmp_path / "d.jsonl"), tmp_path / "run"
+    command = f"code --dataset {dataset} --max-new-tokens 4 --prompt completion --cache {tmp_path / 'cache'}"
+    for step in (10, 20):
+        save(run, step)
+    job = job_of(run, commands=[command])
+    check(job)
+    watcher = Exported(job)
+    watcher.tokenizer = prepared_data / "tokenizer.model"
+    assert watcher.watch(once=True, every_s=0.1) == 0, (run / "logs/evals/step-10.log").read_text()
+    found = [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
+    assert sorted(r["step"] for r in found) == [10, 20]
+    assert len({r["results"] for r in found}) == 2
+    assert all(r["control"]["passed"] == 3 and r["selection"] == {"completion": 3} for r in found)
+
+
+def test_folders_of_results(tmp_path: Path) -> None:
+    """One per checkpoint and setting, the same one when a command is given again."""
+    asked = [(1, {"seed": 0}), (2, {"seed": 0}), (1, {"seed": 1}), (1, {"seed": 0})]
+    one, two, other, again = (results_of(About(tmp_path / "evals.jsonl", step), settings) for step, settings in asked)
+    assert len({one, two, other}) == 3
+    assert one == again
+    assert one.parent == tmp_path / "items"

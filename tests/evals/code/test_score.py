@@ -6,31 +6,32 @@ import gzip
 import json
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from evals.code import sandbox
+from evals.code import score
 from evals.code.__main__ import figures_of
-from evals.code.sandbox import find_sandbox, run_sandboxed
+from evals.code.sandbox import find_sandbox
 from evals.code.score import LIMITS, EvalPlus, evalplus_environment, open_dataset, reference
 from tests.evals.code.code_assets import (
     ANSWER,
+    EQUAL,
+    FLOAT_LIES,
     HOSTILE,
+    LIES,
     PROBLEMS,
+    UNEQUAL,
     connects,
     deletes,
-    missing_sandboxes,
     needs_evalplus,
     needs_sandbox,
     problem,
     reads,
     write_dataset,
     writes,
-)
-
-each_sandbox = pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.skipif(bool(why), reason=why)) for k, why in missing_sandboxes.items()]
 )
 
 
@@ -59,46 +60,45 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path, content: str | None, mes
         open_dataset(tmp_path / "d.jsonl")
 
 
-def test_no_sandbox_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "why_not", lambda kind: f"no {kind}")
-    with pytest.raises(ValueError, match=r"no bubblewrap; no unshare.*--unsafe-no-sandbox"):
-        find_sandbox()
-    assert find_sandbox(unsafe=True) == "none"
-
-
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
     dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
     with pytest.raises(ValueError, match=r"python -m evals\.code --setup"):
         EvalPlus(dataset, tmp_path / "none", "none", tmp_path, tmp_path)
 
 
-@each_sandbox
-def test_a_command_that_fails_or_does_not_end_is_an_error_with_its_log(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "work").mkdir()
-
-    def run(script: str, timeout_s: float) -> None:
-        env = {"PATH": "/usr/bin:/bin"}
-        run_sandboxed(kind, ["sh", "-c", script], tmp_path / "work", [], env, tmp_path / "log", timeout_s)
-
-    run("echo fine; id -u", 60)
-    assert "fine" in (tmp_path / "log").read_text()
-    with pytest.raises(ValueError, match=r"exit status 3 in the sandbox(.|\n)*the reason"):
-        run("echo the reason >&2; exit 3", 60)
+@needs_evalplus
+def test_a_command_that_fails_or_does_not_end_is_an_error_with_its_log(tmp_path: Path) -> None:
+    evalplus = scorer(tmp_path, "none")
+    assert evalplus._run(["cat"], {}, "fine", 60) == "fine"
+    with pytest.raises(ValueError, match=r"exit status 3 \(sandbox: none\)(.|\n)*the reason"):
+        evalplus._run(["sh", "-c", "echo the reason >&2; exit 3"], {}, "", 60)
     with pytest.raises(ValueError, match="did not end within 1 s"):
-        run("sleep 600", 1)
+        evalplus._run(["sleep", "600"], {}, "", 1)
 
 
-def scorer(folder: Path, kind: str) -> EvalPlus:
-    dataset = open_dataset(write_dataset(folder / "d.jsonl"))
+def scorer(folder: Path, kind: str, problems: Sequence[dict[str, Any]] = PROBLEMS) -> EvalPlus:
+    dataset = open_dataset(write_dataset(folder / "d.jsonl", problems))
     return EvalPlus(dataset, evalplus_environment(), kind, folder, folder / "cache", 2, min_time_limit_s=1.0)
+
+
+@needs_evalplus
+@needs_sandbox
+def test_a_sandbox_that_does_not_start_ends_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score, "sandbox_options", lambda readable: ["/bin/false"])
+    with pytest.raises(ValueError, match=r"a sandbox did not start: /bin/false"):
+        scorer(tmp_path, "bubblewrap").control()
+    monkeypatch.setattr(score, "sandbox_options", lambda readable: ["sh", "-c", 'shift; shift; exec "$@"', "0"])
+    monkeypatch.setattr(score, "as_nobody", list)
+    with pytest.raises(ValueError, match="the sandbox of a solution does not hold"):
+        scorer(tmp_path, "bubblewrap").control()
 
 
 @pytest.mark.slow
 @needs_evalplus
-@each_sandbox
-def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, kind: str) -> None:
+@needs_sandbox
+def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
     """All in one evaluation with right solutions, which must still be found right."""
-    evalplus = scorer(tmp_path, kind)
+    evalplus = scorer(tmp_path, find_sandbox())
     assert evalplus.control()["passed"] == 3  # also makes the expected outputs
     victim = tmp_path / "victim"
     victim.write_text("whole")
@@ -112,9 +112,8 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, kind: str) -> No
             "write a file": writes(tmp_path / "new"),
             "write to the system": writes(Path("/usr/new")),
             "connect": connects(server.getsockname()[1]),
+            "read a file": reads(victim),
         }
-        if kind == "bubblewrap":
-            hostile["read a file"] = reads(victim)
         solutions = [*hostile.values(), ANSWER, "def double(x):\n    return 0", "def double(x):"]
         rows = [{"task_id": "HumanEval/900", "solution": text} for text in solutions]
         rows += [{"task_id": p["task_id"], "solution": reference(p)} for p in PROBLEMS[1:]]
@@ -131,10 +130,32 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path, kind: str) -> No
     assert not list(tmp_path.glob(".work-*"))
 
 
-# the folder of the evaluation is the home of the environment that a solution inherits
 LIBCALL_ON_RESULTS = (
-    "import os\ndef double(x):\n    home = os.environ['HOME']\n    assert os.listdir(home)\n    return 2 * x\n"
+    "import glob\ndef double(x):\n    assert glob.glob('/tmp/*') + glob.glob('/home/*')\n    return 2 * x\n"
 )
+
+
+@needs_evalplus
+@needs_sandbox
+def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
+    """All in one evaluation; what is equal to the expected value is right all the same, whatever its type."""
+    third = problem(904, "third", "return x / 3", [[1]], [[2]])
+    counts = problem(905, "counts", "return {c: x.count(c) for c in x}", [["aab"]], [["b"], [""]])
+    evalplus = scorer(tmp_path, find_sandbox(), [PROBLEMS[0], third, counts])
+    near = "def third(x):\n    return x / 3 + 1e-9\n"
+    texts = {
+        "HumanEval/900": [*LIES.values(), reference(PROBLEMS[0])],
+        "HumanEval/904": [*FLOAT_LIES.values(), near, reference(third)],
+        "HumanEval/905": [*UNEQUAL.values(), *EQUAL.values(), reference(counts)],
+    }
+    rows = [{"task_id": task, "solution": text} for task, listed in texts.items() for text in listed]
+    scored = {task: [both[1] for both in samples] for task, samples in evalplus.evaluate(rows, "samples").items()}
+    assert dict(zip([*LIES, "right"], scored["HumanEval/900"], strict=True)) == dict.fromkeys(LIES, False) | {
+        "right": True
+    }
+    assert scored["HumanEval/904"] == [False, False, True, True]
+    got = dict(zip([*UNEQUAL, *EQUAL, "right"], scored["HumanEval/905"], strict=True))
+    assert got == dict.fromkeys(UNEQUAL, False) | dict.fromkeys(EQUAL, True) | {"right": True}
 
 
 @needs_evalplus
@@ -156,7 +177,7 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
 @needs_evalplus
 @needs_sandbox
 def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every solution is forked with the expected outputs, here 64 MiB in the parent and again in its worker."""
+    """Python and the answer, here 64 MiB, are within the limit; the expected outputs are not in the sandbox."""
     size, limit = 2**26, 3 * 2**25
     monkeypatch.setattr("evals.code.score.LIMITS", {**LIMITS, "memory_bytes": limit})
     (tmp_path / "d.jsonl").write_text(json.dumps(problem(903, "zeros", "return bytes(x)", [[size]], [[1]])))

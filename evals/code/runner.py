@@ -1,0 +1,112 @@
+"""What runs in the sandbox with EvalPlus's own Python: a solution on its inputs, or EvalPlus's sanitize.
+
+A solution is given its inputs and never the outputs that are expected of it. What it returns leaves as plain data, and
+is compared elsewhere (evals/code/judge.py), so it can neither read nor decide what is right. This file imports nothing
+of ours: its text is the command. `python -c TEXT solve|sanitize`, the request on stdin, the reply on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import sys
+from collections.abc import Iterable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+KINDS: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+EXACT = (complex, Fraction, Decimal)
+
+
+def like(kind: str, value: Any) -> Any:
+    """Stands for a value that is not exactly of a builtin type; the judge has its own reading of it."""
+    raise NotImplementedError
+
+
+class Plain(pickle.Pickler):
+    """Writes builtin values as they are; of all others the builtin type that they extend, or the items they hold."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in EXACT or any(value is name for name in (like, *EXACT)):
+            return NotImplemented  # as Python writes them
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            value = value.item()
+            return like, (type(value).__name__ if type(value) in KINDS else "int", value)
+        for kind in KINDS:
+            if isinstance(value, kind):
+                return like, (kind.__name__, kind(value))
+        return like, ("items", list(value)) if isinstance(value, Iterable) else ("object", None)
+
+
+def limit_process(limits: dict[str, int]) -> None:
+    for name, value in (
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_STACK, limits["memory_bytes"]),
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_NPROC, limits["threads"]),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(name, (value, value))
+
+
+def solve() -> None:
+    """Send None at the start, None once the solution defines its function, then what that returns for each input."""
+    request = pickle.load(sys.stdin.buffer)
+    reply = os.fdopen(os.dup(1), "wb")
+
+    def send(value: Any) -> None:
+        Plain(reply).dump(value)
+        reply.flush()
+
+    send(None)
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    limit_process(request["limits"])
+    names: dict[str, Any] = {}
+    exec(request["code"], names)
+    function = names[request["entry_point"]]
+    send(None)
+    for arguments in request["inputs"]:
+        send(function(*arguments))
+
+
+def sanitize() -> None:
+    """EvalPlus's sanitize of each text, in a process with a time limit: it parses O(lines^2) times.
+
+    null for a text that takes longer, or kills the parser.
+    """
+    from evalplus.sanitize import sanitize as evalplus_sanitize
+
+    def work(text: str, entry_point: str, sender: Any) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it prints every text that does not parse
+        sender.send(evalplus_sanitize(text, entry_point))
+
+    request, done = json.load(sys.stdin), []
+    for row in request["selected"]:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.Process(target=work, args=(row["text"], row["entry_point"], sender))
+        process.start()
+        sender.close()
+        try:
+            solution = receiver.recv() if receiver.poll(request["sanitize_s"]) else None
+        except EOFError:  # the parser died
+            solution = None
+        process.kill()
+        process.join()
+        done.append(solution)
+    print(json.dumps(done), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        {"solve": solve, "sanitize": sanitize}[sys.argv[1]]()
+    finally:
+        if sys.argv[1] == "solve":
+            os._exit(0)  # whatever threads it has left

@@ -1,0 +1,149 @@
+"""What code can do in the sandbox, as root and as an ordinary user, without EvalPlus."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.code import sandbox
+from evals.code.sandbox import find_sandbox, system_call_filter
+from tests.evals.code.code_assets import needs_sandbox
+
+SOURCE = Path(sandbox.__file__).parent
+# run with the system's Python, as the repository's may not be readable for other users
+HOST = """
+import json, platform, sys
+sys.path.insert(0, FOLDER)
+import judge, sandbox
+from pathlib import Path
+if reason := sandbox.why_not():
+    sys.exit(reason)
+Path(FOLDER, "own").mkdir(mode=0o755)
+Path(FOLDER, "own/filter").write_bytes(sandbox.system_call_filter(platform.machine()))
+request = {
+    "sandbox": sandbox.sandbox_options([]), "filter": FOLDER + "/own/filter",
+    "runner": sandbox.as_nobody([sys.executable, "-I", "-c", Path(FOLDER, "runner.py").read_text(), "solve"]),
+    "limits": {"memory_bytes": 200 * 2**20, "threads": 16, "cpu_s": 60},
+}
+code = Path(FOLDER, "attempts.py").read_text()
+found = [judge.Solution(request, code, "attempts", [[FOLDER]]).function()() for _ in range(2)]
+print(json.dumps(found))
+"""
+ATTEMPTS = """
+import ctypes, mmap, os, resource, socket, threading
+libc = ctypes.CDLL(None, use_errno=True)
+
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), name)
+
+def write(path):
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT))
+
+def threads(count):
+    ended = threading.Event()
+    try:
+        made = [threading.Thread(target=ended.wait) for _ in range(count)]
+        for thread in made: thread.start()
+    finally:
+        ended.set()
+
+def attempts(folder):
+    acts = {
+        "calculate": lambda: 1 + 1,
+        "a few threads": lambda: threads(4),
+        "write to /": lambda: write("/leak"),
+        "make a folder": lambda: os.mkdir("/leak"),
+        "write to /tmp": lambda: write("/tmp/leak"),
+        "write to shared memory": lambda: write("/dev/shm/leak"),
+        "write to the system": lambda: write("/usr/leak"),
+        "read the host": lambda: os.listdir(folder),
+        "read passwords": lambda: open("/etc/passwd"),
+        "read processes": lambda: os.listdir("/proc/1"),
+        "mount": lambda: call("mount", b"tmpfs", b"/usr", b"tmpfs", 0, None),
+        "new namespaces": lambda: call("unshare", 0x10020000),
+        "a file in memory": lambda: os.memfd_create("x"),
+        "shared memory of System V": lambda: call("shmget", 0, 2**20, 0o1600),
+        "a process": lambda: os.fork() or os._exit(0),
+        "a process of the C library": lambda: call("fork"),
+        "a process without a thread's flags": lambda: call("syscall", CLONE, 17, 0, 0, 0, 0) or os._exit(0),
+        "a program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
+        "much memory": lambda: bytearray(2**28),
+        "much shared memory": lambda: mmap.mmap(-1, 2**28),
+        "more memory by limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)),
+        "many threads": lambda: threads(64),
+        "the network": lambda: socket.create_connection(("127.0.0.1", 9), 1),
+        "a server": lambda: socket.create_connection(("1.1.1.1", 53), 1),
+        "kill all": lambda: os.kill(-1, 9),
+        "be root": lambda: os.setuid(0),
+        "another root folder": lambda: os.chroot("/usr"),
+    }
+    found = {}
+    for name, act in acts.items():
+        try:
+            act()
+            found[name] = "done"
+        except (OSError, MemoryError, ValueError, RuntimeError) as error:
+            found[name] = type(error).__name__
+    return found | {"user": os.getuid(), "process": os.getpid()}
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may read and write."""
+    folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def attempted(folder: Path, user: int) -> list[dict[str, Any]]:
+    """What two solutions, one after the other, could do in sandboxes that a user made."""
+    python = shutil.which("python3", path="/usr/bin:/bin")
+    if python is None:
+        pytest.skip("the system has no python3, which every user could run")
+    for name in ("sandbox.py", "judge.py", "runner.py"):
+        shutil.copy(SOURCE / name, folder)
+    clone = sandbox.CLONE[os.uname().machine]
+    (folder / "attempts.py").write_text(ATTEMPTS.replace("CLONE", str(clone)))
+    command = [python, "-I", "-B", "-c", f"FOLDER = {str(folder)!r}\n{HOST}"]
+    if user != os.geteuid():
+        if os.geteuid() != 0:
+            pytest.skip("only root can become another user")
+        command = ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--", *command]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    if "bwrap" in result.stderr and not result.stdout and user:
+        pytest.skip(f"no sandbox for ordinary users here: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+    found: list[dict[str, Any]] = json.loads(result.stdout)
+    return found
+
+
+@needs_sandbox
+@pytest.mark.parametrize("user", [0, 1234])
+def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder: Path, user: int) -> None:
+    for found in attempted(open_folder, user):
+        assert (found.pop("user"), found.pop("process")) == (65534, 1)
+        assert {name for name, outcome in found.items() if outcome == "done"} == {"calculate", "a few threads"}, found
+    assert not Path("/leak").exists()
+
+
+def test_no_sandbox_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"bwrap\) is not installed.*--unsafe-no-sandbox"):
+        find_sandbox()
+    assert find_sandbox(unsafe=True) == "none"
+
+
+def test_an_unknown_processor_is_refused() -> None:
+    with pytest.raises(ValueError, match="no sandbox on riscv64: its system calls are known on x86_64, aarch64"):
+        system_call_filter("riscv64")

@@ -1,0 +1,110 @@
+"""Which code is selected from an answer, by which rule, and what EvalPlus's sanitize may not take from it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from evals.code.selection import lost_names, target_function
+
+ADD = "def add(a, b):\n    return a + b"
+STUB = 'def add(a, b):\n    """The sum of a and b."""'
+HELPER = "import math\n\nclass Helper:\n    def one(self):\n        return 1\n\n    def two(self):\n        return 2"
+TESTS = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n    assert add(0, 0) == 0"
+DOCUMENTED = 'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b'
+DOCUMENTED_BARE = 'def add(a, b):\n    """The sum.\n\n```\nadd(1, 2)\n```\n"""\n    return a + b'
+METHOD_FIRST = "class Sum:\n    def add(self, a, b):\n        return None\n\n" + ADD
+CACHED = "from functools import lru_cache\n\n@lru_cache\n" + ADD
+IN_DOCSTRING = 'def helper():\n    """\n    def add(a, b): wrong\n    """\n    return 1\n\n' + ADD
+
+
+def fenced(code: str, tag: str = "python", fence: str = "```") -> str:
+    return f"{fence}{tag}\n{code}\n{fence}\n"
+
+
+BLOCKS = {  # the rule "block": name: (answer, code)
+    "one block": (fenced(ADD), ADD),
+    "in the second block": ("Sure!\n" + fenced(HELPER) + "then\n" + fenced(ADD), ADD),
+    "no tag": (fenced(ADD, ""), ADD),
+    "another tag": (fenced(ADD, "py title=add"), ADD),
+    "a space before the tag": (fenced(ADD, " Python"), ADD),
+    "the end is missing": ("```python\n" + ADD, ADD),
+    "an end is missing before it": ("```python\n" + HELPER + "\n" + fenced(ADD), ADD),
+    "four backticks": (fenced(ADD, fence="````"), ADD),
+    "four backticks, ended by three": ("````python\n" + ADD + "\n```\n", ADD),
+    "tilde fences": (fenced(ADD, fence="~~~"), ADD),
+    "tildes around backticks": ("~~~\n" + fenced(ADD) + "~~~\n", ADD),
+    "indented in a list": ("1. So:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", ADD),
+    "longer tests after it": (fenced(ADD) + "and tests:\n" + fenced(TESTS), ADD),
+    "tests before it": (fenced(TESTS) + fenced(ADD), ADD),
+    "a longer name before it": (fenced("def add_all(x):\n    return sum(x)") + fenced(ADD), ADD),
+    "a comment that names it": (fenced("# def add(a, b): see below\nx = 1") + fenced(ADD), ADD),
+    "prose that names it": ("I write def add(a, b): as asked.\n" + fenced(ADD) + "def add is done.", ADD),
+    "a lambda": (fenced("add = lambda a, b: a + b"), "add = lambda a, b: a + b"),
+    "async": (fenced("async " + ADD), "async " + ADD),
+    "a decorator": (fenced(CACHED), CACHED),
+    "a method before the function": (fenced(METHOD_FIRST), METHOD_FIRST),
+    "a class with a method, then the function": (
+        fenced("class S:\n    def add(self):\n        return 0") + fenced(ADD),
+        ADD,
+    ),
+    "its name in a docstring": (fenced(IN_DOCSTRING), IN_DOCSTRING),
+    "a fence in its docstring": (fenced(DOCUMENTED), DOCUMENTED),
+    "a fence without a tag in its docstring": (fenced(DOCUMENTED_BARE) + "Done.\n" + fenced(TESTS), DOCUMENTED_BARE),
+    "text before the fence": ("Here: " + fenced(ADD) + "Done", ADD),
+    "the end glued to the code": ("```python\n" + ADD + "```\nDone", ADD),
+    "a draft that is thought": ("<think>\n" + fenced(ADD.replace("+", "-")) + "</think>\n" + fenced(ADD), ADD),
+    "a better draft that is thought": ("<think>" + fenced(ADD) + "</think>" + fenced(ADD + " + 0"), ADD + " + 0"),
+    "a signature first": (fenced(STUB) + "Now in full:\n" + fenced(ADD), ADD),
+    "a signature with dots first": (fenced("def add(a, b): ...") + fenced(ADD), ADD),
+    "a signature last": (fenced(ADD) + "It keeps the signature\n" + fenced("def add(a, b):\n    pass"), ADD),
+    "not implemented first": (fenced("def add(a, b):\n    raise NotImplementedError") + fenced(ADD), ADD),
+    "a corrected version": (fenced(ADD.replace("+", "-")) + "Wait, no:\n" + fenced(ADD), ADD),
+    "a correction that does not parse": (fenced(ADD) + "or\n" + fenced("def add(a, b)\n    return b + a"), ADD),
+    "a helper or import in an earlier block": (fenced("import math") + fenced(ADD), ADD),  # the card takes one block
+    "a form feed and U+2028 in a string": (fenced(ADD + "  # \f \u2028 x"), ADD + "  # \f \u2028 x"),
+    "a fence in a comment": (fenced(ADD + "\n# ```\nx = 1"), ADD + "\n# ```\nx = 1"),
+}
+TEXTS = {  # the rule "text": name: (answer, code)
+    "no block": (ADD + "\n\nThat is all.", ADD + "\n\nThat is all."),
+    "empty": ("", ""),
+    "a signature alone": (fenced(STUB), fenced(STUB)),
+    "a class alone": (fenced("class S:\n    def add(self):\n        return 0"),) * 2,
+    "quoted": ("> ```python\n> " + ADD.replace("\n", "\n> ") + "\n> ```\n",) * 2,
+    "no block defines it": (fenced(HELPER) + fenced("x = 1"),) * 2,
+    "no block, after thinking": ("<think>" + fenced(ADD) + "</think>" + ADD, ADD),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_last_block_that_defines_the_function(name: str) -> None:
+    answer, code = BLOCKS[name]
+    assert target_function(answer, "add") == (code, "block")
+    assert target_function(answer.replace("\n", "\r\n"), "add") == (code, "block")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_else_the_whole_text(name: str) -> None:
+    answer, code = TEXTS[name]
+    assert target_function(answer, "add") == (code, "text")
+
+
+def test_an_answer_that_repeats_fences_is_read_in_time() -> None:
+    started = time.monotonic()
+    assert target_function("```python\ndef add(a, b):\n" * 150, "add")[1] == "text"
+    assert target_function("```\n" * 500, "add")[1] == "text"
+    assert time.monotonic() - started < 60  # 0.3 s here; minutes if every pair of fences were parsed
+
+
+@pytest.mark.parametrize(
+    ("selected", "sanitized", "lost"),
+    [
+        pytest.param(CACHED, "from functools import lru_cache", {"add"}, id="the function, as it is decorated"),
+        pytest.param("@cache\ndef one(): pass\n\ndef add(): one()", "def add(): one()", {"one"}, id="a helper"),
+        pytest.param(ADD + "\n\ndef test():\n    add(1, 2)", ADD, set(), id="tests, which are not needed"),
+        pytest.param("Sure:\n" + ADD, ADD, set(), id="prose"),
+    ],
+)  # fmt: skip
+def test_what_sanitize_takes_away_is_seen(selected: str, sanitized: str, lost: set[str]) -> None:
+    assert lost_names(selected, sanitized, "add") == lost
