@@ -29,7 +29,7 @@ LANES = 2  # one a thread, as one a device
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a flavor, and what differs from it
     "300m": ("300m", {}),
     "small": ("tiny", {
-        "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2,
         "num_hidden_layers": 15, "vocab_size": 1024, "swa_layers": (),
     }),
     "tiny": ("tiny", {}),
