@@ -282,7 +282,7 @@ def plot(models: list[Result], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "laneformer", "svg.fonttype": "none", "font.size": 9})
+    matplotlib.rcParams.update({"svg.hashsalt": "laneformer", "font.size": 9})  # the same file each time
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, len(models), figsize=(4.6 * len(models), 3.4), sharey=True, squeeze=False)
@@ -299,11 +299,14 @@ def plot(models: list[Result], path: Path) -> None:
             if 1 <= knee_us <= longest:
                 axes.plot([knee_us], [predicted_share(model, name, knee_us)], "|", ms=16, mew=1.5, color=color)
         layer_us = 1e6 * sum(model["module_s"])
-        axes.set(xscale="log", xlabel="latency of the link, us", ylim=(0, 1.08))
+        axes.set(xscale="log", xlabel="latency of the link, us", ylim=(0, 1.12))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_title(f"{model['model']}: {model['layers']} layers of {layer_us:.3g} us", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("tokens/s over those without latency")
-    panels[0][-1].legend(frameon=False, fontsize=7.5, loc="lower left", title="bars: where the delay ends to hide")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    title = "dots: measured; lines: predicted; bars: up to where the delay hides the link"
+    figure.legend(handles, labels, frameon=False, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.01), title=title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -74,6 +75,11 @@ def test_exchanges_without_mpi_say_what_to_install(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install mpi4py mpich"):
         exchange.mpi(256, 10)
+
+
+def test_a_disturbed_fifth_does_not_count():
+    seconds = np.r_[np.full(10, 9.0), np.full(18, 5.0), np.arange(18) + 1.0, np.full(54, 50.0)]
+    np.testing.assert_array_equal(exchange.calmest(seconds), np.full(18, 5.0))
 
 
 @pytest.mark.slow
