@@ -23,7 +23,7 @@ from tests.evals.code.code_assets import needs_evalplus, needs_sandbox, write_da
 from tests.evals.code.test_answers import Endpoint, endpoint  # noqa: F401
 from tests.evals.test_watch import job_of, save
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
-from tools.dashboard.scores import code_card
+from tools.dashboard.scores import code_table
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (5, 2), (6, 6), (20, 10)])
@@ -62,7 +62,7 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     (outputs,) = (tmp_path / "cache/evalplus").iterdir()
     assert outputs.name == f"{open_dataset(path).md5}.pkl"
     (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
-    shown = code_card(read_run(tmp_path))
+    shown = code_table(read_run(tmp_path))
     for told in (
         f"<td>humaneval+ {record['version']}</td><td>greedy, chat</td><td>3 × 1</td>",
         "3 / 3",
