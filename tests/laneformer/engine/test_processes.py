@@ -129,6 +129,7 @@ def test_a_folder_and_random_weights(tmp_path, capfd):
         assert two.generate([3], max_new_tokens=20) == one.generate([3], max_new_tokens=20)
 
 
+@pytest.mark.slow
 def test_processes_of_a_launcher(tmp_path):
     folder = write_folder(tmp_path, random_model(small_config(vocab_size=264), dtype="bf16"), eos_token_id=2)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
