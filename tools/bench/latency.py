@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from laneformer import LaneformerConfig
-from records.files import append_line
+from records.files import append_line, json_lines
 from tools.bench import exchange, harness
 from tools.bench.harness import Result, alternate, table
 from tools.roofline.timeline import laneformer_joins, token_s
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
 def compare(options: Options, console: Any) -> Result:
     options.check()
     kept = options.kept.read_text().splitlines() if options.kept and options.kept.exists() else []
-    found = {row["model"]: row for row in map(json.loads, kept)}
+    found = {row["model"]: row for _, row in json_lines(kept, options.kept)}
     for shape in options.model:
         if shape not in found:
             found[shape] = measured(shape, options, console)
