@@ -5,14 +5,12 @@ Between two threads and between two processes, through the engine's own exchange
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
 import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -53,19 +51,18 @@ def ways(floats: int, rounds: int) -> Iterator[tuple[str, Callable[[], np.ndarra
     for place in ("threads", "processes"):
         yield f"one way, {place}", functools.partial(ours, place, floats, rounds, True)
         yield f"all-reduce, {place}", functools.partial(ours, place, floats, rounds, False)
-    yield "all-reduce, gloo, processes", lambda: in_two_processes(gloo, floats, rounds)
-    yield "all-reduce, MPI, processes", lambda: mpi(floats, rounds)
+    yield "all-reduce, gloo, processes", functools.partial(gloo, floats, rounds)
+    yield "all-reduce, MPI, processes", functools.partial(mpi, floats, rounds)
 
 
 def ours(place: str, floats: int, rounds: int, to_and_fro: bool) -> np.ndarray:
-    """Seconds of one way, half of there and back; or of an exchange at once, which is an all-reduce."""
-    ways = 2 if to_and_fro else 1
+    """Seconds of one way, half of there and back; or of both at once, which is an all-reduce."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
         if place == "processes":
-            return in_two_processes(rank_of_ours, file.name, floats, rounds, to_and_fro) / ways
+            return in_two_processes(rank_of_ours, file.name, floats, rounds, to_and_fro) / (1 + to_and_fro)
         with ThreadPoolExecutor(2) as pool:
             job = functools.partial(rank_of_ours, path=file.name, floats=floats, rounds=rounds, to_and_fro=to_and_fro)
-            return np.array(list(pool.map(job, (0, 1))))[0] / ways
+            return np.array(list(pool.map(job, (0, 1))))[0] / (1 + to_and_fro)
 
 
 def rank_of_ours(rank: int, path: str, floats: int, rounds: int, to_and_fro: bool) -> list[float]:
@@ -85,9 +82,6 @@ def pin(rank: int) -> None:
 
 def in_two_processes(job: Callable[..., list[float]], *arguments: Any) -> np.ndarray:
     """What rank 0 returns; RuntimeError where a rank fails."""
-    if job is gloo:
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
-            arguments = (probe.getsockname()[1], *arguments)
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         ranks = [pool.apply_async(job, (rank, *arguments)) for rank in (0, 1)]
         try:
@@ -96,16 +90,19 @@ def in_two_processes(job: Callable[..., list[float]], *arguments: Any) -> np.nda
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-def gloo(rank: int, port: int, floats: int, rounds: int) -> list[float]:
+def gloo(floats: int, rounds: int) -> np.ndarray:
+    with tempfile.TemporaryDirectory() as folder:
+        return in_two_processes(rank_of_gloo, f"{folder}/meet", floats, rounds)
+
+
+def rank_of_gloo(rank: int, path: str, floats: int, rounds: int) -> list[float]:
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)  # not pinned: its transport has a thread of its own
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     values = torch.zeros(floats)
-    times = timed(lambda: distributed.all_reduce(values), rounds)
-    distributed.destroy_process_group()
-    return times
+    return timed(lambda: distributed.all_reduce(values), rounds)
 
 
 def timed(reduce: Callable[[], Any], rounds: int) -> list[float]:
@@ -136,8 +133,7 @@ def main() -> None:
     pin(MPI.COMM_WORLD.rank)
     values, total = np.zeros(floats, np.float32), np.zeros(floats, np.float32)
     times = timed(lambda: MPI.COMM_WORLD.Allreduce(values, total), rounds)
-    if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(times))
+    print(json.dumps(times) if MPI.COMM_WORLD.rank == 0 else "", end="")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from laneformer import LaneformerConfig
-from records.files import append_line
+from records.files import append_line, json_lines
 from tools.bench import exchange, harness
 from tools.bench.harness import Result, alternate, table
 from tools.roofline.timeline import laneformer_joins, token_s
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
 def compare(options: Options, console: Any) -> Result:
     options.check()
     kept = options.kept.read_text().splitlines() if options.kept and options.kept.exists() else []
-    found = {row["model"]: row for row in map(json.loads, kept)}
+    found = {row["model"]: row for _, row in json_lines(kept, options.kept)}
     for shape in options.model:
         if shape not in found:
             found[shape] = measured(shape, options, console)
@@ -128,9 +128,6 @@ def compare(options: Options, console: Any) -> Result:
         plot(models, options.plot)
     with console.status("single exchanges"):
         return {"models": models, "exchanges": exchange.compare(options.payload, options.exchanges)}
-
-
-# --- tokens/s -----------------------------------------------------------------------------------------------------
 
 
 def measured(shape: str, options: Options, console: Any) -> Result:
@@ -147,16 +144,13 @@ def measured(shape: str, options: Options, console: Any) -> Result:
             engine.close()
     saved = np.median(times["delay 2", 0], axis=0) - np.median(times[HALF, 0], axis=0)
     modules = module_s(configs["delay 2"], float(saved) / (layers - layers // 2))
-    rows = []
+    rows: list[Result] = []
     for (name, link_us), seconds in times.items():
         if name != HALF:
-            speeds = [1 / each for each in seconds]
-            row: Result = {"variant": name, "link_us": link_us, "tokens_per_s": float(np.median(speeds))}
-            rows.append({**row, "low": min(speeds), "high": max(speeds)})
-    hidden, rounds = configs["delay 2"].hidden_size, options.rounds
-    found: Result = {
-        "model": shape, "layers": layers, "hidden": hidden, "rounds": rounds, "module_s": modules, "rows": rows,
-    }  # fmt: skip
+            speed = {"tokens_per_s": 1 / float(np.median(seconds)), "low": 1 / max(seconds), "high": 1 / min(seconds)}
+            rows.append({"variant": name, "link_us": link_us, **speed})
+    found: Result = {"model": shape, "layers": layers, "hidden": configs[HALF].hidden_size, "rounds": options.rounds}
+    found |= {"module_s": modules, "rows": rows}
     for row in rows:
         base = of_variant(found, row["variant"])[0]["tokens_per_s"]
         row["of_no_latency"] = row["tokens_per_s"] / base
@@ -167,14 +161,10 @@ def measured(shape: str, options: Options, console: Any) -> Result:
 def engine_of(name: str, config: LaneformerConfig) -> Engine:
     from laneformer import Engine  # here: `--help` needs no engine
 
-    engine = Engine.random(config, "bf16", threads=LANES, device="cpu", pin=True)
+    engine: Any = Engine.random(config, "bf16", threads=LANES, device="cpu", pin=True)
     if name in VARIANTS and VARIANTS[name].modules_late:
-        core_of(engine).set_ladder()
+        engine._decoder.set_ladder()
     return engine
-
-
-def core_of(engine: Engine) -> Any:
-    return engine._decoder
 
 
 def module_s(config: LaneformerConfig, layer_s: float) -> tuple[float, float]:
@@ -200,24 +190,20 @@ def sweep(engines: Mapping[str, Engine], options: Options, console: Any) -> dict
                 least_s = VARIANTS[name].token_s(engines[name].config, (0.0, 0.0), link_us / 1e6) if link_us else 0.0
                 seconds, ids = trial(engines[name], link_us / 1e6, options.trial_s, known_s + least_s)
                 times.setdefault((name, link_us), []).append(seconds)
-                shortest, longest = sorted((ids, tokens.get(name, [])), key=len)
-                if longest[: len(shortest)] != shortest:
+                known = tokens.setdefault(name, ids)
+                if any(a != b for a, b in zip(ids, known, strict=False)):
                     raise RuntimeError(f"{name}: other tokens at a latency of {link_us} us")
-                tokens[name] = longest
     return times
 
 
-def trial(engine: Engine, link_s: float, trial_s: float, token_s: float) -> tuple[float, list[int]]:
+def trial(engine: Any, link_s: float, trial_s: float, token_s: float) -> tuple[float, list[int]]:
     """The median token's seconds over about `trial_s`, and the ids; token_s: a guess."""
     from laneformer.engine.bench import after
 
     most = engine.config.max_position_embeddings // 2
-    core_of(engine).set_latency(link_s)
+    engine._decoder.set_latency(link_s)
     decoder = after(engine, [5], 1 + min(most, max(LEAST_TOKENS, round(trial_s / token_s))), reuse_prefix=False)
     return float(np.median(decoder.token_s())), decoder.outputs()[0]
-
-
-# --- the report ---------------------------------------------------------------------------------------------------
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
@@ -229,8 +215,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
             f"A layer takes {attention_us + mlp_us:.3g} us (attention {attention_us:.3g}, MLP {mlp_us:.3g}, by their "
             f"weights). Tokens/s, and in brackets what is predicted; {model['rounds']} rounds."
         )
-        parts.append(speeds(model))
-        parts.append(difference(model))
+        parts += [speeds(model), difference(model)]
     if result["exchanges"]:
         parts += ["### One exchange between two lanes", exchanges(result["exchanges"])]
     return "tokens/s against the latency of the link", "\n\n".join(parts)

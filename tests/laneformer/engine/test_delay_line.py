@@ -65,10 +65,10 @@ def test_every_wait_that_a_join_needs_takes_its_time(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"tensor_parallel"}))
 def test_no_join_waits_that_need_not(variant):
-    link_s = 0.06  # beside which even a busy machine is fast
+    link_s = 0.1  # beside which even a busy machine is fast
     with engine_with(variant, link_s=link_s) as engine:
         least = min(after(engine, [1, 2, 3], 4).token_s())
-    assert floor_s(variant, link_s) <= least < floor_s("tensor_parallel", link_s)
+    assert floor_s(variant, link_s) <= least < floor_s(variant, link_s) + 2 * link_s
 
 
 def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():
