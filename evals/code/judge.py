@@ -147,8 +147,8 @@ def main() -> None:
     import evalplus.evaluate
 
     request = json.loads(Path(sys.argv[1]).read_text())
-    if request["sandbox"] and (seen := Solution(request, PROBE, "probe", [[]]).function()()) != 1:
-        raise RuntimeError(f"the sandbox of a solution does not hold: it forks, or its process {seen} is not 1")
+    if request["sandbox"] and (seen := Solution(request, PROBE, "probe", [[]]).function()()) != 2:
+        raise RuntimeError(f"the sandbox of a solution does not hold: it forks, or its process {seen} is not 2")
     multiprocessing.set_start_method("fork")  # what is replaced here is to hold in EvalPlus's workers
     evalplus.eval.query_maximum_memory_bytes = lambda: None
     evalplus.eval.unsafe_execute = judged(evalplus.eval.unsafe_execute, request)
