@@ -96,13 +96,13 @@ def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalp
     What sanitize does not finish, or robs of something it needs, is scored as it was selected.
     """
     problems = {p["task_id"]: p for p in dataset.problems}
-    asked = [(problems[row["task_id"]], row["answer"]) for row in answers]
-    selected = [
-        target_function(text, problem["entry_point"]) if chat else (prompt_of(problem, chat=False) + text, "completion")
-        for problem, text in asked
-    ]
-    names = [problem["entry_point"] for problem, _ in asked]
-    texts = [{"text": code, "entry_point": name} for (code, _), name in zip(selected, names, strict=True)]
+    texts, rules = [], []
+    for row in answers:
+        problem, text = problems[row["task_id"]], row["answer"]
+        name, whole = problem["entry_point"], prompt_of(problem, chat=False) + text
+        code, rule = target_function(text, name) if chat else (whole, "completion")
+        texts.append({"text": code, "entry_point": name})
+        rules.append(rule)
     sanitized = [
         None if code is None or lost_names(row["text"], code, row["entry_point"]) else code
         for row, code in zip(texts, evalplus.sanitize(texts), strict=True)
@@ -112,11 +112,11 @@ def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalp
             "task_id": row["task_id"],
             "sample": row["sample"],
             "rule": rule,
-            "selected": text,
+            "selected": chosen["text"],
             "sanitized": code is not None,
-            "solution": text if code is None else code,
+            "solution": chosen["text"] if code is None else code,
         }
-        for row, (text, rule), code in zip(answers, selected, sanitized, strict=True)
+        for row, rule, chosen, code in zip(answers, rules, texts, sanitized, strict=True)
     ]
 
 

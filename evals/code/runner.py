@@ -7,19 +7,15 @@ of ours: its text is the command. `python -c TEXT solve|sanitize`, the request o
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import pickle
 import resource
 import sys
 from collections.abc import Iterable
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 KINDS: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
-EXACT = (complex, Fraction, Decimal)
+EXACT = ("complex", "Fraction", "Decimal")  # names, as every import here delays every solution
 
 
 def like(kind: str, value: Any) -> Any:
@@ -31,8 +27,8 @@ class Plain(pickle.Pickler):
     """Writes builtin values as they are; of all others the builtin type that they extend, or the items they hold."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) in EXACT or any(value is name for name in (like, *EXACT)):
-            return NotImplemented  # as Python writes them
+        if value is like or isinstance(value, type) or type(value).__name__ in EXACT:
+            return NotImplemented  # as Python writes them; the judge refuses all other names
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             value = value.item()
             return like, (type(value).__name__ if type(value) in KINDS else "int", value)
@@ -82,6 +78,9 @@ def sanitize() -> None:
 
     null for a text that takes longer, or kills the parser.
     """
+    import json
+    import multiprocessing
+
     from evalplus.sanitize import sanitize as evalplus_sanitize
 
     def work(text: str, entry_point: str, sender: Any) -> None:

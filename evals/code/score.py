@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     "LANG": "C.UTF-8",
 }  # fmt: skip
+RUNNER, JUDGE = (Path(__file__).with_name(name) for name in ("runner.py", "judge.py"))
 UNUSED = ("datasets", "tempdir", "wget")  # EvalPlus imports them for downloads, which are not used here
 # md5 of the uncompressed file, as in EvalPlus itself: name, version
 VERSIONS = {
@@ -140,8 +141,8 @@ class EvalPlus:
     def sanitize(self, selected: list[dict[str, str]]) -> list[str | None]:
         """EvalPlus's sanitize of each {"text", "entry_point"}; None if it exceeds SANITIZE_S."""
         request = json.dumps({"selected": selected, "sanitize_s": SANITIZE_S})
-        command = [*self._sandbox(), *self._runner("sanitize")]
-        return json.loads(self._run(command, ENVIRONMENT, request, 60 + SANITIZE_S * len(selected)))
+        options, command = self._sandboxed("sanitize")
+        return json.loads(self._run([*options, *command], ENVIRONMENT, request, 60 + SANITIZE_S * len(selected)))
 
     def evaluate(self, rows: Iterable[dict[str, Any]], name: str) -> dict[str, list[tuple[bool, bool]]]:
         """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base and plus) tests pass.
@@ -157,19 +158,20 @@ class EvalPlus:
             outputs = Path("evalplus") / f"{self.dataset.md5}.pkl"
             if (self.cache / outputs).exists():
                 shutil.copy(self.cache / outputs, work / "cache" / outputs)
+            options, command = self._sandboxed("solve")
             request = {
-                "sandbox": self._sandbox(), "runner": self._runner("solve"), "filter": str(work / "filter.bpf"),
-                "limits": LIMITS, "dataset": self.dataset.name, "samples": str(work / f"{name}.jsonl"),
+                "sandbox": options, "runner": command, "filter": str(work / "filter.bpf"), "limits": LIMITS,
+                "dataset": self.dataset.name, "samples": str(work / f"{name}.jsonl"),
                 "parallel": self.parallel, "min_time_limit_s": self.min_time_limit_s,
             }  # fmt: skip
             (work / "request.json").write_text(json.dumps(request))
-            (work / "filter.bpf").write_bytes(system_call_filter(platform.machine()) if request["sandbox"] else b"")
+            (work / "filter.bpf").write_bytes(system_call_filter(platform.machine()) if options else b"")
             (work / "dataset.jsonl").write_bytes(self.dataset.content)
             env = {
                 **ENVIRONMENT, "HOME": str(work), "TMPDIR": str(work), "XDG_CACHE_HOME": str(work / "cache"),
                 OVERRIDES[self.dataset.name]: str(work / "dataset.jsonl"),
             }  # fmt: skip
-            judge = [self._python, str(Path(__file__).with_name("judge.py")), str(work / "request.json")]
+            judge = [str(self.environment / "bin/python"), str(JUDGE), str(work / "request.json")]
             self._run(judge, env, "", 600 + 2 * LONGEST_CHECK_S * len(listed) / self.parallel)
             if name == "control" and not (self.cache / outputs).exists():
                 (self.cache / outputs).parent.mkdir(parents=True, exist_ok=True)
@@ -182,18 +184,13 @@ class EvalPlus:
             for task, samples in json.loads(results)["eval"].items()
         }
 
-    @property
-    def _python(self) -> str:
-        return str(self.environment / "bin/python")
-
-    def _sandbox(self) -> list[str]:
+    def _sandboxed(self, verb: str) -> tuple[list[str], list[str]]:
+        """(bubblewrap with its options, the command inside it) that runs the runner."""
+        command = [str(self.environment / "bin/python"), "-I", "-c", RUNNER.read_text(), verb]
+        if self.sandbox == "none":  # all the same a solution ends with its judge
+            return [], ["setpriv", "--pdeathsig", "KILL", *command]
         readable = [self.environment, Path(sys.base_prefix).resolve()]  # the standard library is in the latter
-        return sandbox_options(readable) if self.sandbox == "bubblewrap" else []
-
-    def _runner(self, verb: str) -> list[str]:
-        command = [self._python, "-I", "-c", Path(__file__).with_name("runner.py").read_text(), verb]
-        # without a sandbox, too, a solution ends with its judge
-        return as_nobody(command) if self.sandbox == "bubblewrap" else ["setpriv", "--pdeathsig", "KILL", *command]
+        return sandbox_options(readable), as_nobody(command)
 
     def _run(self, command: list[str], env: dict[str, str], text: str, timeout_s: float) -> str:
         """Run a command; its stdout, and stderr to evalplus.log. ValueError if it fails or outlives timeout_s."""

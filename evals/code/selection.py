@@ -54,16 +54,14 @@ def has_real_body(code: str, entry_point: str) -> bool:
             real = not all(is_stub(statement) for statement in node.body)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            real |= any(isinstance(target, ast.Name) and target.id == entry_point for target in targets)
+            real |= entry_point in [target.id for target in targets if isinstance(target, ast.Name)]
     return real
 
 
-def is_stub(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Raise):
-        return "NotImplementedError" in ast.dump(statement)
-    return isinstance(statement, ast.Pass) or (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    )
+def is_stub(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Raise):
+        return "NotImplementedError" in ast.dump(node)
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def lost_names(selected: str, sanitized: str, entry_point: str) -> set[str]:

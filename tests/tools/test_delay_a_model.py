@@ -83,7 +83,7 @@ def _ended(streams: tuple[Tensor, Tensor | None], end: str) -> tuple[Tensor]:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().abs().max() / expected.abs().max())
+    return float(((found - expected).abs().max() / expected.abs().max()).detach())
 
 
 def test_the_cut_loses_nothing(folder: Path, model: Laneformer, ids: Tensor) -> None:
@@ -164,7 +164,7 @@ def test_shares_grow_from_the_top_down() -> None:
     assert found == [[0, 0, 0.5, 0.5], [0, 0, 1, 1], [0.5, 0.5, 1, 1], [1, 1, 1, 1]]
     wrong: list[tuple[str, Any]] = [("end", "lost"), ("first_late_layer", 4), ("delay", 0), ("steps", 3)]
     for name, value in wrong:
-        with pytest.raises(ValueError, match=f"{name} = {value!r} must be"):
+        with pytest.raises(ValueError, match=rf"\[recover\] needs end in .* not .*{value!r}"):
             replace(settings, **{name: value}).check(DEPTH)
 
 
@@ -190,7 +190,9 @@ def test_the_map_is_that_of_whole_runs(folder: Path, tmp_path: Path) -> None:
     svg = (tmp_path / "damage.svg").read_bytes()
     report(rows, ("first_late_layer", "delay"), tmp_path / "damage", "delay")
     assert (tmp_path / "damage.svg").read_bytes() == svg
-    found = json.loads((tmp_path / "damage.json").read_text())[0]
+    table = json.loads((tmp_path / "damage.json").read_text())
+    assert [row["first_late_layer"] for row in table] == sorted(2 * list(range(DEPTH)))
+    found = next(row for row in table if (row["first_late_layer"], row["delay"]) == (DEPTH - 1, 1))
     expected = [late - dense for late, dense in zip(rows[0]["flushed"], rows[0]["dense"], strict=True)]
     assert found["flushed_difference"] == pytest.approx(sum(expected) / 4)
 
@@ -235,7 +237,7 @@ def test_shipped_configs_and_their_price() -> None:
     plans = {name: Plan(**tomli.loads(path.read_text())) for name, path in shipped.items()}
     for plan in plans.values():
         Recovery(**plan.recover)
-    with pytest.raises(ValueError, match="--plan needs shape"):
+    with pytest.raises(ValueError, match="lacks"):
         cost(plans["delay_smollm2"], Recovery(**plans["delay_smollm2"].recover))
     llama = plans["delay_llama_1b"]
     settings = replace(Recovery(**llama.recover), first_late_layer=0)  # teacher and student run all layers
@@ -269,28 +271,27 @@ def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: P
     config, out = write_config(folder, tmp_path), tmp_path / "out"
     command = [sys.executable, "-m", "tools.delay_a_model", str(folder), "--config", str(config), "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 240
-        while not (out / "damage.jsonl").exists() and time.monotonic() < deadline:
+        while not (out / "damage.jsonl").exists() and process.poll() is None:
             time.sleep(0.02)
         process.kill()
     there = (out / "damage.jsonl").read_text()
-    part = subprocess.run([*command, "--steps", "3"], capture_output=True, text=True, timeout=300)
+    part = subprocess.run([*command, "--steps", "3"], capture_output=True, text=True, timeout=600)
     assert part.returncode == 0, part.stderr
     assert "to be continued" in part.stdout
     assert (out / "damage.jsonl").read_text().startswith(there)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len((out / "damage.jsonl").read_text().splitlines()) == 2 * DEPTH
     assert [json.loads(line)["step"] for line in (out / "recovery.jsonl").read_text().splitlines()] == [0, 2, 3, 4, 5]
     assert f"checkpoint {out}/run/checkpoint/step-5" in done.stdout
     export = [sys.executable, "-m", "tools.export_hf", "--checkpoint", str(out / "run/checkpoint/step-5"),
               "--out", str(tmp_path / "hf"), "--dtype", "float32"]  # fmt: skip
-    exported = subprocess.run(export, capture_output=True, text=True, timeout=300)
+    exported = subprocess.run(export, capture_output=True, text=True, timeout=600)
     assert exported.returncode == 0, exported.stderr
     assert json.loads((tmp_path / "hf/config.json").read_text())["broadcast_delay"] == 1
     generate = [sys.executable, "-m", "laneformer.cli", "generate", str(tmp_path / "hf"), "--prompt", "the lanes",
                 "--max-new-tokens", "5"]  # fmt: skip
-    told = subprocess.run(generate, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(generate, capture_output=True, text=True, timeout=600)
     assert told.returncode == 0, told.stderr
-    other = subprocess.run([*command, "--steps", "x"], capture_output=True, text=True, timeout=120)
+    other = subprocess.run([*command, "--steps", "x"], capture_output=True, text=True, timeout=600)
     assert other.returncode != 0

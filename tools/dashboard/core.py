@@ -14,22 +14,9 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from evals.core.tasks import NOT_CHOSEN
 from records.evals import with_current_names
-from records.page import (
-    BAD,
-    NEUTRAL,
-    PLOT,
-    card,
-    chart,
-    code,
-    colour,
-    legend_entry,
-    measured,
-    missing,
-    none,
-    short,
-    table,
-)
+from records.page import BAD, NEUTRAL, PLOT, card, chart, code, colour, legend_entry, measured, missing, short, table
 from records.run import Run, number
 from tools.dashboard.figures import MARKS, add_choice, checkpoint_figure, curve, flops_of, lines_figure, settled, span
 from tools.dashboard.panels import SIGNED, VALID, Panel, draw_panels, draw_validation, mark_x
@@ -258,7 +245,7 @@ def tasks_card(run: Run) -> str:
     if not toy:
         body += categories_part(points, f"categories-{run.name}")
     opened = " open" if len(last["tasks"]) <= FEW else ""
-    words = f"Accuracy of each task, {escape(settings_text(last))}"
+    words = f"Accuracy of each task, {escape(settings_text({**last, 'not_core': None}))}"
     body += f"<details{opened}><summary>{words}</summary>{task_table(last)}</details>{missing_part(last)}"
     hashes = (("data", "data_sha256"), ("tokenizer", "tokenizer_sha256"), ("code", "code_version"))
     made = [f"seed {escape(str(last.get('seed')))}", *(f"{name} {code(last.get(key))}" for name, key in hashes)]
@@ -274,7 +261,7 @@ def core_tile(run: Run) -> tuple[str, str, str]:
         note = f"{f'± {error:.4f}, ' if error else ''}corrected baselines (v2); v1 {measured(last['core_v1'], '.4f')}"
         return "CORE", measured(last.get("core_v2"), ".4f"), note
     known = len(curves[-1].last["tasks"]) if curves else 0
-    return "CORE", none(), f"{known} of its 22 tasks evaluated" if known else "no evaluation yet"
+    return "CORE", measured(None), f"{known} of its 22 tasks evaluated" if known else "no evaluation yet"
 
 
 def last_core(last: Point) -> str:
@@ -328,28 +315,33 @@ def task_table(point: Point) -> str:
     """The scored tasks of one record with how they were asked."""
     rows = []
     for task, found in point["tasks"].items():
-        error = number(found.get("standard_error"))
-        noisy = " <small>noisy</small>" if (error or 0) > NOISY else ""
+        accuracy, n = number(found.get("accuracy")) or 0.0, number(found.get("n")) or 0.0
+        likely = (accuracy * n + 0.5) / (n + 1)  # none right of four is no certainty
+        noisy = " <small>noisy</small>" if (likely * (1 - likely) / (n + 1)) ** 0.5 > NOISY else ""
+        low, high = (measured(found.get(key), ".3f") for key in ("low", "high"))
+        error = f" ({low} – {high})" if "high" in found else f" ± {measured(found.get('standard_error'), '.4f')}"
         bases = " / ".join(dict.fromkeys(measured(found.get(f"baseline_{v}"), "g") for v in VERSIONS))
         rows.append([
             *(escape(str(text)) for text in (task, found.get("category", ""), found.get("type", ""))),
             short(found.get("shots")), f"{short(found.get('n'))} of {short(found.get('n_total'))}",
-            f"{measured(found.get('accuracy'), '.4f')} ± {measured(error, '.4f')}{noisy}", f"{bases} %",
+            f"{measured(found.get('accuracy'), '.4f')}{error}{noisy}", f"{bases} %",
             *(measured(found.get(f"centered_{v}"), ".4f") for v in VERSIONS),
         ])  # fmt: skip
-    head = ("task", "category", "type", "shots", "items", "accuracy ± SE", "baseline", "centered v1", "centered v2")
-    return table(head, rows, "numbers") if rows else ""
+    head = ("task", "category", "type", "shots", "items", "accuracy", "baseline", "centered v1", "centered v2")
+    return table(head, rows) if rows else ""
 
 
 def missing_part(point: Point) -> str:
     """One line for the tasks that a record lacks, with their reasons; of a toy bundle the card has said it."""
     reasons = {} if point.get("not_core") else point.get("missing") or {}
-    if not reasons:
-        return ""
-    why = escape("".join(f"{task}: {reason}\n" for task, reason in reasons.items()))
-    words = missing(f"{len(reasons)} of {len(reasons) + len(point['tasks'])} tasks missing")
-    names = escape(", ".join(reasons))
-    return f"<details><summary>{words}, hence no CORE: {names}</summary><pre>{why}</pre></details>"
+    absent = {task: reason for task, reason in reasons.items() if reason != NOT_CHOSEN}
+    text = f'<p class="caption">{len(reasons) - len(absent)} tasks were not chosen.</p>' if absent != reasons else ""
+    if not absent:
+        return text
+    why = escape("".join(f"{task}: {reason}\n" for task, reason in absent.items()))
+    words = missing(f"{len(absent)} of {len(reasons) + len(point['tasks'])} tasks missing")
+    names = escape(", ".join(absent))
+    return f"{text}<details><summary>{words}, hence no CORE: {names}</summary><pre>{why}</pre></details>"
 
 
 def core_of_all(runs: Sequence[Run]) -> str:

@@ -93,16 +93,15 @@ def delay_a_model(
 
 def cost(plan: Plan, settings: Recovery) -> str:
     """From counted operations a token to hours, with every step."""
-    if missing := [name for name in ("shape", "peak_flops", "used_ratio") if name not in plan.price]:
-        raise ValueError(f"--plan needs {missing[0]} in the config's [price]")
+    if wrong := {"shape", "peak_flops", "used_ratio"} ^ plan.price.keys():
+        raise ValueError(f"--plan: [price] lacks {wrong}, or should not have it")
     config, speed = (
         config_of_llama(plan.price["shape"], plan.lanes),
         plan.price["peak_flops"] * plan.price["used_ratio"],
     )
     settings.check(config.num_hidden_layers)
-    late = config.num_hidden_layers - settings.first_late_layer
-    upper, counts = late / config.num_hidden_layers, config.parameter_count()
-    head = 2 * math.prod(config.head_shape)
+    late, counts = config.num_hidden_layers - settings.first_late_layer, config.parameter_count()
+    upper, head = late / config.num_hidden_layers, 2 * math.prod(config.head_shape)
     layers = flops_per_token(config, plan.seq_len) / 3 - head
     # lower layers once; upper ones by the teacher, and forward and backward by the student; the head's weight is frozen
     flops = layers * (1 - upper) + (layers * upper + head) + (3 * layers * upper + 2 * head)

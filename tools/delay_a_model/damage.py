@@ -55,12 +55,12 @@ def same_run(rows: list[Row], about: Row, path: Path) -> list[Row]:
 
 
 def report(rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | None) -> None:
-    """PATH.json and PATH.svg of rows with losses by window; `keys` tell them apart, and the first of them is x.
+    """PATH.json and PATH.svg: mean loss of both ends, and the paired difference to the dense model's, 95% interval.
 
-    Of both ends: mean loss, and the difference to the dense model with half its 95% t interval over windows.
+    rows: losses by window, told apart by `keys`, the first of which is x.
     """
     found = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row[keys[0]]):
         out = {key: row[key] for key in keys}
         for end in ENDS:
             mean, half = interval([late - dense for late, dense in zip(row[end], row["dense"], strict=True)])
@@ -89,7 +89,8 @@ def plot(found: Sequence[Row], x: str, curves: str | None, path: Path) -> None:
                 yerr=[row[f"{end}_half_width_95"] for row in rows], linestyle=line, color=f"C{color}", markersize=3,
                 label=f"{curves} {value}, {end}" if curves else end,
             )  # fmt: skip
-    axes.set(xlabel=x.replace("_", " "), ylabel="nats a token above delay 0", yscale="log")
+    axes.set(xlabel=x.replace("_", " "), ylabel="nats a token above delay 0")
+    axes.axhline(0.0, color="gray", linewidth=0.8)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})

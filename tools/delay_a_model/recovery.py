@@ -56,14 +56,11 @@ class Recovery:
     def check(self, depth: int) -> None:
         """ValueError for what cannot be trained."""
         needed = -(-(depth - self.first_late_layer) // self.layers_at_once) * self.anneal_steps
-        for name, right, allowed in (
-            ("end", self.end in ENDS, f"one of {ENDS}"),
-            ("first_late_layer", 0 <= self.first_late_layer < depth, f"0 to {depth - 1}"),
-            ("delay", self.delay >= 1, "at least 1"),
-            ("steps", self.steps >= needed, f"at least {needed}, for groups x anneal_steps"),
-        ):
-            if not right:
-                raise ValueError(f"[recover] {name} = {getattr(self, name)!r} must be {allowed}")
+        if self.end not in ENDS or self.delay < 1 or not 0 <= self.first_late_layer < depth or self.steps < needed:
+            raise ValueError(
+                f"[recover] needs end in {ENDS}, delay >= 1, first_late_layer in 0 to {depth - 1}, steps >= {needed} "
+                f"(groups x anneal_steps), not {self.end!r}, {self.delay}, {self.first_late_layer}, {self.steps}"
+            )
 
     def late(self, step: int, depth: int) -> list[float]:
         """The share that comes late, of every layer from first_late_layer on."""
@@ -98,22 +95,20 @@ class Student:
         h = dense_layers(self.model, self.model.tok_embeddings(ids)[:, :, None], 0, self.first)
         return h, (dense_layers(self.model, h, self.first, self.depth), None)
 
-    def late(self, h: Tensor, late: list[float]) -> Streams:
-        return run_late(self.model, self.layers, h, self.first, late, self.settings.delay)
-
     def train_step(self, windows: Tensor) -> float:
         """One optimizer step on windows (n, S + 1); returns the mean KL(teacher || student) before it, nats a token."""
+        s = self.settings
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.rate(self.step)
-        with torch.autocast(windows.device.type, torch.bfloat16, enabled=self.settings.bfloat16):
+            group["lr"] = s.rate(self.step)
+        with torch.autocast(windows.device.type, torch.bfloat16, enabled=s.bfloat16):
             h, dense = self.dense(windows[:, :-1])
             truth = logits_of(self.model, dense, "dropped").log_softmax(-1).flatten(0, 1)
-            late = self.late(h, self.settings.late(self.step, self.depth))
-            guess = logits_of(self.model, late, self.settings.end).log_softmax(-1).flatten(0, 1)
+            streams = run_late(self.model, self.layers, h, self.first, s.late(self.step, self.depth), s.delay)
+            guess = logits_of(self.model, streams, s.end).log_softmax(-1).flatten(0, 1)
         loss = F.kl_div(guess, truth, reduction="batchmean", log_target=True)
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.layers.parameters(), self.settings.clip_norm)
+        nn.utils.clip_grad_norm_(self.layers.parameters(), s.clip_norm)
         self.optimizer.step()
         self.step += 1
         return loss.item()
@@ -123,38 +118,39 @@ class Student:
         """Append held-out losses with all layers late, unless a run that was stopped before it saved did so."""
         if any(row["step"] == self.step for row in read_lines(path)):
             return
-        streams = [self.late(h, [1.0] * len(self.layers)) for h in self.inputs]
+        s, ones = self.settings, [1.0] * len(self.layers)
+        streams = [run_late(self.model, self.layers, h, self.first, ones, s.delay) for h in self.inputs]
         found = {end: losses(self.model, streams, self.windows, end) for end in ENDS}
-        late = sum(self.settings.late(self.step - 1, self.depth))
+        late = sum(s.late(self.step - 1, self.depth))
         row = {"step": self.step, "seconds": round(self.seconds, 1), "late_layers": late, "kl": kl}
         append_line(path, json.dumps({**row, **found, "dense": self.dense_losses, "about": about}))
 
-    def save(self, path: Path, about: Row) -> None:
-        """Weights and optimizer as one safetensors file, the rest as JSON in its header."""
-        tensors: dict[str, Tensor] = {}
-        for name, p in self.layers.named_parameters():
-            moments = {f"{moment}/{name}": self.optimizer.state[p][moment] for moment in MOMENTS}
-            tensors |= {name: p.detach(), **moments}
-        kept = {"step": self.step, "seconds": self.seconds, "about": about}
-        write_atomically(path, save(tensors, {"recovery": json.dumps(kept)}))
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and what the optimizer holds of them."""
+        state = self.optimizer.state
+        kept = {f"{key}/{name}": state[p][key] for name, p in self.layers.named_parameters() for key in MOMENTS}
+        return {**self.layers.state_dict(), **kept}
 
+    def save(self, path: Path, about: Row) -> None:
+        """One safetensors file, with what is no tensor as JSON in its header."""
+        kept = {"step": self.step, "seconds": self.seconds, "about": about}
+        write_atomically(path, save(self.tensors(), {"recovery": json.dumps(kept)}))
+
+    @torch.no_grad()
     def load(self, path: Path, about: Row) -> None:
         """What `save` wrote; ValueError where it is of another run."""
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            kept = json.loads(file.metadata()["recovery"])
-            same_run([kept], about, path)
+        with safe_open(path, framework="pt") as file:
+            kept = same_run([json.loads(file.metadata()["recovery"])], about, path)[0]
             self.step, self.seconds = kept["step"], kept["seconds"]
-            for name, p in self.layers.named_parameters():
-                p.copy_(file.get_tensor(name))
-                moments = {moment: file.get_tensor(f"{moment}/{name}").to(p.device) for moment in MOMENTS}
-                self.optimizer.state[p] = {"step": torch.tensor(float(self.step)), **moments}
+            for p in self.layers.parameters():
+                self.optimizer.state[p] = {key: torch.zeros_like(p) for key in MOMENTS}
+                self.optimizer.state[p]["step"] = torch.tensor(float(self.step))
+            for name, tensor in self.tensors().items():
+                tensor.copy_(file.get_tensor(name))
 
 
 def recover(student: Student, train: Text, out: Path, about: Row, stop: int, minutes: float) -> list[Row]:
-    """Train until step `stop`, or for so many minutes; returns the rows of OUT/recovery.jsonl.
-
-    Before the first step and at every checkpoint: held-out losses, then OUT/recovery.safetensors.
-    """
+    """Train until step `stop`, or for so many minutes; OUT/recovery.jsonl, whose rows it returns, and .safetensors."""
     settings, path, state = student.settings, out / "recovery.jsonl", out / "recovery.safetensors"
     about = {**about, "recover": asdict(settings), "train_sha256": train.sha256}
     same_run(read_lines(path), about, path)
@@ -177,24 +173,20 @@ def recover(student: Student, train: Text, out: Path, about: Row, stop: int, min
 
 
 def export(student: Student, checkpoint: Checkpoint, out: Path) -> str:
-    """The run folder OUT/run, from which tools.export_hf makes a Hugging Face folder, if a config can say what it is.
-
-    A config has one delay for all layers, its first `delay` layers are not late, and its ends are dropped.
-    """
+    """The run folder OUT/run, of which tools.export_hf makes a Hugging Face folder, if a config can say what it is."""
     s, folder = student.settings, out / "run"
     if (s.first_late_layer, s.end) != (s.delay, "dropped"):
         return (
             f"{out}/recovery.safetensors is all: a folder needs end = 'dropped' and first_late_layer = delay, since a "
-            "config has one delay for all layers but the first ones, and no sum after the last"
+            "config has one delay for all layers but the first `delay` ones, and no sum after the last"
         )
     weights: Row = dict(student.model.state_dict())
-    for name, p in student.layers.named_parameters():
+    for name, tensor in student.layers.state_dict().items():
         layer, _, rest = name.partition(".")
-        weights[f"layers.{student.first + int(layer)}.{rest}"] = p.detach()
+        weights[f"layers.{student.first + int(layer)}.{rest}"] = tensor
     dcp.save(weights, checkpoint_id=folder / "checkpoint" / f"step-{student.step}", no_dist=True)
-    config = replace(student.model.config, broadcast_delay=s.delay)
-    write_atomically(folder / "model.json", json.dumps(config.to_dict(), indent=2) + "\n")
-    assert checkpoint.tokenizer is not None
-    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
-    write_atomically(folder / "tokenizer_config.json", json.dumps(checkpoint.tokenizer_config) + "\n")
+    config = replace(student.model.config, broadcast_delay=s.delay).to_dict()
+    for name, values in (("model.json", config), ("tokenizer_config.json", checkpoint.tokenizer_config)):
+        write_atomically(folder / name, json.dumps(values, indent=2) + "\n")
+    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))  # type: ignore[union-attr]
     return f"written: {folder}; python -m tools.export_hf --checkpoint {folder}/checkpoint/step-{student.step} --out HF"

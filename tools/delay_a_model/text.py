@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +27,17 @@ class Text:
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in self.files]
         texts = [t.partition("\n\n")[2] if p.name == "METADATA" else t for p, t in zip(self.files, texts, strict=True)]
         ids = [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
-        self.tokens = np.array([token for part in ids for token in part], np.int64)
-        self.sha256 = hashlib.sha256(self.tokens.tobytes()).hexdigest()
+        self.tokens = torch.tensor([token for part in ids for token in part])
+        self.sha256 = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
     def spread(self, windows: int, seq_len: int) -> torch.Tensor:
         """Windows (n, S + 1) at equal distances; ValueError where they would overlap."""
         apart = len(self.tokens) // windows
         if apart <= seq_len:
             raise ValueError(f"{len(self.tokens):,} tokens do not hold {windows} windows of {seq_len + 1}: more files")
-        return self._at(range(0, windows * apart, apart), seq_len)
+        return self.tokens[: windows * apart].view(windows, apart)[:, : seq_len + 1]
 
     def drawn(self, seed: int, step: int, windows: int, seq_len: int) -> torch.Tensor:
         """Windows (n, S + 1) at random places: a function of seed and step, so that a run can go on anywhere."""
-        return self._at(np.random.default_rng([seed, step]).integers(len(self.tokens) - seq_len, size=windows), seq_len)
-
-    def _at(self, places: Iterable[int], seq_len: int) -> torch.Tensor:
-        return torch.from_numpy(np.stack([self.tokens[i : i + seq_len + 1] for i in places]))
+        places = np.random.default_rng([seed, step]).integers(len(self.tokens) - seq_len, size=windows)
+        return torch.stack([self.tokens[i : i + seq_len + 1] for i in places])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,13 @@ request = {
     "runner": sandbox.as_nobody([sys.executable, "-I", "-c", Path(FOLDER, "runner.py").read_text(), "solve"]),
     "limits": {"memory_bytes": 200 * 2**20, "threads": 16, "cpu_s": 60},
 }
+if LOOP:
+    if LOOP == "unsafe":
+        request |= {"sandbox": [], "runner": ["setpriv", "--pdeathsig", "KILL", *request["runner"][-5:]]}
+    looping = judge.Solution(request, "def loop():\\n    while True: pass", "loop", [[]])
+    looping.function()
+    print(looping.process.pid, flush=True)
+    looping.function()
 code = Path(FOLDER, "attempts.py").read_text()
 found = [judge.Solution(request, code, "attempts", [[FOLDER]]).function()() for _ in range(2)]
 print(json.dumps(found))
@@ -106,8 +116,8 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def attempted(folder: Path, user: int) -> list[dict[str, Any]]:
-    """What two solutions, one after the other, could do in sandboxes that a user made."""
+def host(folder: Path, user: int, loop: str = "") -> list[str]:
+    """The command that makes sandboxes as a user."""
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("the system has no python3, which every user could run")
@@ -115,12 +125,17 @@ def attempted(folder: Path, user: int) -> list[dict[str, Any]]:
         shutil.copy(SOURCE / name, folder)
     clone = sandbox.CLONE[os.uname().machine]
     (folder / "attempts.py").write_text(ATTEMPTS.replace("CLONE", str(clone)))
-    command = [python, "-I", "-B", "-c", f"FOLDER = {str(folder)!r}\n{HOST}"]
-    if user != os.geteuid():
-        if os.geteuid() != 0:
-            pytest.skip("only root can become another user")
-        command = ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--", *command]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    command = [python, "-I", "-B", "-c", f"FOLDER = {str(folder)!r}\nLOOP = {loop!r}\n{HOST}"]
+    if user == os.geteuid():
+        return command
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    return ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--", *command]
+
+
+def attempted(folder: Path, user: int) -> list[dict[str, Any]]:
+    """What two solutions, one after the other, could do in sandboxes that a user made."""
+    result = subprocess.run(host(folder, user), capture_output=True, text=True, timeout=120, cwd="/")
     if "bwrap" in result.stderr and not result.stdout and user:
         pytest.skip(f"no sandbox for ordinary users here: {result.stderr.strip()}")
     assert result.returncode == 0, result.stderr
@@ -128,11 +143,48 @@ def attempted(folder: Path, user: int) -> list[dict[str, Any]]:
     return found
 
 
+def parents() -> dict[int, int]:
+    """The parent of every process that has not ended."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                found[int(path.parent.name)] = int(parent)
+    return found
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("user", "loop"), [(0, "safe"), (1234, "safe"), (0, "unsafe")])
+def test_a_solution_dies_with_its_judge(open_folder: Path, user: int, loop: str) -> None:
+    process = subprocess.Popen(host(open_folder, user, loop), stdout=subprocess.PIPE, text=True, cwd="/")
+    assert process.stdout is not None
+    started = process.stdout.readline()
+    if not started and user:
+        pytest.skip("no sandbox for ordinary users here")
+    below, todo, known = set(), [int(started)], parents()
+    while todo:
+        pid = todo.pop()
+        below.add(pid)
+        todo += [child for child, parent in known.items() if parent == pid]
+    assert len(below) == (1 if loop == "unsafe" else 3)
+    assert below <= known.keys()
+    process.kill()  # SIGKILL, to which nothing can react
+    process.wait()
+    deadline = time.monotonic() + 60
+    while below & parents().keys() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = below & parents().keys()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "runs on without its judge"
+
+
 @needs_sandbox
 @pytest.mark.parametrize("user", [0, 1234])
 def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder: Path, user: int) -> None:
     for found in attempted(open_folder, user):
-        assert (found.pop("user"), found.pop("process")) == (65534, 1)
+        assert (found.pop("user"), found.pop("process")) == (65534, 2)
         assert {name for name, outcome in found.items() if outcome == "done"} == {"calculate", "a few threads"}, found
     assert not Path("/leak").exists()
 

@@ -5,6 +5,7 @@ The processes outnumber the cores in some of these, so waits also meet a peer th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -128,6 +129,7 @@ def test_a_folder_and_random_weights(tmp_path, capfd):
         assert two.generate([3], max_new_tokens=20) == one.generate([3], max_new_tokens=20)
 
 
+@pytest.mark.slow
 def test_processes_of_a_launcher(tmp_path):
     folder = write_folder(tmp_path, random_model(small_config(vocab_size=264), dtype="bf16"), eos_token_id=2)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -228,6 +230,18 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("transport", LOCAL)
+def test_different_results_are_an_error(transport):
+    with engine_of(random_model(small_config()), threads=1, processes=2, transport=transport) as engine:
+        others = engine._decoder._workers
+        send = others.send
+        others.send = lambda request: send(dataclasses.replace(request, prompts=[[4]]))
+        with pytest.raises(RuntimeError, match="the processes have come to different results"):
+            engine.generate([3], max_new_tokens=20)
+        with pytest.raises(RuntimeError, match="this engine is closed: the processes have come to different results"):
+            engine.generate([3], max_new_tokens=20)
 
 
 @pytest.mark.parametrize("transport", LOCAL)

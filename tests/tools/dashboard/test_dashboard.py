@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from records.run import read_run
-from tests.browser import browse, needs_browser
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import page, write_page
 from tools.dashboard.cards import state
@@ -154,43 +153,3 @@ def test_the_page_of_ten_thousand_rows_stays_small(tmp_path: Path) -> None:
     text = page([run], NOW)
     assert len(text) < 12e6, "plotly.js is 4.8 MB of it"
     assert "groups of neighbouring steps" in text
-
-
-# in a browser
-
-# what a page tells of itself once it is drawn
-PROBE = """setTimeout(() => console.log('TOLD ' + JSON.stringify(['%s', document.documentElement.scrollWidth,
-  document.querySelectorAll('svg.main-svg').length, document.querySelectorAll('.js-line').length])), 2500)"""
-
-
-@pytest.fixture(scope="module")
-def frames(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[int]], list[str]]:
-    """(what the page in a desktop's and a phone's frame and a page that is too wide tell, other lines of the console).
-
-    One browser for all: a window cannot be narrower than about 500 pixels, a frame can.
-    """
-    folder, text, tags = tmp_path_factory.mktemp("frames"), drawn.read_text(), ""
-    planted = text.replace("<main>", '<main><div style="width:500px">wide</div>', 1)
-    for name, content, width in (("desktop", text, 1400), ("phone", text, 390), ("planted", planted, 390)):
-        probe = f"<script>{PROBE % name}</script></body>"
-        (folder / f"{name}.html").write_text(content.replace("</body>", probe))
-        tags += f'<iframe src="{name}.html" width="{width}" height="800" style="border:0"></iframe>'
-    (folder / "frames.html").write_text(tags)
-    _, console = browse((folder / "frames.html").as_uri(), folder / "profile", 1440)
-    told = [json.loads(line.removeprefix("TOLD ")) for line in console if line.startswith("TOLD ")]
-    return {name: figures for name, *figures in told}, [line for line in console if not line.startswith("TOLD ")]
-
-
-@needs_browser
-def test_a_browser_draws_the_page_without_errors(frames: tuple[dict[str, list[int]], list[str]]) -> None:
-    told, console = frames
-    _, layers, lines = told["desktop"]
-    assert layers >= 2 * 3, "two charts of three layers each"
-    assert lines >= 5 * 5, "five attempts with five curves"
-    assert console == []
-
-
-@needs_browser
-def test_the_page_fits_a_phone(frames: tuple[dict[str, list[int]], list[str]]) -> None:
-    told, _ = frames
-    assert told["phone"][0] <= 390 < told["planted"][0]

@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
+from evals.core.tasks import NOT_CHOSEN
 from laneformer.config import LaneformerConfig, flops_per_token
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
@@ -23,7 +24,9 @@ from tools.dashboard.core import (
     curve_points,
     draw_references,
     heat_figure,
+    missing_part,
     points_of,
+    task_table,
     tasks_card,
 )
 from tools.dashboard.figures import prepare
@@ -252,6 +255,22 @@ def test_a_toy_bundle_shows_its_tasks_and_one_line_about_the_rest(whole: Path, t
     assert "arc_easy" in text
     assert [len(c.points) for c in core_curves([read_run(folder)])] == [6, 1], "never on the curve of CORE"
     assert "21 of its 22 tasks evaluated" in tiles_of(read_run(folder))
+
+
+def test_an_old_record_has_a_standard_error_and_a_new_one_an_interval_and_few_items_are_noisy() -> None:
+    old = {"accuracy": 0.0, "standard_error": 0.0, "n": 4, "n_total": 4}
+    assert "0.0000 ± 0.0000 <small>noisy</small>" in task_table({"tasks": {"winograd": old}})
+    assert "noisy" not in task_table({"tasks": {"winograd": {**old, "accuracy": 0.5, "n": 500}}})
+    new = {**old, "low": 0.0, "high": 0.4899}
+    assert "0.0000 (0.000 – 0.490) <small>noisy</small>" in task_table({"tasks": {"winograd": new}})
+
+
+def test_tasks_that_were_not_chosen_are_not_missing() -> None:
+    assert missing_part({"tasks": {}, "missing": {"copa": NOT_CHOSEN, "piqa": NOT_CHOSEN}}) == (
+        '<p class="caption">2 tasks were not chosen.</p>'
+    )
+    text = missing_part({"tasks": {}, "missing": {"copa": NOT_CHOSEN, "squad": "no file"}})
+    assert "1 of 2 tasks missing</span>, hence no CORE: squad<" in text
 
 
 def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> None:

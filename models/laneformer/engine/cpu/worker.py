@@ -75,6 +75,8 @@ def work(messages: BinaryIO, replies: TextIO, *model: Any) -> NoReturn:
         worker.run()
     except Exception as error:
         print(repr(error), file=sys.stderr if worker else replies, flush=True)
+    except KeyboardInterrupt:  # of a launcher, which rank 0 gets as well
+        pass
     os._exit(1)  # not the interpreter's end, which would wait for threads
 
 

@@ -278,6 +278,32 @@ nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std
   return nb::make_tuple(to_numpy(std::vector<uint8_t>(tape.bytes(), tape.bytes() + matrix.bytes())), to_numpy(y));
 }
 
+// Seconds of each of many exchanges of a payload between two threads, or processes, that map one file, empty at first:
+// both send theirs and add what comes, as a join does; or, to and fro, one answers the other.
+std::vector<double> time_exchange(int file, int rank, size_t floats, int rounds, bool to_and_fro) {
+  if (rank < 0 || rank > 1 || !floats || floats % kTileRows || rounds < 1)
+    throw std::invalid_argument("an exchange is between ranks 0 and 1, of a multiple of 32 values, at least once");
+  SharedMemory memory(file);
+  const Exchange::Shape shape{2, 2, 2, floats};
+  Exchange exchange(shape, 1000, memory.take(shape.bytes()));
+  const Kernels* kernels = choose_kernels("auto");
+  Pages own(floats * sizeof(float)), total(floats * sizeof(float));
+  std::vector<double> seconds;
+  for (int round = 0; round < rounds; ++round) {
+    const auto send = [&] {
+      std::memcpy(exchange.slot(round, kAttention, rank), own.bytes(), floats * sizeof(float));
+      exchange.publish(Exchange::kModulesDone, rank, round + 1);
+    };
+    const double began = now_s();
+    if (!to_and_fro || rank == 0) send();
+    exchange.wait_for(Exchange::kModulesDone, rank, 0, 2, round + 1);
+    kernels->add(total.floats(), exchange.slot(round, kAttention, 1 - rank), static_cast<int>(floats));
+    if (to_and_fro && rank == 1) send();
+    seconds.push_back(now_s() - began);
+  }
+  return seconds;
+}
+
 void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
                    float deviation) {
   nb::gil_scoped_release release;
@@ -339,6 +365,8 @@ NB_MODULE(_core, m) {
   m.attr("MOST_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
+  m.def("time_exchange", &time_exchange, "file"_a, "rank"_a, "floats"_a, "rounds"_a, "to_and_fro"_a,
+        nb::call_guard<nb::gil_scoped_release>());
   m.def("content_hash", &hash_of, "data"_a);
   m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);
 }

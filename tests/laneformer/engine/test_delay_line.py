@@ -57,16 +57,18 @@ def test_no_token_depends_on_the_latency(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_wait_takes_its_time_and_no_more_are_waited(variant):
-    least, all_waits = floor_s(variant), floor_s("tensor_parallel")
+def test_every_wait_that_a_join_needs_takes_its_time(variant):
     with engine_with(variant, link_s=LINK_S) as engine:
-        times = [*after(engine, [1, 2, 3], 3).token_s()]
-        while variant != "tensor_parallel" and min(times) >= all_waits and len(times) < 60:  # on a busy machine
-            times += [*after(engine, [1, 2, 3], 3).token_s()]
-    assert min(times) >= least
-    if variant != "tensor_parallel":
-        assert least < 0.7 * all_waits
-        assert min(times) < all_waits
+        assert min(after(engine, [1, 2, 3], 3).token_s()) >= floor_s(variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"tensor_parallel"}))
+def test_no_join_waits_that_need_not(variant):
+    link_s = 0.1  # beside which even a busy machine is fast
+    with engine_with(variant, link_s=link_s) as engine:
+        least = min(after(engine, [1, 2, 3], 4).token_s())
+    assert floor_s(variant, link_s) <= least < floor_s(variant, link_s) + 2 * link_s
 
 
 def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():

@@ -1,0 +1,280 @@
+"""The page under a reader's hands, in a real browser: legends, smoothing, zoom, scales; a run of the published size."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from records.page import colour
+from records.run import read_run
+from tests.browser import Page, needs_browser
+from tests.tools.dashboard import made_up_run
+from tools.dashboard.__main__ import write_page
+from tools.dashboard.figures import comparison_figure, prepare, source_places
+
+NOW = 1.79e9 + 3600
+DRAWN = "document.body?.dataset.drawn === ''"
+SLOW_S = 300.0  # on a machine that does much else
+TRAINING, SOURCES = "training-one", "sources-one"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    runs = tmp_path_factory.mktemp("runs")
+    return [made_up_run.write_run(runs / name, steps, every=1) for name, steps in (("one", 200), ("two", 40))]
+
+
+@pytest.fixture(scope="module")
+def html(folders: list[Path]) -> Path:
+    out = folders[0].parent / "dashboard.html"
+    write_page(folders, out, now=NOW)
+    return out
+
+
+def open_page(page: Page, html: Path) -> None:
+    page.call("Page.navigate", url=html.as_uri())
+    page.until(DRAWN, SLOW_S)
+
+
+@pytest.fixture(scope="module")
+def browser(html: Path) -> Iterator[Page]:
+    page = Page(html.parent / "profile")
+    page.size(1400, 1000)
+    open_page(page, html)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def page(browser: Page) -> Page:
+    """The drawn page, every chart as at first."""
+    browser.run(
+        "Promise.all([...document.querySelectorAll('.chart > div')].map(place => { place.state = {chosen:"
+        "{...place.figure.layout.meta?.chosen}, off: new Set(), x: null, y: {}, whole: false}; return render(place) }))"
+    )
+    return browser
+
+
+def traces(page: Page, chart: str) -> list[dict[str, Any]]:
+    fields = "{y: t.y, x: t.x, group: t.legendgroup, visible: t.visible !== false, opacity: t.opacity ?? 1}"
+    return page.run(f"document.getElementById('{chart}').data.map(t => ({fields}))")
+
+
+def press(page: Page, chart: str, button: str) -> None:
+    page.run(f"press(document.getElementById('{chart}').closest('.figure').querySelector('{button}'), false)")
+
+
+def axis(page: Page, chart: str, name: str = "yaxis") -> list[float]:
+    return page.run(f"document.getElementById('{chart}')._fullLayout.{name}.range.map(Number)")
+
+
+def mouse(page: Page, kind: str, x: float, y: float, clicks: int = 1) -> None:
+    page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=clicks)
+
+
+def plot_box(page: Page, chart: str) -> list[float]:
+    """Left, top, width and height of the first panel of a chart, in view."""
+    page.run(f"document.getElementById('{chart}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
+    box = f"document.getElementById('{chart}').querySelector('.nsewdrag[data-subplot=xy]').getBoundingClientRect()"
+    return page.run(f"(b => [b.left, b.top, b.width, b.height])({box})")
+
+
+def drag(page: Page, start: tuple[float, float], end: tuple[float, float]) -> None:
+    mouse(page, "mouseMoved", *start)
+    mouse(page, "mousePressed", *start)
+    for share in (0.3, 0.7, 1):
+        mouse(page, "mouseMoved", *(a + share * (b - a) for a, b in zip(start, end, strict=True)))
+    mouse(page, "mouseReleased", *end)
+    page.run("new Promise(done => setTimeout(done, 500))")
+
+
+@needs_browser
+def test_a_click_in_the_legend_hides_and_a_double_click_isolates(page: Page) -> None:
+    def shown() -> set[str]:
+        return {trace["group"] for trace in traces(page, SOURCES) if trace["visible"]}
+
+    button = f"document.getElementById('{SOURCES}').closest('.figure').querySelector('[data-group=math]')"
+    everything = shown()
+    assert everything == {"web", "stdlib", "math"}
+    page.run(f"{button}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+    x, y = page.run(f"(b => [b.left + b.width / 2, b.top + b.height / 2])({button}.getBoundingClientRect())")
+    for kind in ("mousePressed", "mouseReleased"):
+        mouse(page, kind, x, y)
+    page.until(f"{button}.getAttribute('aria-pressed') === 'false'", SLOW_S)
+    assert shown() == everything - {"math"}
+    for clicks in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            mouse(page, kind, x, y, clicks)
+    page.until(f"{button}.getAttribute('aria-pressed') === 'true'", SLOW_S)
+    assert shown() == {"math"}
+
+
+@needs_browser
+def test_smoothing_changes_the_mean_and_not_the_logged_values(page: Page, folders: list[Path]) -> None:
+    before = traces(page, TRAINING)
+    raw = [i for i, trace in enumerate(before) if trace["opacity"] == 0.3]
+    press(page, TRAINING, "[data-option=strong]")
+    strong = traces(page, TRAINING)
+    changed = [i for i, (a, b) in enumerate(zip(before, strong, strict=True)) if a["y"] != b["y"]]
+    assert len(raw) == 5, "one an attempt"
+    assert len(changed) == 4, "the first rows of phase 2 are too few for another mean"
+    assert not {*changed} & {*raw}
+    run = read_run(folders[0])
+    prepare(run)
+    means = {float(f"{row['smooth_loss_strong']:.6g}") for row in run.kept_rows}
+    assert all({*strong[i]["y"]} <= means for i in changed), "of all rows, not of those that are drawn"
+    press(page, TRAINING, "[data-option=off]")
+    off = traces(page, TRAINING)
+    assert all(not off[i]["visible"] for i in changed)
+    assert all(off[i]["opacity"] == 1 and off[i]["y"] == before[i]["y"] for i in raw)
+    press(page, TRAINING, "[data-option=medium]")
+    assert traces(page, TRAINING) == before
+
+
+@needs_browser
+def test_a_log_axis_shows_all_that_is_drawn(page: Page) -> None:
+    press(page, TRAINING, "[data-option=log]")
+    assert page.run(f"document.getElementById('{TRAINING}')._fullLayout.yaxis.type") == "log"
+    lowest = min(y for t in traces(page, TRAINING) if t["opacity"] == 0.3 for y in t["y"] if y)
+    low, high = axis(page, TRAINING)
+    assert 10**low < lowest < 10**high < 20
+    press(page, TRAINING, "[data-option=linear]")
+    assert page.run(f"document.getElementById('{TRAINING}')._fullLayout.yaxis.type") == "linear"
+
+
+@needs_browser
+def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> None:
+    at_first = axis(page, TRAINING), axis(page, TRAINING, "xaxis")
+    left, top, width, height = plot_box(page, TRAINING)
+    middle = top + height / 2
+    drag(page, (left + 0.8 * width, middle), (left + 0.95 * width, middle))
+    (low, high), (start, end) = axis(page, TRAINING), axis(page, TRAINING, "xaxis")
+    assert end - start == pytest.approx(0.15 * (at_first[1][1] - at_first[1][0]), rel=0.05)
+    inside = [y for t in traces(page, TRAINING) if t["opacity"] == 0.3
+              for x, y in zip(t["x"], t["y"], strict=True) if start <= x <= end]  # fmt: skip
+    assert low < min(inside)
+    assert high - low < 0.5 * (at_first[0][1] - at_first[0][0]), "the steep beginning is out of sight"
+    drag(page, (left + 0.5 * width, top + 0.3 * height), (left + 0.5 * width, top + 0.6 * height))
+    closer = axis(page, TRAINING)
+    assert closer[1] - closer[0] == pytest.approx(0.3 * (high - low), rel=0.1)
+    assert axis(page, TRAINING, "xaxis") == [start, end]
+    page.run(f"document.getElementById('{TRAINING}')._context.doubleClickDelay = 1e6")  # the machine may be slow
+    for clicks in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            mouse(page, kind, left + width / 2, middle, clicks)
+    page.until(f"document.getElementById('{TRAINING}').state.x === null", SLOW_S)
+    assert (axis(page, TRAINING), axis(page, TRAINING, "xaxis")) == at_first
+    press(page, TRAINING, "[data-act=autoscale]")
+    whole = axis(page, TRAINING)
+    highest = max(y for t in traces(page, TRAINING) for y in t["y"] if t["opacity"] == 0.3)
+    assert whole[1] > highest > at_first[0][1], "the start and the tips of spikes too"
+
+
+@needs_browser
+def test_the_chosen_button_looks_unlike_the_others(page: Page) -> None:
+    for dark in (False, True):
+        page.size(1400, 1000, dark)
+        for chart, option in ((TRAINING, "steps"), ("heat-one", "v1"), ("comparison", "log")):
+            press(page, chart, f"[data-option={option}]")
+            styles = page.run(
+                f"[...document.getElementById('{chart}').closest('.figure').querySelectorAll('[data-choice]')].map("
+                "b => [b.ariaPressed, getComputedStyle(b).backgroundColor, getComputedStyle(b).color, b.textContent])"
+            )
+            chosen = {tuple(style[1:3]) for style in styles if style[0] == "true"}
+            others = {tuple(style[1:3]) for style in styles if style[0] == "false"}
+            assert option in [style[3] for style in styles if style[0] == "true"]
+            assert len(chosen) == len(others) == 1
+            assert chosen.isdisjoint(others)
+    page.size(1400, 1000)
+
+
+@needs_browser
+def test_jump_links_lead_to_their_cards(page: Page) -> None:
+    links = page.run("[...document.querySelectorAll('.jump a')].map(a => a.getAttribute('href').slice(1))")
+    assert len(links) == len({*links}) > 20
+    assert page.run(f"{json.dumps(links)}.every(id => document.getElementById(id)?.querySelector('.card'))")
+
+
+@needs_browser
+def test_nothing_is_complained_of_and_nothing_is_wider_than_a_phone(page: Page) -> None:
+    for width, dark in ((1400, False), (390, False), (390, True)):
+        page.size(width, 900, dark)
+        page.run("new Promise(done => setTimeout(done, 300))")
+        assert page.run("document.documentElement.scrollWidth") <= width
+    page.size(1400, 1000)
+    assert page.console == []
+
+
+# of the figures in the page
+
+
+def figures_of(text: str) -> dict[str, list[dict[str, Any]]]:
+    found = re.findall(r'<div id="([^"]+)"></div><script type="application/json">(.*?)</script>', text, flags=re.S)
+    return {name: json.loads(content)["data"] for name, content in found}
+
+
+def test_the_comparison_keeps_every_validation_point(folders: list[Path], html: Path) -> None:
+    drawn = {trace.get("name"): trace["y"] for trace in figures_of(html.read_text())["comparison"]}
+    for folder in folders:
+        rows = [row for row in read_run(folder).kept_rows if row["valid_loss"] is not None]
+        assert drawn[f"{folder.name}, validation"] == [float(f"{row['valid_loss']:.6g}") for row in rows]
+        assert len(rows) >= 30
+
+
+def test_validation_points_are_kept_where_rows_are_left_out(tmp_path: Path) -> None:
+    folder = made_up_run.write_run(tmp_path / "long", steps=1200, every=1)
+    runs = [read_run(folder), read_run(folder)]
+    for run in runs:
+        prepare(run)
+    line, validated, *_ = comparison_figure(runs).data
+    assert len(line.y) < len(runs[0].kept_rows)
+    assert len(validated.y) == sum(row["valid_loss"] is not None for row in runs[0].kept_rows) == 40
+
+
+def test_a_source_has_one_colour_on_the_whole_page(folders: list[Path], html: Path) -> None:
+    places = source_places(read_run(folders[0]))
+    assert set(places) == set(made_up_run.SOURCES)
+    text, seen = html.read_text(), dict[str, set[str]]()
+    for traces_of in figures_of(text).values():
+        for trace in traces_of:
+            if trace.get("legendgroup") in places:
+                seen.setdefault(trace["legendgroup"], set()).add(trace["line"]["color"])
+    for name, tint in re.findall(r'class="row"><span>(\w+)<small>.*?background:(#\w+)"', text):
+        seen.setdefault(name, set()).add(tint)
+    for tint, name in re.findall(r'<i class="line" style="border-top:3px \w+ (#\w+)"></i>(\w+)<', text):
+        if name in places:
+            seen[name].add(tint)
+    assert seen == {name: {colour(place)} for name, place in places.items()}
+
+
+# a run of the published size
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_run_of_930_000_steps_and_200_checkpoints(tmp_path: Path) -> None:
+    folder, out = made_up_run.write_published(tmp_path / "synthetic-2b"), tmp_path / "2b.html"
+    began = time.monotonic()
+    [run] = write_page([folder], out, now=NOW)
+    written_s, megabytes = time.monotonic() - began, out.stat().st_size / 1e6
+    assert len(run.kept_rows) == 93_000 - 2
+    assert "Synthetic figures: no such run took place." in out.read_text()
+    page = Page(tmp_path / "profile")
+    for width, dark in ((1400, False), (390, True)):
+        page.size(width, 1000, dark)
+        began = time.monotonic()
+        page.call("Page.navigate", url="about:blank")
+        open_page(page, out)
+        drawn_s = time.monotonic() - began
+        print(f"{width} px: written in {written_s:.1f} s, {megabytes:.1f} MB, drawn in {drawn_s:.1f} s")
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.run("document.querySelectorAll('.chart .main-svg').length") >= 3 * 10
+        assert page.console == []
+    page.close()
+    assert megabytes < 12, "plotly.js is 4.8 MB of it"

@@ -1,0 +1,140 @@
+"""How long lanes take to give each other one module's outputs, beside gloo's and MPI's all-reduce of those bytes.
+
+Between two threads and between two processes, through the engine's own exchange (csrc/exchange.h).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from laneformer.engine.machine import this_machine
+from tools.bench.harness import ROOT, Result
+
+INSTALL_MPI = "no mpi4py, or no mpiexec: pip install mpi4py mpich"
+
+
+def compare(payloads: tuple[int, ...], rounds: int) -> list[Result]:
+    """A row for each payload in bytes and each way: median and p99 in microseconds, or why it is missing."""
+    rows = []
+    for size in payloads:
+        for name, times in ways(size // 4, rounds):
+            row: Result = {"bytes": size, "way": name}
+            try:
+                low, high = np.percentile(calmest(times()), (50, 99)) * 1e6
+                rows.append({**row, "p50_us": float(low), "p99_us": float(high)})
+            except RuntimeError as error:
+                rows.append({**row, "missing": str(error)})
+    return rows
+
+
+def calmest(seconds: np.ndarray) -> np.ndarray:
+    """The fifth, after a warm-up, with the least median: another process may have taken a core for a while."""
+    return min(np.array_split(seconds[len(seconds) // 10 :], 5), key=lambda part: float(np.median(part)))
+
+
+def ways(floats: int, rounds: int) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    """Names, and functions that give seconds of every round; the first ones warm up."""
+    for place in ("threads", "processes"):
+        yield f"one way, {place}", functools.partial(ours, place, floats, rounds, True)
+        yield f"all-reduce, {place}", functools.partial(ours, place, floats, rounds, False)
+    yield "all-reduce, gloo, processes", functools.partial(gloo, floats, rounds)
+    yield "all-reduce, MPI, processes", functools.partial(mpi, floats, rounds)
+
+
+def ours(place: str, floats: int, rounds: int, to_and_fro: bool) -> np.ndarray:
+    """Seconds of one way, half of there and back; or of both at once, which is an all-reduce."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+        if place == "processes":
+            return in_two_processes(rank_of_ours, file.name, floats, rounds, to_and_fro) / (1 + to_and_fro)
+        with ThreadPoolExecutor(2) as pool:
+            job = functools.partial(rank_of_ours, path=file.name, floats=floats, rounds=rounds, to_and_fro=to_and_fro)
+            return np.array(list(pool.map(job, (0, 1))))[0] / (1 + to_and_fro)
+
+
+def rank_of_ours(rank: int, path: str, floats: int, rounds: int, to_and_fro: bool) -> list[float]:
+    from laneformer.engine.cpu import _core
+
+    pin(rank)
+    with open(path, "r+b") as file:
+        return _core.time_exchange(file.fileno(), rank, floats, rounds, to_and_fro)
+
+
+def pin(rank: int) -> None:
+    """The calling thread stays on a core of its own: two ranks on one core would wait for the scheduler."""
+    cpus = this_machine().one_cpu_a_core_first()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
+
+
+def in_two_processes(job: Callable[..., list[float]], *arguments: Any) -> np.ndarray:
+    """What rank 0 returns; RuntimeError where a rank fails."""
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        ranks = [pool.apply_async(job, (rank, *arguments)) for rank in (0, 1)]
+        try:
+            return np.array([rank.get(timeout=60) for rank in ranks])[0]
+        except (OSError, multiprocessing.TimeoutError, ImportError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def gloo(floats: int, rounds: int) -> np.ndarray:
+    with tempfile.TemporaryDirectory() as folder:
+        return in_two_processes(rank_of_gloo, f"{folder}/meet", floats, rounds)
+
+
+def rank_of_gloo(rank: int, path: str, floats: int, rounds: int) -> list[float]:
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)  # not pinned: its transport has a thread of its own
+    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    values = torch.zeros(floats)
+    return timed(lambda: distributed.all_reduce(values), rounds)
+
+
+def timed(reduce: Callable[[], Any], rounds: int) -> list[float]:
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        reduce()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def mpi(floats: int, rounds: int) -> np.ndarray:
+    launcher = shutil.which("mpiexec")
+    if launcher is None or importlib.util.find_spec("mpi4py") is None:
+        raise RuntimeError(INSTALL_MPI)
+    command = [launcher, "-n", "2", sys.executable, "-m", "tools.bench.exchange", str(floats), str(rounds)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"mpiexec ended with status {done.returncode}: {done.stderr[-300:]}")
+    return np.array(json.loads(done.stdout))
+
+
+def main() -> None:
+    """One MPI rank: the first one prints its times."""
+    from mpi4py import MPI
+
+    floats, rounds = map(int, sys.argv[1:])
+    pin(MPI.COMM_WORLD.rank)
+    values, total = np.zeros(floats, np.float32), np.zeros(floats, np.float32)
+    times = timed(lambda: MPI.COMM_WORLD.Allreduce(values, total), rounds)
+    print(json.dumps(times) if MPI.COMM_WORLD.rank == 0 else "", end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Tokens/s against the latency of the link between lanes: what a delay hides, beside the model that predicts it.
+
+    QUIET python -m tools.bench latency --out docs/benchmarks/DATE-latency.md --plot docs/images/latency.svg
+
+The latency is injected: a thread sees what a thread of another lane gives it only so long after it was given
+(csrc/exchange.h). The prediction is that of tools/roofline/timeline.py, with the time of a layer measured here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from laneformer import LaneformerConfig
+from records.files import append_line, json_lines
+from tools.bench import exchange, harness
+from tools.bench.harness import Result, alternate, table
+from tools.roofline.timeline import laneformer_joins, token_s
+
+if TYPE_CHECKING:
+    from laneformer import Engine
+
+LANES = 2  # one a thread, as one a device
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a flavor, and what differs from it
+    "300m": ("300m", {}),
+    "small": ("tiny", {
+        "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 15, "vocab_size": 1024, "swa_layers": (),
+    }),
+    "tiny": ("tiny", {}),
+}  # fmt: skip
+LEAST_TOKENS = 6  # of a trial
+FILE_START = """# What the delay hides: tokens/s against the latency of the link
+
+Each section is one run of its command. Two lanes on two threads, as on two devices; one request, greedy, bf16 weights.
+**The latency is injected in software**: what a thread publishes becomes readable by the other lane's thread that long
+after it was published, and the reader spins until then; nothing here is a network. One more exchange a token, which
+nothing hides, agrees on the token. Variants and latencies alternate within a round; a trial's figure is its median
+token, a row's the median over rounds. "Predicted": tokens/s at latency 0 and what the recurrence of
+`tools/roofline/timeline.py` adds to it, with the time of a layer from this run (that of a model with half as many
+layers, subtracted); nothing is fitted to the measured delays. Tokens were equal at every latency, or the run would have
+failed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An order of joins: what differs in the config, and by how many modules each sum is late."""
+
+    overrides: Mapping[str, Any]
+    modules_late: int = 0
+
+    def config(self, shape: str, **overrides: Any) -> LaneformerConfig:
+        flavor, own = SHAPES[shape]
+        return LaneformerConfig.from_flavor(flavor, **{"num_lanes": LANES, **own, **self.overrides, **overrides})
+
+    def token_s(self, config: LaneformerConfig, module_s: tuple[float, float], link_s: float) -> float:
+        joins = laneformer_joins(config)
+        return token_s(config.num_hidden_layers, module_s, link_s, joins, modules_late=self.modules_late)
+
+    def knee_s(self, module_s: tuple[float, float]) -> float:
+        """The latency up to which joins after the early layers wait for nothing."""
+        return self.overrides["broadcast_delay"] * sum(module_s) + self.modules_late * min(module_s)
+
+
+VARIANTS = {
+    "tensor parallel": Variant({"broadcast_delay": 0}),
+    "Ladder": Variant({"broadcast_delay": 0}, modules_late=1),
+    "delay 1": Variant({"broadcast_delay": 1}),
+    "delay 2": Variant({"broadcast_delay": 2}),
+    "delay 2, no early sums": Variant({"broadcast_delay": 2, "use_early_comm": False}),
+    "delay 4": Variant({"broadcast_delay": 4}),
+}
+HALF = "delay 2 with half the layers"
+
+
+@dataclass(kw_only=True)
+class Options(harness.Options):
+    """Tokens/s against an injected latency for every order of joins, and times of one exchange; ends with JSON."""
+
+    model: tuple[str, ...] = ("300m", "small")
+    """Shapes with random weights: 300m, small (a layer takes about 20 us, as on a GPU), tiny (for tests)."""
+    link_us: tuple[float, ...] = (0, 1, 3, 10, 30, 100, 300, 1000, 3000)
+    """Latencies of the link in microseconds; 0 is needed."""
+    rounds: int = 5
+    """Rounds; in each, every variant runs once at every latency."""
+    trial_s: float = 0.2
+    """Seconds of decoding in a trial; at least 6 tokens."""
+    payload: tuple[int, ...] = (1024, 4096, 16384)
+    """Bytes of the exchanges that are timed by themselves: hidden size x 4; none: leave them out."""
+    exchanges: int = 2000
+    """Exchanges of each kind."""
+    kept: Path | None = None
+    """JSON lines of models that are measured: those that are there are not measured again."""
+    plot: Path | None = None
+    """SVG of the curves."""
+
+    def check(self) -> None:
+        """ValueError for options that cannot be measured."""
+        unknown = set(self.model) - SHAPES.keys()
+        if unknown:
+            raise ValueError(f"model = {sorted(unknown)} is unknown; choose from {', '.join(SHAPES)}")
+        if 0 not in self.link_us or min(self.link_us) < 0 or max(self.link_us) > 1e6:
+            raise ValueError(f"link_us = {self.link_us} must hold 0, and values up to 1,000,000")
+        if self.rounds < 1 or self.exchanges < 10 or any(size < 128 or size % 128 for size in self.payload):
+            raise ValueError("rounds must be 1, exchanges 10, and payload a multiple of 128 bytes, each at least")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    harness.run("latency", Options, compare, section, FILE_START, arguments)
+
+
+def compare(options: Options, console: Any) -> Result:
+    options.check()
+    kept = options.kept.read_text().splitlines() if options.kept and options.kept.exists() else []
+    found = {row["model"]: row for _, row in json_lines(kept, options.kept)}
+    for shape in options.model:
+        if shape not in found:
+            found[shape] = measured(shape, options, console)
+            if options.kept:
+                append_line(options.kept, json.dumps(found[shape]))
+    models = [found[shape] for shape in options.model]
+    if options.plot:
+        plot(models, options.plot)
+    with console.status("single exchanges"):
+        return {"models": models, "exchanges": exchange.compare(options.payload, options.exchanges)}
+
+
+def measured(shape: str, options: Options, console: Any) -> Result:
+    """One model: the time of its modules, and a row for each variant and latency."""
+    configs = {name: variant.config(shape) for name, variant in VARIANTS.items()}
+    layers = configs["delay 2"].num_hidden_layers
+    configs[HALF] = VARIANTS["delay 2"].config(shape, num_hidden_layers=layers // 2, swa_layers=())
+    with console.status(f"{shape}: random weights of {len(configs)} engines"):
+        engines = {name: engine_of(name, config) for name, config in configs.items()}
+    try:
+        times = sweep(engines, options, console)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    saved = np.median(times["delay 2", 0], axis=0) - np.median(times[HALF, 0], axis=0)
+    modules = module_s(configs["delay 2"], float(saved) / (layers - layers // 2))
+    rows: list[Result] = []
+    for (name, link_us), seconds in times.items():
+        if name != HALF:
+            speed = {"tokens_per_s": 1 / float(np.median(seconds)), "low": 1 / max(seconds), "high": 1 / min(seconds)}
+            rows.append({"variant": name, "link_us": link_us, **speed})
+    found: Result = {"model": shape, "layers": layers, "hidden": configs[HALF].hidden_size, "rounds": options.rounds}
+    found |= {"module_s": modules, "rows": rows}
+    for row in rows:
+        base = of_variant(found, row["variant"])[0]["tokens_per_s"]
+        row["of_no_latency"] = row["tokens_per_s"] / base
+        row["predicted"] = base * predicted_share(found, row["variant"], row["link_us"])
+    return found
+
+
+def engine_of(name: str, config: LaneformerConfig) -> Engine:
+    from laneformer import Engine  # here: `--help` needs no engine
+
+    engine: Any = Engine.random(config, "bf16", threads=LANES, device="cpu", pin=True)
+    if name in VARIANTS and VARIANTS[name].modules_late:
+        engine._decoder.set_ladder()
+    return engine
+
+
+def module_s(config: LaneformerConfig, layer_s: float) -> tuple[float, float]:
+    """The time of attention and MLP: that of a layer, by their weights."""
+    attention = config.hidden_size * (config.query_size + config.head_dim * config.num_key_value_heads)  # half of them
+    part = 2 * attention / (2 * attention + 3 * config.hidden_size * config.intermediate_size)
+    return part * layer_s, (1 - part) * layer_s
+
+
+def sweep(engines: Mapping[str, Engine], options: Options, console: Any) -> dict[tuple[str, float], list[float]]:
+    """Median seconds a token of each trial, by variant and latency. RuntimeError where a latency changes a token."""
+    times: dict[tuple[str, float], list[float]] = {}
+    tokens: dict[str, list[int]] = {}
+    for engine in engines.values():  # pages, clocks
+        trial(engine, 0.0, options.trial_s, 1e-3)
+    for number, order in enumerate(alternate(engines, options.rounds)):
+        console.print(f"round {number + 1} of {options.rounds}")
+        for link_us in options.link_us:
+            for name in order:
+                if name == HALF and link_us:
+                    continue
+                known_s = min((min(t) for (n, _), t in times.items() if n == name), default=1e-3)
+                least_s = VARIANTS[name].token_s(engines[name].config, (0.0, 0.0), link_us / 1e6) if link_us else 0.0
+                seconds, ids = trial(engines[name], link_us / 1e6, options.trial_s, known_s + least_s)
+                times.setdefault((name, link_us), []).append(seconds)
+                known = tokens.setdefault(name, ids)
+                if any(a != b for a, b in zip(ids, known, strict=False)):
+                    raise RuntimeError(f"{name}: other tokens at a latency of {link_us} us")
+    return times
+
+
+def trial(engine: Any, link_s: float, trial_s: float, token_s: float) -> tuple[float, list[int]]:
+    """The median token's seconds over about `trial_s`, and the ids; token_s: a guess."""
+    from laneformer.engine.bench import after
+
+    most = engine.config.max_position_embeddings // 2
+    engine._decoder.set_latency(link_s)
+    decoder = after(engine, [5], 1 + min(most, max(LEAST_TOKENS, round(trial_s / token_s))), reuse_prefix=False)
+    return float(np.median(decoder.token_s())), decoder.outputs()[0]
+
+
+def section(options: Options, result: Result) -> tuple[str, str]:
+    parts = []
+    for model in result["models"]:
+        attention_us, mlp_us = (1e6 * seconds for seconds in model["module_s"])
+        parts.append(
+            f"### `{model['model']}`: {model['layers']} layers, hidden size {model['hidden']}\n\n"
+            f"A layer takes {attention_us + mlp_us:.3g} us (attention {attention_us:.3g}, MLP {mlp_us:.3g}, by their "
+            f"weights). Tokens/s, and in brackets what is predicted; {model['rounds']} rounds."
+        )
+        parts += [speeds(model), difference(model)]
+    if result["exchanges"]:
+        parts += ["### One exchange between two lanes", exchanges(result["exchanges"])]
+    return "tokens/s against the latency of the link", "\n\n".join(parts)
+
+
+def speeds(model: Result) -> str:
+    links = sorted({row["link_us"] for row in model["rows"]})
+    lines = []
+    for name, variant in VARIANTS.items():
+        cells = [f"{row['tokens_per_s']:.4g} ({row['predicted']:.4g})" for row in of_variant(model, name)]
+        lines.append([name, f"{1e6 * variant.knee_s(model['module_s']):.3g}", *cells])
+    return table(["link, us", "hides, us", *(f"{link:g}" for link in links)], lines)
+
+
+def predicted_share(model: Result, name: str, link_us: float) -> float:
+    """Of the speed without latency."""
+    variant, base_s = VARIANTS[name], 1 / of_variant(model, name)[0]["tokens_per_s"]
+    config, modules = variant.config(model["model"]), model["module_s"]
+    added_s = variant.token_s(config, modules, link_us / 1e6) - variant.token_s(config, modules, 0.0)
+    return base_s / (base_s + added_s)
+
+
+def of_variant(model: Result, name: str) -> list[Result]:
+    return sorted((row for row in model["rows"] if row["variant"] == name), key=lambda row: row["link_us"])
+
+
+def difference(model: Result) -> str:
+    """Where measured and predicted speed are farthest apart, by variant."""
+    lines = []
+    for name in VARIANTS:
+        apart = max(of_variant(model, name), key=lambda row: abs(row["tokens_per_s"] / row["predicted"] - 1))
+        percent = 100 * (apart["tokens_per_s"] / apart["predicted"] - 1)
+        lines.append(f"{name} {percent:+.0f}% at {apart['link_us']:g} us")
+    return f"Measured over predicted, the farthest apart: {'; '.join(lines)}."
+
+
+def exchanges(rows: list[Result]) -> str:
+    def text(row: Result) -> list[str]:
+        if "missing" in row:
+            return [row["way"], str(row["bytes"]), row["missing"], ""]
+        return [row["way"], str(row["bytes"]), f"{row['p50_us']:.2f}", f"{row['p99_us']:.2f}"]
+
+    ordered = sorted(rows, key=lambda row: (row["way"], row["bytes"]))
+    return table(["", "bytes", "p50, us", "p99, us"], map(text, ordered))
+
+
+def plot(models: list[Result], path: Path) -> None:
+    """Speed over that without latency against latency, a panel for each model; thin lines: predicted; dots: knees."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "laneformer", "font.size": 9})  # the same file each time
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(models), figsize=(4.6 * len(models), 3.4), sharey=True, squeeze=False)
+    for axes, model in zip(panels[0], models, strict=True):
+        longest = max(row["link_us"] for row in model["rows"])
+        fine = np.geomspace(1, max(longest, 10), 200)
+        for index, (name, variant) in enumerate(VARIANTS.items()):
+            rows, color = of_variant(model, name), f"C{index}"
+            axes.plot(fine, [predicted_share(model, name, link) for link in fine], color=color, linewidth=0.7)
+            known = [row for row in rows if row["link_us"] >= 1]
+            axes.plot([r["link_us"] for r in known], [r["of_no_latency"] for r in known], "o", ms=3.5, color=color,
+                      label=name)  # fmt: skip
+            knee_us = 1e6 * variant.knee_s(model["module_s"])
+            if 1 <= knee_us <= longest:
+                axes.plot([knee_us], [predicted_share(model, name, knee_us)], "|", ms=16, mew=1.5, color=color)
+        layer_us = 1e6 * sum(model["module_s"])
+        axes.set(xscale="log", xlabel="latency of the link, us", ylim=(0, 1.12))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_title(f"{model['model']}: {model['layers']} layers of {layer_us:.3g} us", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("tokens/s over those without latency")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    title = "dots: measured; lines: predicted; bars: up to where the delay hides the link"
+    figure.legend(handles, labels, frameon=False, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.01), title=title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
