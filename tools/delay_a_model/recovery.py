@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -142,11 +143,14 @@ class Student:
         with safe_open(path, framework="pt") as file:
             kept = same_run([json.loads(file.metadata()["recovery"])], about, path)[0]
             self.step, self.seconds = kept["step"], kept["seconds"]
-            for p in self.layers.parameters():
-                self.optimizer.state[p] = {key: torch.zeros_like(p) for key in MOMENTS}
-                self.optimizer.state[p]["step"] = torch.tensor(float(self.step))
-            for name, tensor in self.tensors().items():
-                tensor.copy_(file.get_tensor(name))
+            self.restore(file.get_tensor)
+
+    def restore(self, stored: Callable[[str], Tensor]) -> None:
+        for p in self.layers.parameters():
+            self.optimizer.state[p] = {key: torch.zeros_like(p) for key in MOMENTS}
+            self.optimizer.state[p]["step"] = torch.tensor(float(self.step))
+        for name, tensor in self.tensors().items():
+            tensor.copy_(stored(name))
 
 
 def recover(student: Student, train: Text, out: Path, about: Row, stop: int, minutes: float) -> list[Row]:
