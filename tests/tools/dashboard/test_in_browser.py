@@ -91,7 +91,6 @@ def drag(page: Page, start: tuple[float, float], end: tuple[float, float]) -> No
     for share in (0.3, 0.7, 1):
         mouse(page, "mouseMoved", *(a + share * (b - a) for a, b in zip(start, end, strict=True)))
     mouse(page, "mouseReleased", *end)
-    page.run("new Promise(done => setTimeout(done, 500))")
 
 
 @needs_browser
@@ -153,7 +152,10 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     at_first = axis(page, TRAINING), axis(page, TRAINING, "xaxis")
     left, top, width, height = plot_box(page, TRAINING)
     middle = top + height / 2
+    state = f"document.getElementById('{TRAINING}').state"
     drag(page, (left + 0.8 * width, middle), (left + 0.95 * width, middle))
+    page.until(f"{state}.x", SLOW_S)
+    page.run(f"render(document.getElementById('{TRAINING}'))")  # awaited
     (low, high), (start, end) = axis(page, TRAINING), axis(page, TRAINING, "xaxis")
     assert end - start == pytest.approx(0.15 * (at_first[1][1] - at_first[1][0]), rel=0.05)
     inside = [y for t in traces(page, TRAINING) if t["opacity"] == 0.3
@@ -161,6 +163,8 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     assert low < min(inside)
     assert high - low < 0.5 * (at_first[0][1] - at_first[0][0]), "the steep beginning is out of sight"
     drag(page, (left + 0.5 * width, top + 0.3 * height), (left + 0.5 * width, top + 0.6 * height))
+    page.until(f"{state}.y.yaxis", SLOW_S)
+    page.run(f"render(document.getElementById('{TRAINING}'))")
     closer = axis(page, TRAINING)
     assert closer[1] - closer[0] == pytest.approx(0.3 * (high - low), rel=0.1)
     assert axis(page, TRAINING, "xaxis") == [start, end]
@@ -168,7 +172,8 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     for clicks in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
             mouse(page, kind, left + width / 2, middle, clicks)
-    page.until(f"document.getElementById('{TRAINING}').state.x === null", SLOW_S)
+    page.until(f"{state}.x === null", SLOW_S)
+    page.run(f"render(document.getElementById('{TRAINING}'))")
     assert (axis(page, TRAINING), axis(page, TRAINING, "xaxis")) == at_first
     press(page, TRAINING, "[data-act=autoscale]")
     whole = axis(page, TRAINING)
