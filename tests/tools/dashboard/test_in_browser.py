@@ -27,7 +27,7 @@ TRAINING, SOURCES = "training-one", "sources-one"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     runs = tmp_path_factory.mktemp("runs")
-    return [made_up_run.write_run(runs / name, steps, every=1) for name, steps in (("one", 200), ("two", 40))]
+    return [made_up_run.write_run(runs / name, steps, every=1) for name, steps in (("one", 360), ("two", 40))]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_smoothing_changes_the_mean_and_not_the_logged_values(page: Page, folder
     strong = traces(page, TRAINING)
     changed = [i for i, (a, b) in enumerate(zip(before, strong, strict=True)) if a["y"] != b["y"]]
     assert len(raw) == 5, "one an attempt"
-    assert len(changed) == 4, "the first rows of phase 2 are too few for another mean"
+    assert len(changed) >= 4, "the first rows of a phase are too few for another mean"
     assert not {*changed} & {*raw}
     run = read_run(folders[0])
     prepare(run)
