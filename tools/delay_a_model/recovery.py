@@ -140,10 +140,11 @@ class Student:
     @torch.no_grad()
     def load(self, path: Path, about: Row) -> None:
         """What `save` wrote; ValueError where it is of another run."""
-        with safe_open(path, framework="pt") as file:
-            kept = same_run([json.loads(file.metadata()["recovery"])], about, path)[0]
+        with safe_open(path, framework="pt") as stored:
+            kept = json.loads(stored.metadata()["recovery"])
+            same_run([kept], about, path)
             self.step, self.seconds = kept["step"], kept["seconds"]
-            self.restore(file.get_tensor)
+            self.restore(stored.get_tensor)
 
     def restore(self, stored: Callable[[str], Tensor]) -> None:
         for p in self.layers.parameters():
