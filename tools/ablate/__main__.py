@@ -59,6 +59,8 @@ class Options:
     """Keep a model folder of each run in OUT/weights, for tools.ablate.diagnose."""
     report: bool = False
     """Train nothing; report what there is."""
+    rate: float | None = None
+    """Report only the runs of this learning rate, as where the sweep is unfinished."""
     page: Path | None = None
     """Markdown page whose section about these results is to be written, and docs/images/ablation.svg with it."""
     figure: Path | None = None
@@ -175,9 +177,9 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, weights
 
 def finish(options: Options, plan: Plan, path: Path) -> None:
     """Table, figure, report.json and, if asked for, the page of all results that there are."""
-    results = read_results(path)
+    results = [r for r in read_results(path) if options.rate in (None, r["learning_rate"])]
     if not results:
-        raise ValueError(f"{path} holds no results yet; leave out --report")
+        raise ValueError(f"{path} holds no results{f' of rate {options.rate:g}' if options.rate else ''} yet")
     rows, figure = paired(results, plan.baseline), options.figure or options.out / "ablation.svg"
     write_atomically(
         options.out / "report.json", json.dumps({"baseline": plan.baseline, "rows": rows}, indent=1) + "\n"

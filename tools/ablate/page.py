@@ -51,7 +51,9 @@ def ablation_section(rows: Sequence[Row], results: Sequence[Result], figure: Pat
         f"{', bf16 products' if training.get('bf16') else ', float32'}. "
         "Without --report, the command trains what is missing.",
         "Losses in nats a token. difference: to delay 0, mean over seeds; ±: half of its 95% t interval; s.d.: of the "
-        "paired differences; rate: the best of the sweep, `edge` where it is the least or the largest tried.",
+        "paired differences; rate: the best of the sweep, `edge` where it is the least or the largest tried. "
+        + "One learning rate for everyone: nothing here says what each variant's best would give."
+        * (len({r["learning_rate"] for r in results}) == 1),
     ]
     for size in dict.fromkeys(row["size"] for row in rows):
         own = [row for row in rows if row["size"] == size]

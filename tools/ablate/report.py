@@ -62,7 +62,7 @@ def paired(results: Sequence[Result], baseline: str) -> list[Row]:
                 "size": size, "variant": variant, "role": role(one, baseline), "model": one["model"],
                 "joins": one["joins"], "parameters": one["parameters"], "tokens": one["tokens"],
                 "learning_rate": rate, "swept": len(tried) == rates_tried[size],
-                "edge_of_sweep": rate in (min(tried), max(tried)),
+                "edge_of_sweep": len(tried) > 1 and rate in (min(tried), max(tried)),
                 "seeds": len(seeds), "valid_loss": sum(own) / len(own), "difference": mean, "half_width_95": half,
                 "deviation": deviation,
             }
