@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli
 import torch
 
 from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import flops_per_token
+from laneformer.engine.folder import read_checkpoint
 from laneformer.model import rope_table
 from tools.ablate.__main__ import Options, Plan
-from tools.ablate.report import interval, paired
+from tools.ablate.page import put_section
+from tools.ablate.price import price_section
+from tools.ablate.report import detectable, interval, noise_floor, paired
+from tools.ablate.training import Job, Training, run_job
 from tools.ablate.variants import build
 
 SHIPPED = Path("configs/ablation.toml")
@@ -77,7 +85,7 @@ def test_what_is_unknown_is_refused():
 def result(variant: str, seed: int, loss: float, rate: float = 1.0) -> dict[str, object]:
     return {
         "size": "s", "variant": variant, "seed": seed, "learning_rate": rate, "valid_loss": loss, "parameters": 1,
-        "tokens": 1,
+        "tokens": 1, "model": {"num_lanes": 8, "broadcast_delay": 0}, "joins": None, "seed_offset": 0,
     }  # fmt: skip
 
 
@@ -91,6 +99,71 @@ def test_differences_are_paired_by_seed_at_each_variants_best_rate():
     assert rows["late"]["half_width_95"] == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)  # not the spread of the seeds
     assert rows["base"]["difference"] == rows["base"]["half_width_95"] == 0.0
     assert interval([1.0])[0] == 1.0
+
+
+def test_the_interval_divides_by_n_minus_1_and_the_power_is_what_experiments_find():
+    assert interval([1.0, 2.0, 4.0])[2] == pytest.approx(1.5275, rel=1e-4)
+    n, draws = 3, np.random.default_rng(0).normal(size=(20_000, 3)) + detectable(1.0, 3)
+    half = 4.3027 * draws.std(1, ddof=1) / n**0.5
+    assert np.mean(draws.mean(1) - half > 0) == pytest.approx(0.8, abs=0.01)
+    assert math.isnan(detectable(0.1, 1))
+
+
+def test_controls_edges_and_unfinished_sweeps_are_marked():
+    results = [
+        result(v, 0, 4.0 + i / 10 + r, r) for i, v in enumerate(("base", "again", "lost", "late")) for r in (1, 2, 3)
+    ]
+    for one in results:
+        one |= {"seed_offset": 1000 * (one["variant"] == "again")}
+        one |= {"joins": "lost_lane" if one["variant"] == "lost" else None}
+    rows = {row["variant"]: row for row in paired(results[:-1], "base")}
+    roles = {"base": "baseline", "again": "noise floor", "lost": "planted fault", "late": None}
+    assert {name: row["role"] for name, row in rows.items()} == roles
+    assert all(row["edge_of_sweep"] for row in rows.values())
+    assert [name for name, row in rows.items() if not row["swept"]] == ["late"]
+    assert noise_floor(list(rows.values())) == pytest.approx(0.1)
+
+
+def test_a_section_of_the_page_is_replaced_and_others_stay(tmp_path: Path):
+    page = tmp_path / "docs" / "page.md"
+    for section in ("## A\n\none\n\n### b\n\nx", "## B\n\ntwo", "## A\n\nthree"):
+        put_section(page, section)
+    assert page.read_text().startswith("# What the delay is worth\n")
+    assert page.read_text().endswith("\n\n## A\n\nthree\n\n## B\n\ntwo\n")
+
+
+def test_lines_from_before_a_field_existed_are_of_the_same_training():
+    old = {"lock": "l", "steps": 3, "batch_sequences": 2, "seq_len": 8, "betas": [0.9, 0.95], "device": "cpu"}
+    assert Training.of_result(old) == Training("l", 3, 2, 8)
+
+
+def test_the_plan_of_the_h100_runs_is_a_calculation_with_its_price():
+    options = Options(SHIPPED, Path("unused"), sizes=("30m",), variants=("delay_0", "delay_2"), device="cuda")
+    plan = Plan.read(options)
+    assert (plan.training.bf16, plan.training.compile, plan.training.device) == (True, "inductor", "cuda")
+    text = price_section(plan, mfu_percent=10, gpu_hour_price=3)
+    flops = 10 * 3000 * 32 * 1024 * flops_per_token(LaneformerConfig(**plan.job("30m", "delay_2", 0, 0).model), 1024)
+    assert f"| {flops / 98.9e12 / 3600:.2f} | {flops / 98.9e12 / 1200:.2f} |" in text
+    assert "Calculated, not measured" in text
+
+
+@pytest.mark.slow
+def test_the_gpus_path_at_toy_size_on_a_cpu(prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)  # of graphs: no run may add to another's
+    lock, model = next(prepared_data.glob("**/phase1.lock.json")), {**SMALL, "broadcast_delay": 1}
+    del model["vocab_size"], model["max_position_embeddings"]
+    plain = Training(str(lock), steps=3, batch_sequences=2, seq_len=16, valid_windows=3)
+    job, losses = Job("s", "delay_1", 0, 1e-3, model), []
+    for training in (
+        plain,
+        *[replace(plain, bf16=True, compile="aot_eager")] * 2,
+    ):
+        losses.append(run_job(job, training, tmp_path)["valid_loss"])
+    assert len(set(losses[1:])) == 1
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=2**-6)
+    run_job(replace(job, variant="ladder", model={**model, "broadcast_delay": 0}, joins="ladder"), training)
+    assert read_checkpoint(tmp_path / "s-delay_1-0-0.001").config.broadcast_delay == 1
 
 
 def test_every_variant_and_size_of_the_shipped_config_builds():
@@ -128,7 +201,8 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     config.write_text(text + "\n")
     out = tmp_path / "out"
     flags = ("--variants", "delay_0", "delay_2", "ladder", "lost_lane")
-    first = run(config, out, *flags)
+    page = ("--page", str(tmp_path / "page.md"), "--figure", str(out / "ablation.svg"))
+    first = run(config, out, *flags, *page)
     assert first.returncode == 0, first.stderr
     lines = (out / "results.jsonl").read_text().splitlines()
     assert len(lines) == 4 * 3 + 4
@@ -139,7 +213,9 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     whole = [line for line in (out / "results.jsonl").read_text().splitlines() if line.endswith("}")]
     rows = [sorted(str([json.loads(line)[k] for k in key]) for line in part) for part in (lines, whole)]
     assert rows[0] == rows[1]  # the same losses to the last bit
-    assert (out / "differences.svg").read_text().lstrip().startswith("<?xml")
+    assert (out / "ablation.svg").read_text().lstrip().startswith("<?xml")
+    assert "| delay 2 |" in (tmp_path / "page.md").read_text()
+    assert "](out/ablation.svg)" in (tmp_path / "page.md").read_text()
     other = run(config, out, *flags, "--device", "meta")
     assert other.returncode == 1
     assert "holds results of another training (device)" in other.stderr

@@ -2,7 +2,8 @@
 
 Trains every variant of the config on the same tokens, paired by seed: three learning rates on the first seed, the best
 one on the others. Results are lines of DIR/results.jsonl; a run that was interrupted goes on where it stopped. Then
-DIR/report.json, table and plot: paired differences in validation loss with 95% t intervals. --report makes only these.
+DIR/report.json, table and figure: paired differences in validation loss with 95% t intervals. --report makes only
+these, --plan only says what the runs would cost on a GPU.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from typing import Any
 import tomli
 import tyro
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import Progress
-from rich.table import Table
 
-from records.files import append_line, read_lines, write_atomically
+from records.files import append_line, code_version, read_lines, write_atomically
+from tools.bench.harness import ROOT
 
-from .report import best_rates, paired, plot
+from .figure import draw
+from .page import ablation_section, put_section
+from .price import price_section
+from .report import best_rates, paired, read_results
 from .training import Job, Training, run_job
 
 KEYS = ("baseline", "seeds", "learning_rates", "training", "sizes", "variants")
@@ -37,7 +42,7 @@ class Options:
     config: tyro.conf.Positional[Path]
     """The variants, sizes, seeds and the training that they share (TOML)."""
     out: Path
-    """Folder of results.jsonl, report.json and the plot."""
+    """Folder of results.jsonl, report.json and ablation.svg."""
     sizes: tuple[str, ...] = ("1m",)
     """Sizes of the config to train."""
     variants: tuple[str, ...] = ()
@@ -45,9 +50,27 @@ class Options:
     workers: int = 2
     """Runs side by side, one thread each on a CPU."""
     device: str | None = None
-    """cpu or cuda; default: the config's."""
+    """cpu or cuda; default: the config's. With cuda its [training.cuda] goes before [training]."""
+    lock: str | None = None
+    """The mixture; default: the config's."""
+    steps: int | None = None
+    """Steps of a run; default: the config's."""
+    keep_weights: bool = False
+    """Keep a model folder of each run in OUT/weights, for tools.ablate.diagnose."""
     report: bool = False
     """Train nothing; report what there is."""
+    rate: float | None = None
+    """Report only the runs of this learning rate, as where the sweep is unfinished."""
+    page: Path | None = None
+    """Markdown page whose section about these results is to be written, and docs/images/ablation.svg with it."""
+    figure: Path | None = None
+    """Where the figure goes; default: OUT/ablation.svg."""
+    plan: bool = False
+    """Train nothing; print hours and price of the runs on one H100, by calculation."""
+    mfu: float = 10.0
+    """For --plan: the assumed share of the GPU's dense BF16 FLOPs, in percent."""
+    gpu_hour_price: float = 3.0
+    """For --plan: the assumed price of a GPU-hour, in USD."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +90,13 @@ class Plan:
         values = tomli.loads(options.config.read_text(encoding="utf-8"))
         if unknown := [key for key in values if key not in KEYS] + [key for key in KEYS if key not in values]:
             raise ValueError(f"{options.config}: {unknown[0]!r} is unknown or missing; the keys are {', '.join(KEYS)}")
+        on_cuda = values["training"].pop("cuda", {})
         known = {field.name for field in dataclasses.fields(Training)}
-        if unknown := [key for key in values["training"] if key not in known]:
+        if unknown := [key for key in (*values["training"], *on_cuda) if key not in known]:
             raise ValueError(f"{options.config}: [training] has no {unknown[0]!r}; choose from {sorted(known)}")
-        shared = values["training"] | ({"device": options.device} if options.device else {})
+        shared = values["training"] | (on_cuda if options.device == "cuda" else {})
+        given = {"device": options.device, "lock": options.lock, "steps": options.steps}
+        shared |= {key: value for key, value in given.items() if value is not None}
         sizes = chosen("size", options.sizes, values["sizes"])
         variants = chosen("variant", options.variants or tuple(values["variants"]), values["variants"])
         if values["baseline"] not in variants:
@@ -106,11 +132,16 @@ def main() -> None:
     options = tyro.cli(Options, prog="python -m tools.ablate", description=__doc__)
     try:
         plan = Plan.read(options)
+        if options.plan:
+            Console().print(Markdown(price_section(plan, options.mfu, options.gpu_hour_price)))
+            return
         path = options.out / "results.jsonl"
         if not options.report:
-            train(list(plan.sweep()), plan.training, path, options.workers)
-            train(list(plan.seeded(best_rates(read_lines(path)))), plan.training, path, options.workers)
-        finish(options.out, plan)
+            weights = options.out / "weights" if options.keep_weights else None
+            train(list(plan.sweep()), plan.training, path, options.workers, weights)
+            rates = best_rates(read_results(path))
+            train(list(plan.seeded(rates)), plan.training, path, options.workers, weights)
+        finish(options, plan, path)
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools.ablate: {error}") from None
     except KeyboardInterrupt:
@@ -118,42 +149,47 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def train(jobs: list[Job], training: Training, path: Path, workers: int) -> None:
+def train(jobs: list[Job], training: Training, path: Path, workers: int, weights: Path | None) -> None:
     """Run the jobs whose results the file does not hold; each result is a line at once.
 
     ValueError where the file's results come from another training.
     """
-    shared = {**dataclasses.asdict(training), "betas": list(training.betas)}
-    there = read_lines(path) if path.exists() else []
-    if other := next((r for r in there if r["training"] != shared), None):
-        differing = [name for name in shared if other["training"].get(name) != shared[name]]
+    there, shared = read_lines(path), dataclasses.asdict(training)
+    others = (dataclasses.asdict(Training.of_result(r["training"])) for r in there)
+    if other := next((other for other in others if other != shared), None):
+        differing = [name for name in shared if other[name] != shared[name]]
         raise ValueError(f"{path} holds results of another training ({', '.join(differing)}); choose another --out")
     done = [[r["size"], r["variant"], r["seed"], r["learning_rate"]] for r in there]
     left = [job for job in jobs if job.key not in done]
+    origin = {"training": shared, "commit": code_version(ROOT)}
     context = multiprocessing.get_context("spawn")
     with Progress(console=Console(stderr=True)) as progress, ProcessPoolExecutor(workers, context) as pool:
         task = progress.add_task(f"training runs -> {path}", total=len(jobs), completed=len(jobs) - len(left))
-        futures = [pool.submit(run_job, job, training) for job in left]
+        futures = [pool.submit(run_job, job, training, weights) for job in left]
         try:
             for future in as_completed(futures):
-                result = {**future.result(), "training": shared, "time": time.time()}
-                append_line(path, json.dumps(result))
+                append_line(path, json.dumps({**future.result(), **origin, "time": time.time()}))
                 progress.update(task, advance=1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def finish(out: Path, plan: Plan) -> None:
-    """Table, report.json and differences.svg of all results that there are."""
-    rows = paired(read_lines(out / "results.jsonl"), plan.baseline)
-    write_atomically(out / "report.json", json.dumps({"baseline": plan.baseline, "rows": rows}, indent=1) + "\n")
-    plot(rows, plan.baseline, out / "differences.svg")
-    table = Table(*rows[0], title=f"validation loss against {plan.baseline}, paired by seed") if rows else Table()
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
-    print(f"written: {out}/report.json, {out}/differences.svg")
+def finish(options: Options, plan: Plan, path: Path) -> None:
+    """Table, figure, report.json and, if asked for, the page of all results that there are."""
+    results = [r for r in read_results(path) if options.rate in (None, r["learning_rate"])]
+    if not results:
+        raise ValueError(f"{path} holds no results{f' of rate {options.rate:g}' if options.rate else ''} yet")
+    rows, figure = paired(results, plan.baseline), options.figure or options.out / "ablation.svg"
+    write_atomically(
+        options.out / "report.json", json.dumps({"baseline": plan.baseline, "rows": rows}, indent=1) + "\n"
+    )
+    draw(rows, figure)
+    section = ablation_section(rows, results, figure, options.page)
+    Console().print(Markdown(section))
+    if options.page:
+        put_section(options.page, section)
+    print(f"written: {options.out}/report.json, {figure}" + (f", {options.page}" if options.page else ""))
 
 
 if __name__ == "__main__":

@@ -8,24 +8,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scipy.optimize import brentq
+from scipy.stats import nct
 from scipy.stats import t as student_t
 
+from records.files import read_lines
+
 Result = dict[str, Any]
+Row = dict[str, Any]
+POWER = 0.8
 
 
-def best_rates(results: Sequence[Result]) -> dict[tuple[str, str], float]:
-    """The learning rate with the least loss of each size and variant, on the first seed, which has all of them."""
+def read_results(path: Path) -> list[Result]:
+    """The lines of results.jsonl; a run that diverged has an infinite loss."""
+    return [{**r, "valid_loss": math.inf if r["valid_loss"] is None else r["valid_loss"]} for r in read_lines(path)]
+
+
+def swept(results: Sequence[Result]) -> dict[tuple[str, str], dict[float, float]]:
+    """Loss of each learning rate of each size and variant, on the first seed, which has all of them."""
     losses: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
     first = min((r["seed"] for r in results), default=0)
     for r in results:
         if r["seed"] == first:
             losses[r["size"], r["variant"]][r["learning_rate"]] = r["valid_loss"]
-    return {key: min(rates, key=lambda rate: rates[rate]) for key, rates in losses.items()}
+    return losses
 
 
-def paired(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:
+def best_rates(results: Sequence[Result]) -> dict[tuple[str, str], float]:
+    """The learning rate with the least loss of each size and variant."""
+    return {key: min(rates, key=lambda rate: rates[rate]) for key, rates in swept(results).items()}
+
+
+def paired(results: Sequence[Result], baseline: str) -> list[Row]:
     """Of every size and variant at its best rate: mean loss, and its difference to the baseline with the interval."""
-    rates = best_rates(results)
+    rates, sweeps = best_rates(results), swept(results)
+    rates_tried = {size: max(len(tried) for (z, _), tried in sweeps.items() if z == size) for size, _ in sweeps}
     at_best = {
         (r["size"], r["variant"], r["seed"]): r
         for r in results
@@ -38,47 +55,58 @@ def paired(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:
             continue
         own = [at_best[size, variant, seed]["valid_loss"] for seed in seeds]
         base = [at_best[size, baseline, seed]["valid_loss"] for seed in seeds]
-        differences = [a - b for a, b in zip(own, base, strict=True)]
-        mean, half = interval(differences)
-        one = at_best[size, variant, seeds[0]]
+        mean, half, deviation = interval([a - b for a, b in zip(own, base, strict=True)])
+        one, tried, rate = at_best[size, variant, seeds[0]], sweeps[size, variant], rates[size, variant]
         rows.append(
             {
-                "size": size, "variant": variant, "parameters": one["parameters"], "tokens": one["tokens"],
-                "learning_rate": rates[size, variant], "seeds": len(seeds), "valid_loss": sum(own) / len(own),
-                "difference": mean, "half_width_95": half,
+                "size": size, "variant": variant, "role": role(one, baseline), "model": one["model"],
+                "joins": one["joins"], "parameters": one["parameters"], "tokens": one["tokens"],
+                "learning_rate": rate, "swept": len(tried) == rates_tried[size],
+                "edge_of_sweep": len(tried) > 1 and rate in (min(tried), max(tried)),
+                "seeds": len(seeds), "valid_loss": sum(own) / len(own), "difference": mean, "half_width_95": half,
+                "deviation": deviation,
             }
         )  # fmt: skip
     return rows
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95% t interval; NaN for one value."""
+def role(result: Result, baseline: str) -> str | None:
+    """What a variant is there for, beside being compared."""
+    controls = {"planted fault": result["joins"] == "lost_lane", "noise floor": bool(result["seed_offset"])}
+    return next(
+        (name for name, is_it in controls.items() if is_it), "baseline" * (result["variant"] == baseline) or None
+    )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, half the width of its 95% t interval, and the standard deviation; the last two NaN for one value."""
     n, mean = len(values), sum(values) / len(values)
     if n < 2:
-        return mean, math.nan
+        return mean, math.nan, math.nan
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    return mean, float(student_t.ppf(0.975, n - 1)) * deviation / math.sqrt(n)
+    return mean, float(student_t.ppf(0.975, n - 1)) * deviation / math.sqrt(n), deviation
 
 
-def plot(rows: Sequence[dict[str, Any]], baseline: str, path: Path) -> None:
-    """Differences to the baseline with their intervals, one panel a size."""
-    import matplotlib
+def detectable(deviation: float, n: int) -> float:
+    """The difference that a two-sided paired t test at 5% of n pairs finds in 80% of experiments; NaN without a s.d."""
+    if n < 2 or not math.isfinite(deviation):
+        return math.nan
+    critical = student_t.ppf(0.975, n - 1)
+    return float(brentq(lambda shift: nct.sf(critical, n - 1, shift) - POWER, 0.0, 50.0)) * deviation / math.sqrt(n)
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "laneformer"  # the same file each time
-    from matplotlib import pyplot
 
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
-    if not sizes:
-        return
-    figure, panels = pyplot.subplots(1, len(sizes), sharey=True, squeeze=False, figsize=(2 + 4 * len(sizes), 5))
-    for size, axes in zip(sizes, panels[0], strict=True):
-        own = [row for row in rows if row["size"] == size][::-1]
-        widths = [0.0 if math.isnan(row["half_width_95"]) else row["half_width_95"] for row in own]
-        names = [row["variant"].replace("_", " ") for row in own]
-        axes.errorbar([row["difference"] for row in own], names, xerr=widths, fmt="o", capsize=3)
-        axes.axvline(0.0, color="gray", linewidth=0.8)
-        axes.set(title=f"{own[0]['parameters'] / 1e6:.1f}M parameters", xlabel=f"nats a token above {baseline}")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    pyplot.close(figure)
+def pooled_deviation(rows: Sequence[Row]) -> float:
+    """Of the paired differences of all compared variants: root of the mean variance, NaN without repeated seeds."""
+    squares = [
+        row["deviation"] ** 2
+        for row in rows
+        if row["role"] is None and row["swept"] and math.isfinite(row["deviation"])
+    ]
+    return math.sqrt(sum(squares) / len(squares)) if squares else math.nan
+
+
+def noise_floor(rows: Sequence[Row]) -> float:
+    """Of one size: how far other initial weights alone may move the mean, |difference| and its half width; 0: none."""
+    row = next((row for row in rows if row["role"] == "noise floor"), None)
+    half = row["half_width_95"] if row and math.isfinite(row["half_width_95"]) else 0.0
+    return abs(row["difference"]) + half if row else 0.0

@@ -1,0 +1,233 @@
+"""`python -m tools.ablate.diagnose FOLDER --data data/demo`: what the delay does inside a checkpoint.
+
+Of every layer: how alike the lanes' streams are, how much a lane has not yet heard of the others, and the size of its
+own output. Then the loss when the delay is changed at inference alone. Watched by hooks; the model runs as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evals.bits_per_byte import load_windows, matching_token_bytes
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import MODULES, Join
+from laneformer.engine.folder import read_checkpoint
+from records.files import write_atomically
+from tools.bench.harness import table
+from tools.check.reference import weights_of
+
+from .figure import figure_style
+from .page import heading, image, put_section
+from .report import interval
+
+BATCH = 8
+
+
+@dataclass
+class Options:
+    folder: tyro.conf.Positional[Path]
+    """A Hugging Face folder, or one that tools.ablate --keep-weights has left."""
+    data: Path
+    """Prepared data whose held-out windows are read."""
+    windows: int = 16
+    """Windows of each source."""
+    lanes: int | None = None
+    """Of a dense model of the Llama family: the lanes into which it is cut."""
+    out: Path | None = None
+    """JSON file of all figures; the figure is FILE.svg, beside it."""
+    page: Path | None = None
+    """Markdown page whose section about this folder is to be written."""
+    figure: Path | None = None
+    """Where the figure goes; default: beside --out."""
+
+
+class LaneWatch:
+    """Sums over what the lanes hold after each layer; `rows` gives the means. Close it to remove its hooks."""
+
+    def __init__(self, model: Laneformer):
+        self.config, self.positions = model.config, 0
+        self.sums = torch.zeros(len(model.layers), 3, dtype=torch.float64)
+        self.partials: dict[tuple[int, str], Tensor] = {}
+        self.hooks: list[Any] = []
+        for i, layer in enumerate(model.layers.children()):
+            for name, module in (("attention", layer.attention), ("mlp", layer.feed_forward)):
+                self.hooks.append(module.register_forward_hook(self.keeper(i, name)))
+            self.hooks.append(layer.register_forward_hook(self.measurer(i)))
+
+    def keeper(self, layer: int, name: str) -> Any:
+        def keep(module: nn.Module, inputs: Any, partial: Tensor) -> None:
+            self.partials[layer, name] = partial
+            self.partials.pop((layer - self.config.broadcast_delay - 1, name), None)
+
+        return keep
+
+    def measurer(self, layer: int) -> Any:
+        def measure(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> None:
+            h, own = outputs[0].double(), sum(self.partials[layer, name] for name in MODULES).double()
+            lanes, length = h.shape[2], h.norm(dim=-1)
+            towards = (
+                (h / length[..., None]).sum(2).square().sum(-1)
+            )  # |sum of unit vectors|^2 = L + all pairs' cosines
+            pairs = lanes * (lanes - 1)
+            cosine = (towards - lanes) / pairs if pairs else torch.ones_like(towards)
+            stale = self.stale(layer).double().norm(dim=-1) / length
+            share = own.norm(dim=-1) / own.sum(2, keepdim=True).norm(dim=-1)
+            figures = (cosine, stale.mean(2), share.mean(2))
+            self.sums[layer] += torch.stack([figure.sum() for figure in figures])
+            self.positions += cosine.numel() if layer == 0 else 0
+
+        return measure
+
+    def stale(self, layer: int) -> Tensor:
+        """What each lane lacks after a layer, (B, S, L, D): the others' outputs that are on their way or never come.
+
+        A lane's own outputs have joined. Outputs of layers that do not reduce at all are not late.
+        """
+        partials = self.partials[layer, MODULES[0]]
+        lacking = torch.zeros_like(partials)
+        for i in range(max(0, layer - self.config.broadcast_delay + 1), layer + 1):
+            for name in MODULES:
+                if self.config.join(i, name) == Join.PAST or self.config.broadcasts(i, name):
+                    partial = self.partials[i, name]
+                    lacking += partial.sum(2, keepdim=True) - partial
+        return lacking
+
+    def rows(self) -> list[dict[str, float]]:
+        means = (self.sums / self.positions).tolist()
+        return [{"layer": i, "cosine": c, "stale": s, "own_share": o} for i, (c, s, o) in enumerate(means)]
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def model_of(config: LaneformerConfig, weights: dict[str, Tensor]) -> Laneformer:
+    with torch.device("meta"):
+        model = Laneformer(config).eval()
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+@torch.no_grad()
+def losses(model: Laneformer, windows: np.ndarray) -> list[float]:
+    """Mean loss of each window (n, S + 1), nats a token."""
+    found: list[float] = []
+    for part in np.split(windows, range(BATCH, len(windows), BATCH)):
+        ids = torch.from_numpy(part.astype(np.int64))
+        each = F.cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+        found += each.mean(1).tolist()
+    return found
+
+
+def settings(config: LaneformerConfig) -> list[LaneformerConfig]:
+    """The model's own joins, then delays 0 to 4 with early joins and without."""
+    wanted = [(0, True), *((delay, early) for early in (True, False) for delay in (1, 2, 3, 4))]
+    return [config, *(dataclasses.replace(config, broadcast_delay=d, use_early_comm=e) for d, e in wanted)]
+
+
+def diagnose(options: Options) -> dict[str, Any]:
+    """Layers and losses. ValueError for a folder, lanes or data that do not fit."""
+    checkpoint = read_checkpoint(options.folder, lanes=options.lanes)
+    config = checkpoint.config
+    weights = {name: weight.float() for name, weight in weights_of(checkpoint.tensors).items()}
+    by_source, _ = load_windows(options.data, options.windows)
+    if checkpoint.tokenizer is not None:
+        matching_token_bytes(options.folder, options.data)
+    windows = np.concatenate(list(by_source.values()))[:, : config.max_position_embeddings + 1]
+    if windows.max() >= config.vocab_size:
+        raise ValueError(f"{options.data} has token {windows.max()}, {options.folder} only {config.vocab_size} of them")
+    model = model_of(config, weights)
+    watch = LaneWatch(model)
+    losses(model, windows)
+    watch.close()
+    rows, own = [], []
+    for other in track(settings(config), "losses", console=Console(stderr=True)):
+        found = losses(model_of(other, weights), windows)
+        own = own or found
+        mean, half, _ = interval([a - b for a, b in zip(found, own, strict=True)])
+        trained = (other.broadcast_delay, other.use_early_comm) == (config.broadcast_delay, config.use_early_comm)
+        row = {"delay": other.broadcast_delay, "early_joins": other.use_early_comm, "as_trained": trained}
+        rows.append({**row, "loss": float(np.mean(found)), "difference": mean, "half_width_95": half})
+    about = {"lanes": config.num_lanes, "windows": len(windows), "tokens": len(windows) * (windows.shape[1] - 1)}
+    return {"folder": options.folder.name, **about, "layers": watch.rows(), "losses": rows[1:], "own": rows[0]}
+
+
+def section_of(result: dict[str, Any], figure: Path | None, page: Path | None) -> str:
+    layers = [(r["layer"], *(f"{r[key]:.4f}" for key in ("cosine", "stale", "own_share"))) for r in result["layers"]]
+    changed = [
+        (r["delay"], "yes" if r["early_joins"] else "no", f"{r['loss']:.4f}", f"{r['difference']:+.4f}",
+         f"{r['half_width_95']:.4f}", "as trained" if r["as_trained"] else "")
+        for r in result["losses"]
+    ]  # fmt: skip
+    own = result["own"]
+    blocks = [
+        heading(f"Inside a checkpoint: {result['folder']}", "python -m tools.ablate.diagnose"),
+        f"{result['lanes']} lanes, trained with delay {own['delay']}; {result['windows']} held-out windows, "
+        f"{result['tokens']:,} tokens; loss {own['loss']:.4f} nats a token.",
+        "After each layer, means over positions and lanes. cosine: of two lanes' streams; stale: norm of what a lane "
+        "has not yet heard of the others (or never will), over its stream's; own: norm of its output in this layer "
+        "over that of the lanes' sum.",
+        table(("layer", "cosine", "stale", "own"), layers),
+        "The same weights with the delay changed at inference alone; ±: half of the 95% t interval over windows, "
+        "paired. This is one checkpoint: it says how far its weights rely on their joins, not what another delay costs "
+        "a model that is trained with it.",
+        table(("delay", "early joins", "loss", "difference", "±", ""), changed),
+    ]
+    return "\n\n".join([*blocks, *([image(figure, page, "Lanes by layer, and loss by delay")] if figure else [])])
+
+
+def draw_diagnosis(result: dict[str, Any], path: Path) -> None:
+    """Left: the layers; right: the loss against the delay at inference."""
+    pyplot = figure_style()
+    figure, (by_layer, by_delay) = pyplot.subplots(1, 2, figsize=(7.6, 3), layout="constrained")
+    names = {"cosine": "cosine of two lanes' streams", "stale": "stale part / stream", "own_share": "own output / sum"}
+    for key, name in names.items():
+        by_layer.plot([r["layer"] for r in result["layers"]], [r[key] for r in result["layers"]], "o-", label=name)
+    for early, name in ((True, "early joins"), (False, "no early joins")):
+        own: Sequence[dict[str, Any]] = [r for r in result["losses"] if r["early_joins"] == early]
+        half = [r["half_width_95"] for r in own]
+        by_delay.errorbar(
+            [r["delay"] for r in own], [r["difference"] for r in own], half, fmt="o-", capsize=2, label=name
+        )
+    by_delay.axhline(0.0, color="gray", linewidth=0.8)
+    by_layer.set(xlabel="layer", ylim=(0, None))
+    by_delay.set(xlabel="delay at inference, layers", ylabel="nats a token above as trained", xticks=range(5))
+    for axes in (by_layer, by_delay):
+        axes.legend(fontsize=7)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def main() -> None:
+    options = tyro.cli(Options, prog="python -m tools.ablate.diagnose", description=__doc__)
+    try:
+        result = diagnose(options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"tools.ablate.diagnose: {error}") from None
+    figure = options.figure or (options.out and options.out.with_suffix(".svg"))
+    section = section_of(result, figure, options.page)
+    Console().print(Markdown(section))
+    if figure:
+        draw_diagnosis(result, figure)
+    if options.out:
+        write_atomically(options.out, json.dumps(result, indent=1) + "\n")
+    if options.page:
+        put_section(options.page, section)
+
+
+if __name__ == "__main__":
+    main()
