@@ -1,8 +1,8 @@
 """`python -m tools.ablate configs/ablation.toml --out DIR`: what the delay and other joins cost in quality.
 
-Trains every variant of the config on the same tokens, paired by seed: three learning rates on the first seed, the best
-one on the others. Results are lines of DIR/results.jsonl; a run that was interrupted goes on where it stopped. Then
-DIR/report.json, table and figure: paired differences in validation loss with 95% t intervals. --report makes only
+Trains every variant of the config on the same tokens, paired by seed, at every learning rate: all seeds of the first
+rate, then of the next. Results are lines of DIR/results.jsonl; a run that was interrupted goes on where it stopped.
+Then DIR/report.json, table and figure: paired differences in validation loss with 95% t intervals. --report makes only
 these, --plan only says what the runs would cost on a GPU.
 """
 
@@ -31,7 +31,7 @@ from tools.bench.harness import ROOT
 from .figure import draw
 from .page import ablation_section, put_section
 from .price import price_section
-from .report import best_rates, paired, read_results
+from .report import paired, read_results
 from .training import Job, Training, run_job
 
 KEYS = ("baseline", "seeds", "learning_rates", "training", "sizes", "variants")
@@ -59,8 +59,6 @@ class Options:
     """Keep a model folder of each run in OUT/weights, for tools.ablate.diagnose."""
     report: bool = False
     """Train nothing; report what there is."""
-    rate: float | None = None
-    """Report only the runs of this learning rate, as where the sweep is unfinished."""
     page: Path | None = None
     """Markdown page whose section about these results is to be written, and docs/images/ablation.svg with it."""
     figure: Path | None = None
@@ -108,17 +106,12 @@ class Plan:
         joins, offset = own.pop("joins", None), own.pop("seed_offset", 0)
         return Job(size, variant, seed, rate, {**self.sizes[size], **own}, joins, offset)
 
-    def sweep(self) -> Iterator[Job]:
-        """Every learning rate on the first seed."""
+    def jobs(self) -> Iterator[Job]:
+        """Every learning rate on every seed; a rate chosen on one seed would be chosen by that seed's luck."""
         for size in self.sizes:
             for rate in self.learning_rates:
-                yield from (self.job(size, variant, self.seeds[0], rate) for variant in self.variants)
-
-    def seeded(self, rates: dict[tuple[str, str], float]) -> Iterator[Job]:
-        """The best rates on the other seeds."""
-        for seed in self.seeds[1:]:
-            for size in self.sizes:
-                yield from (self.job(size, variant, seed, rates[size, variant]) for variant in self.variants)
+                for seed in self.seeds:
+                    yield from (self.job(size, variant, seed, rate) for variant in self.variants)
 
 
 def chosen(what: str, names: tuple[str, ...], known: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +131,7 @@ def main() -> None:
         path = options.out / "results.jsonl"
         if not options.report:
             weights = options.out / "weights" if options.keep_weights else None
-            train(list(plan.sweep()), plan.training, path, options.workers, weights)
-            rates = best_rates(read_results(path))
-            train(list(plan.seeded(rates)), plan.training, path, options.workers, weights)
+            train(list(plan.jobs()), plan.training, path, options.workers, weights)
         finish(options, plan, path)
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools.ablate: {error}") from None
@@ -177,9 +168,9 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, weights
 
 def finish(options: Options, plan: Plan, path: Path) -> None:
     """Table, figure, report.json and, if asked for, the page of all results that there are."""
-    results = [r for r in read_results(path) if options.rate in (None, r["learning_rate"])]
+    results = read_results(path)
     if not results:
-        raise ValueError(f"{path} holds no results{f' of rate {options.rate:g}' if options.rate else ''} yet")
+        raise ValueError(f"{path} holds no results yet")
     rows, figure = paired(results, plan.baseline), options.figure or options.out / "ablation.svg"
     write_atomically(
         options.out / "report.json", json.dumps({"baseline": plan.baseline, "rows": rows}, indent=1) + "\n"

@@ -19,7 +19,8 @@ NAMES = {
     "parallel": "parallel attention and MLP",
     "desync_2": "Desync, every 2nd module",
     "desync_4": "Desync, every 4th module",
-    "lost_lane": "planted fault: a lane is lost",
+    "lost_lane": "planted fault: 1 of 8 lanes lost",
+    "lost_lanes": "planted fault: 7 of 8 lanes lost",
 }
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # Okabe and Ito's, which all readers can tell apart
 

@@ -31,9 +31,10 @@ LIMITS = """What it does not say:
   panel over sizes is there to be continued, not to be extrapolated from.
 - A variant has at most {seeds} pairs of runs, so intervals are wide: "not told apart from zero" is not parity. {power}
 - An interval holds for one comparison. Among {compared} comparisons at 95%, about {wrong:.1f} exclude zero by chance.
-- Learning rates are swept on one seed, on a coarse grid, and the least loss of a few is a little optimistic for
-  everyone. Where the best rate is at the edge of the sweep, a better one may lie outside. A variant whose sweep is
-  unfinished is not compared: the baseline has tried rates that it has not.
+- Learning rates are on a coarse grid, and the least mean of a few is a little optimistic for everyone. Rates that do
+  not have all seeds yet are left out. Where the best rate is at the edge of the sweep, a better one may lie outside.
+- At this length much of a difference is speed of optimisation, not what a model can learn: variants whose partial
+  outputs are scaled up (never reduced, Desync) take larger steps from the same start.
 - The number of lanes rearranges initial weights: other numbers of lanes than the baseline's are paired by batches and
   by the numbers drawn, not by function."""
 

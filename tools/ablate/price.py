@@ -19,7 +19,7 @@ def price_section(plan: Plan, mfu_percent: float, gpu_hour_price: float) -> str:
     """Runs, tokens, FLOPs, hours and USD of each size, as Markdown; validation and compiling are not counted."""
     lock, training = Path(plan.training.lock), plan.training
     vocabulary = read_lock(lock)["vocab_size"] if lock.exists() else LaneformerConfig().vocab_size
-    each, rows, hours_in_all = len(plan.learning_rates) + len(plan.seeds) - 1, [], 0.0
+    each, rows, hours_in_all = len(plan.learning_rates) * len(plan.seeds), [], 0.0
     for size in plan.sizes:
         models = [plan.job(size, variant, 0, 0.0).model for variant in plan.variants]
         configs = [LaneformerConfig(vocab_size=vocabulary, **model) for model in models]

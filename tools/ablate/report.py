@@ -25,17 +25,19 @@ def read_results(path: Path) -> list[Result]:
 
 
 def swept(results: Sequence[Result]) -> dict[tuple[str, str], dict[float, float]]:
-    """Loss of each learning rate of each size and variant, on the first seed, which has all of them."""
-    losses: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
-    first = min((r["seed"] for r in results), default=0)
+    """Mean loss of each learning rate of each size and variant, over seeds; of those rates that have the most seeds."""
+    losses: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in results:
-        if r["seed"] == first:
-            losses[r["size"], r["variant"]][r["learning_rate"]] = r["valid_loss"]
-    return losses
+        losses[r["size"], r["variant"]][r["learning_rate"]].append(r["valid_loss"])
+    found = {}
+    for key, rates in losses.items():
+        most = max(map(len, rates.values()))
+        found[key] = {rate: sum(own) / most for rate, own in rates.items() if len(own) == most}
+    return found
 
 
 def best_rates(results: Sequence[Result]) -> dict[tuple[str, str], float]:
-    """The learning rate with the least loss of each size and variant."""
+    """The learning rate with the least mean loss of each size and variant."""
     return {key: min(rates, key=lambda rate: rates[rate]) for key, rates in swept(results).items()}
 
 
@@ -72,7 +74,10 @@ def paired(results: Sequence[Result], baseline: str) -> list[Row]:
 
 def role(result: Result, baseline: str) -> str | None:
     """What a variant is there for, beside being compared."""
-    controls = {"planted fault": result["joins"] == "lost_lane", "noise floor": bool(result["seed_offset"])}
+    controls = {
+        "planted fault": (result["joins"] or "").startswith("lost_"),
+        "noise floor": bool(result["seed_offset"]),
+    }
     return next(
         (name for name, is_it in controls.items() if is_it), "baseline" * (result["variant"] == baseline) or None
     )

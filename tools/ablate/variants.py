@@ -9,12 +9,13 @@ a module, P the sum over lanes, h_l lane l's stream.
   parallel     attention and MLP of a layer read the same stream; one sum a layer (GPT-J, PaLM)
   desync_k     only every k-th module sums over lanes, and makes the streams equal: h_l = mean(h) + P; the others join
                as NO_REDUCE does, h_l += sqrt(L) p_l (Desync Residual, of the same paper)
-  lost_lane    a planted fault, which the comparison must find: lane 0's outputs never join
+  lost_k       planted faults, which the comparison must find: the outputs of lanes 0 to k - 1 never join
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import cast
 
 import torch
@@ -31,8 +32,8 @@ class NeighbourModel(Laneformer):
         if config.broadcast_delay:
             raise ValueError(f"variant {kind!r} has joins of its own: leave broadcast_delay at 0")
         super().__init__(config)
-        self.kind, _, every = kind.partition("_")
-        self.every = int(every) if self.kind == "desync" else 0
+        self.kind, _, count = kind.partition("_")
+        self.count = int(count or 0)
 
     def forward(self, input_ids: Tensor, cache: object = None) -> Tensor:
         """Token ids (B, S) -> logits (B, S, V)."""
@@ -55,17 +56,16 @@ class NeighbourModel(Laneformer):
         if self.kind == "ladder":
             return h + pending, partial.sum(2, keepdim=True)
         if self.kind == "lost":
-            return h + partial[:, :, 1:].sum(2, keepdim=True), pending
-        if (module + 1) % self.every:
+            return h + partial[:, :, self.count :].sum(2, keepdim=True), pending
+        if (module + 1) % self.count:
             return h + math.sqrt(partial.shape[2]) * partial, pending
         return (h.mean(2, keepdim=True) + partial.sum(2, keepdim=True)).expand_as(h), pending
 
 
 def build(config: LaneformerConfig, kind: str | None, seed: int) -> Laneformer:
     """A model with the seed's weights: `kind` None is what the config says. ValueError for an unknown kind."""
-    known = kind in (None, "ladder", "parallel", "lost_lane") or (kind or "").removeprefix("desync_").isdigit()
-    if not known:
-        raise ValueError(f"joins = {kind!r} is unknown; choose from ladder, parallel, desync_<k>, lost_lane")
+    if kind is not None and not re.fullmatch(r"ladder|parallel|desync_[1-9]\d*|lost_[1-9]\d*", kind):
+        raise ValueError(f"joins = {kind!r} is unknown; choose from ladder, parallel, desync_<k>, lost_<k>")
     model = Laneformer(config) if kind is None else NeighbourModel(config, kind)
     model.init_weights(seed)
     return model

@@ -63,7 +63,7 @@ def report(rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | N
     for row in sorted(rows, key=lambda row: row[keys[0]]):
         out = {key: row[key] for key in keys}
         for end in ENDS:
-            mean, half = interval([late - dense for late, dense in zip(row[end], row["dense"], strict=True)])
+            mean, half, _ = interval([late - dense for late, dense in zip(row[end], row["dense"], strict=True)])
             out |= {end: sum(row[end]) / len(row[end]), f"{end}_difference": mean, f"{end}_half_width_95": half}
         found.append(out)
         print("  ".join(f"{key} {f'{v:.4f}' if isinstance(v, float) else v}" for key, v in out.items()))
