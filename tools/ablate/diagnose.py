@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from evals.bits_per_byte import load_windows, matching_token_bytes
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import MODULES, Join
 from laneformer.engine.folder import read_checkpoint
+from laneformer.model import LaneformerLayer
 from records.files import write_atomically
 from tools.bench.harness import table
 from tools.check.reference import weights_of
@@ -63,7 +64,7 @@ class LaneWatch:
         self.sums = torch.zeros(len(model.layers), 3, dtype=torch.float64)
         self.partials: dict[tuple[int, str], Tensor] = {}
         self.hooks: list[Any] = []
-        for i, layer in enumerate(model.layers.children()):
+        for i, layer in enumerate(cast("list[LaneformerLayer]", list(model.layers))):
             for name, module in (("attention", layer.attention), ("mlp", layer.feed_forward)):
                 self.hooks.append(module.register_forward_hook(self.keeper(i, name)))
             self.hooks.append(layer.register_forward_hook(self.measurer(i)))
@@ -77,11 +78,10 @@ class LaneWatch:
 
     def measurer(self, layer: int) -> Any:
         def measure(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> None:
-            h, own = outputs[0].double(), sum(self.partials[layer, name] for name in MODULES).double()
+            h, own = outputs[0].double(), torch.stack([self.partials[layer, name] for name in MODULES]).double().sum(0)
             lanes, length = h.shape[2], h.norm(dim=-1)
-            towards = (
-                (h / length[..., None]).sum(2).square().sum(-1)
-            )  # |sum of unit vectors|^2 = L + all pairs' cosines
+            # |sum of unit vectors|^2 = L + all pairs' cosines
+            towards = (h / length[..., None]).sum(2).square().sum(-1)
             pairs = lanes * (lanes - 1)
             cosine = (towards - lanes) / pairs if pairs else torch.ones_like(towards)
             stale = self.stale(layer).double().norm(dim=-1) / length
@@ -154,7 +154,8 @@ def diagnose(options: Options) -> dict[str, Any]:
     watch = LaneWatch(model)
     losses(model, windows)
     watch.close()
-    rows, own = [], []
+    rows: list[dict[str, Any]] = []
+    own: list[float] = []
     for other in track(settings(config), "losses", console=Console(stderr=True)):
         found = losses(model_of(other, weights), windows)
         own = own or found
@@ -215,6 +216,8 @@ def draw_diagnosis(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     options = tyro.cli(Options, prog="python -m tools.ablate.diagnose", description=__doc__)
     try:
+        for path in filter(None, (options.out, options.figure, options.page)):  # before the work, which takes minutes
+            path.parent.mkdir(parents=True, exist_ok=True)
         result = diagnose(options)
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools.ablate.diagnose: {error}") from None
