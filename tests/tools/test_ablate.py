@@ -18,8 +18,8 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import flops_per_token
 from laneformer.engine.folder import read_checkpoint
 from laneformer.model import rope_table
-from tools.ablate.__main__ import Options, Plan
 from tools.ablate.page import put_section
+from tools.ablate.plan import Options, Plan
 from tools.ablate.price import price_section
 from tools.ablate.report import detectable, interval, noise_floor, paired
 from tools.ablate.training import Job, Training, run_job

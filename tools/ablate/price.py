@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data_mixtures.mixture import read_lock
 from laneformer import LaneformerConfig
@@ -11,8 +10,7 @@ from laneformer.config import flops_per_token
 from tools.bench.harness import table
 from tools.plan.sums import GPUS
 
-if TYPE_CHECKING:
-    from .__main__ import Plan
+from .plan import Plan
 
 
 def price_section(plan: Plan, mfu_percent: float, gpu_hour_price: float) -> str:
