@@ -86,6 +86,8 @@ def finish(options: Options, plan: Plan, path: Path) -> None:
     write_atomically(
         options.out / "report.json", json.dumps({"baseline": plan.baseline, "rows": rows}, indent=1) + "\n"
     )
+    for path in filter(None, (figure, options.page)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, figure)
     section = ablation_section(rows, results, figure, options.page)
     Console().print(Markdown(section))
