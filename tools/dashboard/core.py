@@ -313,21 +313,24 @@ def categories_part(points: Sequence[Point], name: str) -> str:
 
 def task_table(point: Point) -> str:
     """The scored tasks of one record with how they were asked."""
-    rows = []
+    rows, gold = [], any("gold_bits_per_byte" in found for found in point["tasks"].values())
     for task, found in point["tasks"].items():
         accuracy, n = number(found.get("accuracy")) or 0.0, number(found.get("n")) or 0.0
         likely = (accuracy * n + 0.5) / (n + 1)  # none right of four is no certainty
         noisy = " <small>noisy</small>" if (likely * (1 - likely) / (n + 1)) ** 0.5 > NOISY else ""
-        low, high = (measured(found.get(key), ".3f") for key in ("low", "high"))
-        error = f" ({low} – {high})" if "high" in found else f" ± {measured(found.get('standard_error'), '.4f')}"
+        ends = found.get("interval")
+        error = f" ± {measured(found.get('standard_error'), '.4f')}"
+        error = f" ({' – '.join(measured(end, '.3f') for end in ends)})" if isinstance(ends, list) else error
         bases = " / ".join(dict.fromkeys(measured(found.get(f"baseline_{v}"), "g") for v in VERSIONS))
         rows.append([
             *(escape(str(text)) for text in (task, found.get("category", ""), found.get("type", ""))),
             short(found.get("shots")), f"{short(found.get('n'))} of {short(found.get('n_total'))}",
             f"{measured(found.get('accuracy'), '.4f')}{error}{noisy}", f"{bases} %",
             *(measured(found.get(f"centered_{v}"), ".4f") for v in VERSIONS),
+            *([measured(found.get("gold_bits_per_byte"), ".3f")] if gold else []),
         ])  # fmt: skip
-    head = ("task", "category", "type", "shots", "items", "accuracy", "baseline", "centered v1", "centered v2")
+    head = ("task", "category", "type", "shots", "items", "accuracy", "baseline", "centered v1", "centered v2",
+            *(["gold bits per byte"] if gold else []))  # fmt: skip
     return table(head, rows) if rows else ""
 
 

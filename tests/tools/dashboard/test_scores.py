@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from evals.core.tasks import NOT_CHOSEN
+from evals.core.evaluate import task_figures
+from evals.core.tasks import NOT_CHOSEN, TASKS
 from laneformer.config import LaneformerConfig, flops_per_token
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
@@ -269,8 +271,12 @@ def test_an_old_record_has_a_standard_error_and_a_new_one_an_interval_and_few_it
     old = {"accuracy": 0.0, "standard_error": 0.0, "n": 4, "n_total": 4}
     assert "0.0000 ± 0.0000 <small>noisy</small>" in task_table({"tasks": {"winograd": old}})
     assert "noisy" not in task_table({"tasks": {"winograd": {**old, "accuracy": 0.5, "n": 500}}})
-    new = {**old, "low": 0.0, "high": 0.4899}
-    assert "0.0000 (0.000 – 0.490) <small>noisy</small>" in task_table({"tasks": {"winograd": new}})
+    winograd = next(task for task in TASKS if task.label == "winograd")
+    wrong = {"group": "", "right": False, "bytes": 10, "nats": 20 * math.log(2)}
+    new = task_figures(winograd, [wrong] * 4, 4)  # as the evaluation writes it
+    text = task_table({"tasks": {"winograd": new}})
+    assert "0.0000 (0.000 – 0.490) <small>noisy</small>" in text
+    assert "<td>2.000</td>" in text, "the gold answer's bits per byte"
 
 
 def test_tasks_that_were_not_chosen_are_not_missing() -> None:
