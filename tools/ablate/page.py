@@ -112,7 +112,8 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
         lines.append(f"- Differences beyond the noise floor: {beyond or 'none'}.")
     for row in (row for row in rows if row["role"] == "planted fault" and row["swept"]):
         found = row["difference"] > floor and verdict(row) in ("worse", "one seed", "diverged")
-        lines.append(f"- The planted fault is {'found' if found else 'NOT FOUND'}: {worded(row)}.")
+        blind = "" if found else " A comparison that cannot see it can judge no other join either."
+        lines.append(f"- The planted fault is {'found' if found else 'NOT FOUND'}: {worded(row)}.{blind}")
     return ["\n".join(lines)]
 
 
