@@ -88,9 +88,15 @@ class Page:
             self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}".strip())
 
     def open(self, address: str) -> None:
+        """Navigate there and wait until the page has loaded.
+
+        The browser answers the command before it replaces the document: without the mark, a slow machine goes on
+        with the old one, and what is typed into it is lost.
+        """
         self.console.clear()
+        self.run("void (document.isLeft = true)")
         self.call("Page.navigate", url=address)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.until("!document.isLeft && document.readyState === 'complete'")
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited if it is a promise; RuntimeError where it throws."""

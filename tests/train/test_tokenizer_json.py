@@ -84,7 +84,7 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
         assert engine.eos_ids == (66137,)
         assert engine.generate(found["ids"][0], max_new_tokens=8) == found["new"]
 
-    record = bits_per_byte(folder, data, windows=4)
+    record = bits_per_byte(folder, data, limit=4)
     assert record["tokenizer_sha256"] == shards.read_manifest(data / "mine")["tokenizer_sha256"]
     assert abs(record["loss"] - np.log(66144)) < 0.2
     valid = shards.read_manifest(data / "mine")["valid"]
