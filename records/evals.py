@@ -74,10 +74,25 @@ FIELDS = {
         "prompts cut_prompts": "by task: documents, longest_tokens, cut (prompts without their head); sum of cut",
         "max_length items": "context in tokens; as in core",
     },
+    "code": {
+        "dataset version evalplus problems": "humaneval+ or mbpp+, its version, EvalPlus's, number of problems",
+        "protocol prompt": "greedy or sampled; chat or completion",
+        "n temperature top_p seed max_new_tokens": "answers per problem and how they are sampled",
+        "model": "name of the model: the folder's or the server's",
+        "pass@k": "by k: base and plus, means over problems of the probability that one of k samples passes",
+        "pass@1_base pass@1_plus": "on the base tests; on base and plus tests together",
+        "pass@1_base_interval pass@1_plus_interval": "Wilson's of 95 %, [low, high], the problems as sample",
+        "control": "the reference solutions: passed, total, known_failures, unexpected_failures",
+        "answers_empty answers_cut": "answers without text; answers that ended at max_new_tokens",
+        "selection not_sanitized": "by rule: answers whose code it selected; answers that were not sanitized",
+        "sandbox results": "what held the solutions; folder of answers and results",
+        "items": "as in core; tasks are the data set's name (base tests) and its name with + (plus tests too)",
+    },
     "samples": {
         "samples": "list of name, prompt, greedy and sampled text",
         "max_new_tokens temperature seed": "most tokens of a text; of the sampled texts",
     },
+    "decode_speed": {"percent_of_probe tokens_per_s": "of `laneformer bench --json`, whose other fields follow"},
     "contamination": {"benchmarks manifests": "by benchmark: what was found in the data; by source: hash of its text"},
 }
 # {field of an older record: its name today}

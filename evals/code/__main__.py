@@ -31,6 +31,7 @@ from evals.code.score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, 
 from evals.code.selection import lost_names, target_function
 from evals.intervals import wilson
 from evals.items import FOLDER as ITEMS
+from evals.items import write_items
 from evals.scorer import LOCAL, SourceFlags
 from records.evals import NOWHERE, SERVER, About, AboutFlags, EvalCommand
 from records.files import file_sha256
@@ -61,8 +62,13 @@ class Scoring:
     """install EvalPlus into its own environment and exit"""
 
 
-def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, evalplus: EvalPlus) -> dict[str, Any]:
-    """Score the reference solutions, collect the model's answers and score them."""
+Scored = dict[str, list[tuple[bool, bool]]]  # by problem, of each sample: whether (base, base and plus) tests pass
+
+
+def evaluate(
+    dataset: Dataset, model: Model, sampling: Sampling, chat: bool, evalplus: EvalPlus
+) -> tuple[dict[str, Any], Scored]:
+    """Score the reference solutions, collect the model's answers and score them: the figures, and each answer's."""
     console = Console(stderr=True)
     control = evalplus.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
@@ -70,8 +76,8 @@ def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, eva
         console.print(f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?")
     answers = collect(dataset, model, sampling, chat, evalplus.folder)
     rows = solutions(dataset, answers, chat, evalplus)
-    rules = [row["rule"] for row in rows]
-    return {
+    rules, scored = [row["rule"] for row in rows], evalplus.evaluate(rows, "samples")
+    figures = {
         "dataset": f"{dataset.name}+",
         "version": dataset.version,
         "evalplus": EVALPLUS,
@@ -80,7 +86,7 @@ def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, eva
         **vars(sampling),
         "model": model.identity["model"],
         "problems": len(dataset.problems),
-        **figures_of(evalplus.evaluate(rows, "samples"), sampling.n),
+        **figures_of(scored, sampling.n),
         "control": control,
         "answers_empty": sum(not row["answer"].strip() for row in answers),
         "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
@@ -88,6 +94,7 @@ def evaluate(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, eva
         "not_sanitized": sum(not row["sanitized"] for row in rows),
         "sandbox": evalplus.sandbox,
     }
+    return figures, scored
 
 
 def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus) -> list[dict[str, Any]]:
@@ -120,7 +127,7 @@ def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalp
     ]
 
 
-def figures_of(scored: dict[str, list[tuple[bool, bool]]], n: int) -> dict[str, Any]:
+def figures_of(scored: Scored, n: int) -> dict[str, Any]:
     """pass@1 and pass@k (k up to n) on the base tests, and on the base and plus tests together.
 
     The intervals of pass@1 are Wilson's of 95 %, with the problems as sample: several answers to each make them wide.
@@ -185,15 +192,24 @@ def main(
     folder = results or results_of(about, settings_of(data, model, sampling, chat))
     folder.mkdir(parents=True, exist_ok=True)
     evalplus = EvalPlus(data, evalplus_environment(), sandbox, folder.resolve(), scoring.cache, scoring.parallel)
-    figures = evaluate(data, model, sampling, chat, evalplus)
+    figures, scored = evaluate(data, model, sampling, chat, evalplus)
     model.scorer.close()
-    return about.append(
-        "code",
-        figures | {"results": f"{folder.parent.name}/{folder.name}" if results is None else str(results)},
-        seconds=time.perf_counter() - started,
-        data_sha256=file_sha256(dataset),
-        **model.origin,
-    )
+    who = model.origin | {"data_sha256": file_sha256(dataset)}
+    protocol = {name: figures[name] for name in ("dataset", "protocol", "prompt", "n", "temperature", "top_p")}
+    head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
+    figures["items"] = write_items(about.out, head, answers_of(data, scored))
+    figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
+    return about.append("code", figures, seconds=time.perf_counter() - started, **who)
+
+
+def answers_of(dataset: Dataset, scored: Scored) -> list[dict[str, Any]]:
+    """Lines of evals.items: of each problem the share of samples that pass the base tests, and the plus tests too."""
+    tasks = (dataset.name, f"{dataset.name}+")  # base tests alone; and plus tests
+    return [
+        {"task": task, "item": i, "right": sum(passed[tests] for passed in samples) / len(samples), "losses": []}
+        for tests, task in enumerate(tasks)
+        for i, samples in enumerate(scored[problem["task_id"]] for problem in dataset.problems)
+    ]
 
 
 def results_of(about: About, settings: dict[str, Any]) -> Path:

@@ -15,10 +15,11 @@ from evals.code.__main__ import Scoring, main, pass_at_k, results_of
 from evals.code.sandbox import find_sandbox
 from evals.code.score import open_dataset
 from evals.commands import check
+from evals.compare import compare
 from evals.scorer import Source
 from evals.watch import Watcher
 from laneformer.hf.tokenizer import write_tokenizer
-from records.evals import About
+from records.evals import FIELDS, PROVENANCE, About
 from records.run import read_run
 from tests.evals.code.code_assets import needs_evalplus, needs_sandbox, write_dataset
 from tests.evals.code.test_answers import Endpoint, endpoint  # noqa: F401
@@ -61,6 +62,13 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     assert record["pass@1_plus_interval"] == pytest.approx([3 / 6.8415, 1], abs=1e-5)
     assert (record["selection"], record["not_sanitized"]) == ({"block": 3}, 0)
     assert record["results"] == str(tmp_path / "r")
+    told = {name for names in FIELDS["code"] for name in names.split()}
+    assert set(record) == {*PROVENANCE, *told}, "the fields that are written down"
+    files = [tmp_path / each["items"] for each in records]
+    found = compare(*files)["tasks"]
+    assert {task: (row["n"], row["a"], row["b"]) for task, row in found.items()} == {
+        "humaneval": (3, 1, 1), "humaneval+": (3, 1, 1),
+    }  # fmt: skip
     (outputs,) = (tmp_path / "cache/evalplus").iterdir()
     assert outputs.name == f"{open_dataset(path).md5}.pkl"
     (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
