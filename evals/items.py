@@ -1,8 +1,8 @@
 """The answer to each item of an evaluation, a compressed file next to the records: for paired errors and for reading.
 
-Line 1 says what was asked of whom; each further line is an item: task, item (its number in the task), right (null where
-it is neither; for code the share of its samples that pass), losses (nats per token of every option, null for one without
-a token), and for CORE gold, nats and bytes of the right answer.
+Line 1 says what was asked of whom; each further line is an item: task, item (its number in the task), right (null
+where it is neither; for code the share of its samples that pass), losses (nats per token of every option, null for one
+without a token), and for CORE gold, nats and bytes of the right answer.
 """
 
 from __future__ import annotations
