@@ -25,6 +25,10 @@ class Sampling(ctypes.Structure):
     ]  # fmt: skip
 
 
+class RequestFailed(RuntimeError):
+    """A decoder could not finish this request; it is ready for the next one."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One request, complete and checked (options.py); both decoders read it field by field.
@@ -94,6 +98,11 @@ class Decoder(Protocol):
     def threads(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
+    @property
+    def refused_options(self) -> tuple[str, ...]:
+        """Fields of Request for which `check` accepts their defaults only."""
+        ...
+
     def check(self, request: Request) -> None:
         """ValueError for an option that this decoder does not support."""
 

@@ -291,6 +291,11 @@ class Engine:
         """Bytes of packed weights read for every decoded token."""
         return self._open().weight_bytes
 
+    @property
+    def refused_options(self) -> tuple[str, ...]:
+        """Options of a generation that this device does not have."""
+        return self._open().refused_options
+
     def cancel(self) -> None:
         """End the running request, from any thread; nothing where none runs.
 

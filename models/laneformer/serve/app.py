@@ -51,12 +51,13 @@ PAGE_HEADERS = {
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     """The application around an engine, which takes no other requests until the application has shut down."""
-    names = ("isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes", "sampling_defaults")
+    names = ("isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes", "sampling_defaults", "refused_options")
     facts = {"id": options.model, **{name: getattr(engine, name) for name in names}}
     # before requests come, so that nothing disturbs it
     facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s)
     context = ServingContext(scheduler, engine, options.model)
+    facts["most_joined"] = scheduler.most_joined
     facts |= {"context_tokens": context.context_tokens, "vocab_size": context.vocab_size, "version": __version__}
     facts["chat"] = bool(engine.tokenizer_config.get("chat_template"))
 
@@ -200,5 +201,11 @@ def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] 
         if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
             print(
                 f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it", file=sys.stderr
+            )
+        if engine.isa == CUDA:
+            print(
+                "laneformer: on GPUs one request decodes at a time, others wait; these options are refused: "
+                + (", ".join(engine.refused_options) or "none"),
+                file=sys.stderr,
             )
         Server(create_app(engine, options), options, on_start).run(sockets=[listening])

@@ -63,6 +63,7 @@ class CpuDecoder(_core.Decoder):
     """
 
     most_joined = _core.MOST_SEQUENCES
+    refused_options: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 
 from ...config import LaneformerConfig
 from ...tensors import FIRST_MATRIX, Tensor
-from ..decoder import CUDA, Request, Sampling
+from ..decoder import CUDA, Request, RequestFailed, Sampling
 from ..joined import OneAtATime
 from .geometry import DTYPES, MOST_STOPS
 from .prefill import CHUNK_TOKENS, logits_of
@@ -71,6 +71,8 @@ class CudaDecoder(OneAtATime):
         self._running = self._cancelled = False
         self._reused = self._passes = 0
 
+    refused_options = CPU_ONLY
+
     def check(self, request: Request) -> None:
         """ValueError for what only the CPU has."""
         for field in dataclasses.fields(Request):
@@ -99,10 +101,13 @@ class CudaDecoder(OneAtATime):
     def start(self, request: Request) -> None:
         self._request, self._outputs, self._cancelled = request, [], False
         self._reused = self._passes = 0
-        if request.score_from:
-            self._score(request)
-        else:
-            self._start_next()
+        try:
+            if request.score_from:
+                self._score(request)
+            else:
+                self._start_next()
+        except torch.OutOfMemoryError as error:
+            raise RequestFailed(f"the GPU has no memory for this request: {error}") from None
 
     def _start_next(self) -> None:
         r = self._request

@@ -14,7 +14,7 @@ import torch
 
 from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import Sampling
+from ..decoder import RequestFailed, Sampling
 from .compile import Kernels, describe
 from .geometry import Geometry, plan
 from .memory import EXCHANGES, DeviceMemory
@@ -27,7 +27,7 @@ POLL_S = 0.0002
 
 
 class SequenceDecoder:
-    """Weights on the GPUs and what decodes with them. RuntimeError after a hang says who waited for what."""
+    """Weights on the GPUs and what decodes with them. RequestFailed after a hang says who waited for what."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class SequenceDecoder:
         hang = next((report for memory in self.memories if (report := memory.hang())), None)
         if hang is not None:
             self._reset()
-            raise RuntimeError(
+            raise RequestFailed(
                 f"the decode kernel waited {self.limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
                 f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
             )

@@ -1,0 +1,140 @@
+"""A server over the CUDA engine: real HTTP requests to the app, the scheduler, and CudaDecoder on emulated kernels."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from laneformer.engine import Engine, device
+from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.serve import app
+from laneformer.serve.options import ServerOptions
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
+from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
+from tests.laneformer.engine.assets import byte_tokenizer
+
+pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+CONFIG = small_config(vocab_size=264)
+TENSORS = tensors_of(random_model(CONFIG), "bf16")
+PROMPT = [5, 60, 7]
+LONG_PROMPT = [(5 * i + 1) % 264 for i in range(15)]
+
+
+@dataclass
+class Served:
+    url: str
+    engine: Engine
+    expected: list[int]  # greedy tokens after PROMPT
+
+    def complete(self, prompt: list[int] | str = PROMPT, **fields: Any) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True, **fields}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def tokens(self) -> list[int]:
+        return self.complete().json()["choices"][0]["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def served(cuda_builds) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
+        patch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
+        patch.setattr(device, "why_no_cuda", lambda: None)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
+            expected = engine.generate(PROMPT, max_new_tokens=6, reuse_prefix=False)
+            options = ServerOptions("tiny", port=0, max_waiting=4)
+            address: list[str] = []
+            ready = threading.Event()
+            server = app.Server(
+                app.create_app(engine, options), options, lambda url: (address.append(url), ready.set())
+            )
+            with options.listen() as listening:
+                thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+                thread.start()
+                assert ready.wait(30)
+                yield Served(address[0], engine, expected)
+                server.should_exit = True
+                thread.join(30)
+
+
+def test_an_answer_and_its_usage(served):
+    answer = served.complete().json()
+    choice = answer["choices"][0]
+    assert (choice["token_ids"], choice["finish_reason"]) == (served.expected, "length")
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 6)
+    longer = served.complete([*PROMPT, *served.expected], max_tokens=1).json()
+    assert longer["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+
+
+def test_a_stream_ends_at_a_stop_id(served):
+    last = next(i for i in range(2, 6) if served.expected[i] not in served.expected[:i])
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True, "return_token_ids": True}
+    body["stop_token_ids"] = [served.expected[last]]
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [i for choice in choices for i in choice["token_ids"] or ()] == served.expected[: last + 1]
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_requests_wait_for_each_other(served):
+    with ThreadPoolExecutor() as clients:
+        assert list(clients.map(lambda _: served.tokens(), range(2))) == [served.expected] * 2
+    assert len(served.complete(n=2, max_tokens=2).json()["choices"]) == 2
+
+
+def test_what_it_can_is_said(served, monkeypatch, capsys):
+    facts = httpx.get(f"{served.url}/props").json()
+    assert (facts["most_joined"], facts["isa"]) == (1, "cuda")
+    assert tuple(facts["refused_options"]) == served.engine.refused_options
+    monkeypatch.setattr(app, "create_app", lambda *_: None)
+    monkeypatch.setattr(app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    app.run(served.engine, ServerOptions("tiny", port=0))
+    said = capsys.readouterr().err
+    assert "one request decodes at a time" in said
+    assert all(name in said for name in served.engine.refused_options)
+
+
+def test_a_client_that_goes_away_ends_its_request(served):
+    gpu = gpu_of(served.engine)
+    gpu.go = threading.Event()  # holds the launch back
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 25}, timeout=0.3)
+    gpu.go.set()
+    gpu.go = None
+    assert served.tokens() == served.expected
+    ended = httpx.get(f"{served.url}/metrics").text
+    assert 'laneformer_ended_total{reason="cancelled"} 1.0' in ended
+
+
+def test_a_wait_in_vain_ends_the_request_and_not_the_server(served):
+    gpu = gpu_of(served.engine)
+    gpu.missing_blocks, gpu.limit_s = 1, 0.05
+    response = served.complete()
+    gpu.missing_blocks, gpu.limit_s = 0, 10.0
+    assert response.status_code == 500
+    assert "in vain" in response.json()["error"]["message"]
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    assert served.tokens() == served.expected
+
+
+def test_a_prompt_too_large_for_the_memory_ends_the_request(served, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(gpu_of(served.engine), "start", full)
+    response = served.complete(LONG_PROMPT)
+    assert (response.status_code, "no memory for this request" in response.text) == (500, True)
+    monkeypatch.undo()
+    assert served.tokens() == served.expected
