@@ -211,6 +211,23 @@ DEVICE float high_half(uint32_t pair) { return float_of_fp16(pair >> 16); }
 DEVICE uint32_t pack_halves(float low, float high) { return fp16_of(high) << 16 | fp16_of(low); }
 #endif
 
+// ---- a warp's matrix product, as primitives.cuh describes it ----
+
+// Each sum is made in the order of b's rows; a GPU adds some of them at once, and rounds elsewhere.
+SLOW void multiply_tile(float (&sum)[4], uint4 a, uint2 b) {
+  emulator::Warp* warp = &emulator::my_warp();
+  auto& all = warp->fragments[warp->time & 1];
+  const int lane = emulator::me->lane, c = lane % 4;
+  const uint32_t mine[6] = {a.x, a.y, a.z, a.w, b.x, b.y};
+  memcpy(all[lane], mine, sizeof mine);
+  emulator::machine->arrive(emulator::kMultiply);
+  for (int of = 0; of < 4; ++of)  // which of the thread's four sums
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t row = all[lane / 4 * 4 + k % 8 / 2][k / 8 * 2 + of / 2], column = all[(2 * c + of % 2) * 4 + k % 8 / 2][4 + k / 8];
+      sum[of] = fmaf(k % 2 ? high_half(row) : low_half(row), k % 2 ? high_half(column) : low_half(column), sum[of]);
+    }
+}
+
 // ---- for Python ----
 
 extern "C" void emulator_name(const char* name, const void* base, uint64_t bytes) {

@@ -43,7 +43,7 @@ namespace emulator {
 constexpr int kDeadSweeps = 64, kWatchdogSweeps = 100'000;  // of no use: the launch stands still
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 512;
 constexpr uint64_t kStepNs = 10, kBarrierMagic = 0xba221e50'00000000;
-enum Sync : int { kNone, kBlockSync, kWarpSync, kShuffle };  // kShuffle + mask
+enum Sync : int { kNone, kBlockSync, kWarpSync, kMultiply, kShuffle };  // kShuffle + mask
 enum class Wait { word, change, barrier };
 enum Flags { kWatchdog = 1 };
 
@@ -67,6 +67,7 @@ struct Warp {
   int sync = kNone;
   uint32_t time = 0;  // syncs so far
   uint32_t exchanged[2][kLanes];
+  uint32_t fragments[2][kLanes][6];  // of a matrix product: each lane's a and b
   uint16_t releases[kLanes] = {};
   uint64_t checked = ~0ull;  // the count of changes at which no waiting lane could go on
 };
@@ -171,6 +172,7 @@ inline Warp& my_warp() { return machine->warps[me->warp]; }
 inline Block& my_block() { return machine->blocks[my_warp().block]; }
 inline std::string name(int sync) {
   if (sync == kBlockSync) return "sync_block";
+  if (sync == kMultiply) return "multiply_tile";
   return sync == kWarpSync ? "sync_warp" : "shuffle_xor with mask " + std::to_string(sync - kShuffle);
 }
 

@@ -66,7 +66,7 @@ def planned(shape: Shape) -> Geometry:
 
 def unpack(geometry: Geometry, tapes: torch.Tensor) -> Iterator[tuple[str, int, int, torch.Tensor]]:
     """The matrices again: (op, layer, lane of the device, int16 (rows, columns))."""
-    orders = {op: torch.from_numpy(order(geometry.matrix(op), geometry.warps_per_lane, geometry.strip)) for op in OPS}
+    orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))) for op in OPS}
     for op, layer, lane, pairs in places(geometry):
         matrix = geometry.matrix(op)
         numbers = torch.empty(matrix.rows * matrix.columns, dtype=torch.int16)

@@ -25,6 +25,9 @@ MOST_CHUNKS = 16  # deeper rings hide nothing more
 MOST_STOPS = 16
 MOST_WARPS = 32
 MOST_SPLITS = 16  # of the keys: each reader of the attention merges them all
+MOST_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
+TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment
+MOST_PARTS, LEAST_UNITS = 16, 768  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,16 @@ H200 = Machine(132, 227 * 1024, 90)
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a lane, (rows, columns), cut for warps: a unit of rows stays in one warp."""
+    """One matrix of a lane, (rows, columns), cut for warps: a unit of rows stays in one warp.
+
+    With matrix-multiply instructions a unit is a row of tiles and stays in one block, whose warps share the `parts` of
+    its columns out: part after part, in each all of the block's rows of tiles.
+    """
 
     rows: int
     columns: int
     unit_rows: int
+    parts: int = 1
 
     @property
     def row_threads(self) -> int:
@@ -64,9 +72,16 @@ class Matrix:
     def units(self) -> int:
         return self.rows // self.unit_rows
 
-    def first_row(self, warp: int, warps: int) -> int:
-        """The first row of warp `warp` of the `warps` of a lane."""
-        return self.units * warp // warps * self.unit_rows
+    def first_row(self, owner: int, owners: int) -> int:
+        """The first row of owner `owner` (a warp, or with tiles a block) of the `owners` of a lane."""
+        return self.units * owner // owners * self.unit_rows
+
+    def tiles(self, block: int, blocks: int, warp: int, warps: int) -> list[tuple[int, int]]:
+        """(part, row of tiles) of a warp of a block, in its order; rows are counted in the lane."""
+        first, end = (self.first_row(b, blocks) // TILE for b in (block, block + 1))
+        units = (end - first) * self.parts
+        mine = range(units * warp // warps, units * (warp + 1) // warps)
+        return [(unit // (end - first), first + unit % (end - first)) for unit in mine]
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,7 @@ class Geometry:
     chunks: int
     devices: int = 1
     wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
+    mma_columns: int = 0  # positions of one pass, by matrix-multiply instructions; 0: one, by FMAs
 
     @property
     def lanes_per_device(self) -> int:
@@ -104,6 +120,11 @@ class Geometry:
         return self.blocks_per_lane * self.warps
 
     @property
+    def owners(self) -> int:
+        """Warps or blocks of a lane to which rows belong."""
+        return self.blocks_per_lane if self.mma_columns else self.warps_per_lane
+
+    @property
     def strip(self) -> int:
         """Rows of segments that share their columns; they must fit in a chunk."""
         return min(4, self.chunk_bytes // SEGMENT_BYTES)
@@ -124,6 +145,8 @@ class Geometry:
             "down": (c.hidden_size, c.intermediate_size // lanes),
             "head": (c.vocab_size // lanes, c.hidden_size),
         }[op]
+        if self.mma_columns:
+            return Matrix(rows, columns, TILE, parts_of(rows, columns))
         alike = (self.heads * c.head_dim, c.intermediate_size // lanes) if op in ("output", "down") else (columns,)
         segment_rows = max(Matrix(rows, n, 1).segment_rows for n in alike)
         return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1))
@@ -142,8 +165,13 @@ class Geometry:
         return sum(self.kv_layer(i) for i in range(self.config.num_hidden_layers))
 
     def most_rows(self, *ops: str) -> int:
-        """Rows of a matrix that the busiest warp computes."""
-        return max(-(-m.units // self.warps_per_lane) * m.unit_rows for m in map(self.matrix, ops))
+        """Rows of a matrix that the busiest owner has."""
+        return max(-(-m.units // self.owners) * m.unit_rows for m in map(self.matrix, ops))
+
+    @property
+    def most_sums(self) -> int:
+        """float32 numbers of one column that the busiest block adds up: its rows in each part of their columns."""
+        return max(-(-m.units // self.owners) * m.unit_rows * m.parts for m in map(self.matrix, OPS))
 
     @property
     def wide(self) -> int:
@@ -205,11 +233,13 @@ class Geometry:
             "kMailSlots": self.mail_slots, "kWide": self.wide,
             "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
             "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
+            "kMmaColumns": self.mma_columns, "kMostSums": self.most_sums,
         }  # fmt: skip
         tables = {
             "kColumns": [m.columns for m in matrices],
             "kUnits": [m.units for m in matrices],
             "kUnitRows": [m.unit_rows for m in matrices],
+            "kParts": [m.parts for m in matrices],
             "kWindows": [c.window(i) or 0 for i in layers],
             "kKvSlots": [self.kv_slots(i) for i in layers],
         }
@@ -235,6 +265,14 @@ class Geometry:
         return "\n".join(lines) + "\n"
 
 
+def parts_of(rows: int, columns: int) -> int:
+    """Into how many parts the columns are cut, whose sums are added in order: a matter of the matrix alone."""
+    parts = 1
+    while parts < MOST_PARTS and rows // TILE * parts < LEAST_UNITS and columns % (2 * parts * TILE) == 0:
+        parts *= 2
+    return parts
+
+
 def join_name(join: Join) -> str:
     """The kernels' name of a join: kPresent, kNoReduce, kPast."""
     return "k" + join.name.title().replace("_", "")
@@ -254,6 +292,7 @@ def plan(
     chunk_bytes: int = 2048,
     blocks_per_lane: int | None = None,
     wide_exchanges: bool = False,
+    mma_columns: int = 0,
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
 
@@ -271,7 +310,9 @@ def plan(
         raise ValueError(f"warps = {warps} is outside 1 to {MOST_WARPS}, which is what a block can have")
     if chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES:
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
-    bare = Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges)
+    if not 0 <= mma_columns <= MOST_COLUMNS:
+        raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
+    bare = Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges, mma_columns)
     for op in OPS:
         check_matrix(op, bare.matrix(op), bare.warps_per_lane)
     chunks = min(MOST_CHUNKS, (machine.shared_bytes - bare.shared_bytes) // (warps * (chunk_bytes + 8)))
@@ -302,10 +343,11 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
 
 
 def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
-    if matrix.columns % 8 or matrix.rows % matrix.unit_rows:
+    multiple = TILE if matrix.unit_rows == TILE else 8
+    if matrix.columns % multiple or matrix.rows % matrix.unit_rows:
         raise ValueError(
             f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
-            f"multiple of 8 and rows of {matrix.unit_rows}; use the CPU engine"
+            f"multiple of {multiple} and rows of {matrix.unit_rows}; use the CPU engine"
         )
     if matrix.units * warps >= 2**31:
         raise ValueError(f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits")

@@ -210,3 +210,19 @@ DEVICE uint32_t pack_halves(float low, float high) {
   return pair;
 }
 #endif
+
+// ---- a warp's matrix product: sum (16 x 8) += a (16 x 16, 16-bit) b (16 x 8, 16-bit), in float32; sm_80 ----
+//
+// Thread t has, with g = t / 4 and c = t % 4: of a, rows g, g + 8, g, g + 8 at columns 2c, 2c + 1 (a.x, a.y) and 2c + 8,
+// 2c + 9 (a.z, a.w); of b, the same as rows, in column g; of sum, rows g (0, 1) and g + 8 (2, 3), columns 2c, 2c + 1.
+
+DEVICE void multiply_tile(float (&sum)[4], uint4 a, uint2 b) {
+#if WEIGHTS_BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}

@@ -15,6 +15,7 @@
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSegmentBytes = 512;
 constexpr int kWarpsPerLane = kBlocksPerLane * kWarps;
+constexpr int kOwners = kMmaColumns ? kBlocksPerLane : kWarpsPerLane;  // of rows: with columns.cuh, blocks
 
 enum Op { kQkv, kOutput, kGateUp, kDown, kHead };
 
@@ -31,10 +32,10 @@ struct Matrix {
   static constexpr int kSteps = kColumns[Op] / (8 * kRowThreads);
   static_assert(kColumns[Op] % 8 == 0 && kUnitRows[Op] % kSegmentRows == 0);
 
-  // the first unit of a warp; int is enough: units and warps are below 2^15
-  DEVICE static int first_unit(int lane_warp) { return kUnits[Op] * lane_warp / kWarpsPerLane; }
-  DEVICE static int first_row(int lane_warp) { return first_unit(lane_warp) * kUnitRows[Op]; }
-  DEVICE static int row_count(int lane_warp) { return first_row(lane_warp + 1) - first_row(lane_warp); }
+  // the first unit of an owner; int is enough: units and warps are below 2^15
+  DEVICE static int first_unit(int owner) { return kUnits[Op] * owner / kOwners; }
+  DEVICE static int first_row(int owner) { return first_unit(owner) * kUnitRows[Op]; }
+  DEVICE static int row_count(int owner) { return first_row(owner + 1) - first_row(owner); }
   // whether some warp has so many rows of segments left after its whole strips
   DEVICE static constexpr bool remains(int rows) {
     for (int units = kUnits[Op] / kWarpsPerLane; units <= (kUnits[Op] + kWarpsPerLane - 1) / kWarpsPerLane; ++units)

@@ -4,32 +4,63 @@ rows.cuh describes a tape and reads it; the index arithmetic is here. Everything
 packing is one gather a matrix, on the GPU when the tensors are there.
 
     W[row, column] of a lane -> [strip][step][row of segments][thread][8 numbers]
+
+With `mma_columns` a segment is a tile of 16 x 16, in the order that columns.cuh describes and reads.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from .geometry import OPS, Geometry, Matrix
+from .geometry import OPS, TILE, Geometry, Matrix
 
 LaneMatrix = Callable[[str, int, int], torch.Tensor]  # (op, layer, lane) -> (rows, columns), 16-bit
 
 
-def order(matrix: Matrix, warps: int, strip: int) -> np.ndarray:
+def order(geometry: Geometry, matrix: Matrix) -> np.ndarray:
     """Which number of the matrix comes at each place of its tapes, warp after warp: int64 (rows * columns,)."""
-    threads, rows = matrix.row_threads, matrix.segment_rows
+    strips = list(tile_strips(geometry, matrix) if geometry.mma_columns else row_strips(geometry, matrix))
+    return np.concatenate(strips) if strips else np.empty(0, np.int64)
+
+
+def row_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
+    """As rows.cuh reads them."""
+    threads, rows, warps = matrix.row_threads, matrix.segment_rows, geometry.warps_per_lane
     shape = (matrix.rows // rows, rows, matrix.steps, 2, threads, 4)
     # (row of segments, step, row in it, thread, half, 4): a segment is the last four axes
     segments = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 2, 1, 4, 3, 5)
-    strips = []
     for warp in range(warps):
         first, end = (matrix.first_row(w, warps) // rows for w in (warp, warp + 1))
-        for start in range(first, end, strip):
-            strips.append(segments[start : min(start + strip, end)].swapaxes(0, 1).reshape(-1))
-    return np.concatenate(strips) if strips else np.empty(0, np.int64)
+        for start in range(first, end, geometry.strip):
+            yield segments[start : min(start + geometry.strip, end)].swapaxes(0, 1).reshape(-1)
+
+
+def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
+    """As columns.cuh reads them: up to `strip` tiles below each other, through one part of the columns."""
+    steps = matrix.columns // TILE // matrix.parts
+    shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, 4, 2, 2)
+    # (row of tiles, part, step, thread / 4, thread % 4, pair of columns, half of the rows, 2): a tile is the last five
+    tiles = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 5, 6, 1, 7)
+    for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
+        units = matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
+        for part, group in itertools.groupby(units, key=lambda unit: unit[0]):
+            rows = [row for _, row in group]
+            for start in range(0, len(rows), geometry.strip):
+                yield tiles[rows[start : start + geometry.strip], part].swapaxes(0, 1).reshape(-1)
+
+
+def ends(geometry: Geometry, matrix: Matrix) -> list[int]:
+    """Where each warp's numbers begin in `order`, and the end of the last's."""
+    warps = geometry.warps_per_lane
+    if not geometry.mma_columns:
+        return [matrix.first_row(warp, warps) * matrix.columns for warp in range(warps + 1)]
+    owners = itertools.product(range(geometry.blocks_per_lane), range(geometry.warps))
+    units = [len(matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)) for block, warp in owners]
+    return [0, *itertools.accumulate(n * TILE * matrix.columns // matrix.parts for n in units)]
 
 
 def steps(geometry: Geometry) -> Iterator[tuple[str, int]]:
@@ -45,9 +76,7 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
     warps = geometry.warps_per_lane
     numbers = np.zeros(warps, np.int64)
     for op, _ in steps(geometry):
-        matrix = geometry.matrix(op)
-        first = np.array([matrix.first_row(w, warps) for w in range(warps + 1)])
-        numbers += np.diff(first) * matrix.columns
+        numbers += np.diff(ends(geometry, geometry.matrix(op)))
     chunks = -(-2 * numbers // geometry.chunk_bytes)
     return np.concatenate([[0], np.tile(chunks, geometry.lanes_per_device).cumsum()]).astype(np.uint64) * np.uint64(
         geometry.chunk_bytes
@@ -59,13 +88,12 @@ def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice
     warps, starts = geometry.warps_per_lane, (tape_starts(geometry) // 2).astype(np.int64)
     at = starts[:-1].copy()
     for op, layer in steps(geometry):
-        matrix = geometry.matrix(op)
-        ends = [matrix.first_row(w, warps) * matrix.columns for w in range(warps + 1)]
+        first = ends(geometry, geometry.matrix(op))
         for lane in range(geometry.lanes_per_device):
             pairs = []
             for warp in range(warps):
-                tape, size = lane * warps + warp, ends[warp + 1] - ends[warp]
-                pairs.append((slice(at[tape], at[tape] + size), slice(ends[warp], ends[warp + 1])))
+                tape, size = lane * warps + warp, first[warp + 1] - first[warp]
+                pairs.append((slice(at[tape], at[tape] + size), slice(first[warp], first[warp + 1])))
                 at[tape] += size
             yield op, layer, lane, pairs
 
@@ -73,10 +101,7 @@ def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice
 def pack(geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torch.device | str) -> torch.Tensor:
     """The tapes of the lanes `first_lane`, ... of one device: int16 (numbers,)."""
     tapes = torch.zeros(int(tape_starts(geometry)[-1]) // 2, dtype=torch.int16, device=device)
-    orders = {
-        op: torch.from_numpy(order(geometry.matrix(op), geometry.warps_per_lane, geometry.strip)).to(device)
-        for op in OPS
-    }
+    orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))).to(device) for op in OPS}
     for op, layer, lane, pairs in places(geometry):
         numbers = matrices(op, layer, first_lane + lane).to(device).view(torch.int16).flatten()[orders[op]]
         for there, here in pairs:

@@ -1,0 +1,103 @@
+// Up to 8 columns (sequences, or positions of one) for one stream of weights, by matrix-multiply instructions.
+//
+// Weights are cut into tiles of 16 x 16, a segment of the tape each, in the order in which an instruction wants them in
+// its threads' registers: thread t has rows t / 4 and t / 4 + 8 at columns 4 (t % 4) .. + 3, as {row, + 8, row, + 8} of
+// two each. An input is the sum of three 16-bit numbers, high, middle and low; in bf16 that is all of a float32. Each
+// has a sum of its own: side by side in the instruction's 8 columns where they have room (kMmaColumns <= 2), else in
+// three instructions. Both add up the same numbers in the same order, and what one column of an instruction becomes does
+// not depend on the others: a column gives the same bits alone and beside any others, at any place.
+//
+// A block has whole rows. Its warps share the columns out, kParts[Op] parts of them, because rows alone would be too
+// few; the parts' sums are added in their order. How many parts there are is a matter of the matrix, not of the cut.
+#pragma once
+#include "rows.cuh"
+
+constexpr int kPassColumns = kMmaColumns ? kMmaColumns : 1;
+constexpr int kTile = 16;
+constexpr bool kSideBySide = kMmaColumns <= 2;
+constexpr int kSums = kSideBySide ? 1 : 3;
+
+// Inputs are [column][padded(count)]: whole float4 at a time, eight threads of two columns then reach every bank once.
+DEVICE constexpr int padded(int count) { return (count + 31) / 32 * 32 + 16; }
+
+// The leading bits of two numbers as a pair of 16 bits; what they leave stays. Three times is all of a float32 in bf16;
+// in fp16 as far as its least step of 2^-24 reaches.
+DEVICE uint32_t take_leading(float& a, float& b) {
+#if WEIGHTS_BF16
+  const uint32_t pair = bits_of(a) >> 16 | (bits_of(b) & 0xffff0000u);
+#else
+  const uint32_t pair = pack_halves(a, b);
+#endif
+  a -= low_half(pair), b -= high_half(pair);
+  return pair;
+}
+
+// out [column][rows] of 16 rows a tile: the next Strip rows of tiles, times one part of the inputs x [column][stride]
+template <int Op, int Strip>
+DEVICE void multiply_tiles(Tape& tape, const float* x, int stride, float* out, int rows) {
+  const int thread = thread_index() % 32, g = thread / 4, c = thread % 4;
+  const int column = kSideBySide ? (g < 3 ? 0 : kPassColumns - 1) : g % kPassColumns;
+  const float* from = x + column * stride + 4 * c;
+  float sum[Strip][kSums][4] = {};
+#pragma unroll 1
+  for (int step = 0; step < kColumns[Op] / kTile / kParts[Op]; ++step, from += kTile) {
+    float4 v = *reinterpret_cast<const float4*>(from);
+    uint2 b[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) b[i].x = take_leading(v.x, v.y), b[i].y = take_leading(v.z, v.w);
+    if (kSideBySide) b[0] = g % 3 == 0 ? b[0] : g % 3 == 1 ? b[1] : b[2];
+    tape.need<Strip>();
+#pragma unroll
+    for (int r = 0; r < Strip; ++r) {
+      const uint4 a = tape.peek(r);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) multiply_tile(sum[r][i], a, b[i]);
+    }
+    tape.drop(Strip);
+  }
+#pragma unroll
+  for (int r = 0; r < Strip; ++r)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* to = out + r * kTile + half * 8 + g;
+      const float first = sum[r][0][2 * half], second = sum[r][0][2 * half + 1];
+      if constexpr (kSideBySide) {  // columns 0 1 2, 3 4 5 of the instruction; thread c has 2c and 2c + 1
+        const float next = shuffle_xor(first, 1), before = shuffle_xor(second, 3);
+        if (c == 0) to[0] = first + second + next;
+        if (c == 2 && kPassColumns == 2) to[rows] = before + first + second;
+      } else {
+        if (2 * c < kPassColumns) to[2 * c * rows] = first + sum[r][1][2 * half] + sum[r][2][2 * half];
+        if (2 * c + 1 < kPassColumns)
+          to[(2 * c + 1) * rows] = second + sum[r][1][2 * half + 1] + sum[r][2][2 * half + 1];
+      }
+    }
+}
+
+// out [column][rows of this block] = W x for x [column][stride] in shared memory, which the whole block has seen. `out`
+// holds kParts[Op] such arrays on the way. All threads of the block take part, and see the result.
+template <int Op>
+DEVICE void multiply_columns(Tape& tape, int block, const float* x, int stride, float* out) {
+  const int warp = thread_index() / 32, rows = Matrix<Op>::row_count(block), tiles = rows / kTile;
+  const int units = tiles * kParts[Op], end = units * (warp + 1) / kWarps;
+#pragma unroll 1
+  for (int unit = units * warp / kWarps, count; unit < end; unit += count) {
+    const int part = unit / tiles, tile = unit % tiles;
+    count = min(kStrip, min(end - unit, tiles - tile));
+    const float* of_part = x + part * (kColumns[Op] / kParts[Op]);
+    float* to = out + part * kPassColumns * rows + tile * kTile;
+    if (count == 1) multiply_tiles<Op, 1>(tape, of_part, stride, to, rows);
+    if constexpr (kStrip >= 2)
+      if (count == 2) multiply_tiles<Op, 2>(tape, of_part, stride, to, rows);
+    if constexpr (kStrip >= 3)
+      if (count == 3) multiply_tiles<Op, 3>(tape, of_part, stride, to, rows);
+    if constexpr (kStrip >= 4)
+      if (count == 4) multiply_tiles<Op, 4>(tape, of_part, stride, to, rows);
+  }
+  sync_block();
+  for (int i = thread_index(); i < kPassColumns * rows; i += kThreads) {
+    float sum = out[i];
+    for (int part = 1; part < kParts[Op]; ++part) sum += out[part * kPassColumns * rows + i];
+    out[i] = sum;
+  }
+  sync_block();
+}

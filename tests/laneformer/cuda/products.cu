@@ -1,0 +1,57 @@
+// Every matrix of a token once, for `kMmaColumns` columns: columns.cuh alone, without a model.
+#ifdef EMULATED
+#include "emulator.h"
+#else
+#include "primitives.cuh"
+#endif
+#include "columns.cuh"
+
+struct Products {
+  const char* tapes;
+  const uint64_t* tape_at;  // [warp of the lane + 1] bytes
+  const float* x;           // [column][count of columns] of each matrix, one after another
+  float* out;               // [column][rows] of each matrix, one after another
+};
+
+DEVICE constexpr int most_columns() {
+  int most = 0;
+  for (int columns : kColumns) most = columns > most ? columns : most;
+  return most;
+}
+constexpr int kStride = padded(most_columns());
+
+template <int Op>
+DEVICE void product(Tape& tape, const float*& x, float*& out, float* in, float* sums) {
+  constexpr int kAll = kUnits[Op] * kUnitRows[Op];
+  for (int i = thread_index(); i < kPassColumns * kColumns[Op]; i += kThreads)
+    in[i / kColumns[Op] * kStride + i % kColumns[Op]] = x[i];
+  sync_block();
+  multiply_columns<Op>(tape, block_index(), in, kStride, sums);
+  const int first = Matrix<Op>::first_row(block_index()), rows = Matrix<Op>::row_count(block_index());
+  for (int i = thread_index(); i < kPassColumns * rows; i += kThreads) out[i / rows * kAll + first + i % rows] = sums[i];
+  x += kPassColumns * kColumns[Op], out += kPassColumns * kAll;
+  sync_block();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) products(const __grid_constant__ Products p) {
+  const int warp = thread_index() / 32;
+  const uint64_t* at = p.tape_at + block_index() * kWarps + warp;
+  Tape tape;
+  tape.source = p.tapes + at[0], tape.bytes = static_cast<uint32_t>(at[1] - at[0]), tape.endless = false;
+  tape.ring = dynamic_shared() + warp * kChunks * kChunkBytes;
+  char* behind = dynamic_shared() + kWarps * kChunks * kChunkBytes;
+  float* in = reinterpret_cast<float*>(behind);
+  float* sums = in + kPassColumns * kStride;
+  tape.full = reinterpret_cast<uint64_t*>(sums + kPassColumns * kMostSums) + warp * kChunks;
+  tape.start();
+  const float* x = p.x;
+  float* out = p.out;
+  product<kQkv>(tape, x, out, in, sums);
+  product<kOutput>(tape, x, out, in, sums);
+  product<kGateUp>(tape, x, out, in, sums);
+  product<kDown>(tape, x, out, in, sums);
+  product<kHead>(tape, x, out, in, sums);
+}
+#ifdef EMULATED
+EMULATE(products, Products)
+#endif

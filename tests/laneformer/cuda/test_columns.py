@@ -1,0 +1,121 @@
+"""Products for several columns at once (columns.cuh), on the emulator: right, and the same bits in any company."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda.compile import INCLUDES
+from laneformer.engine.cuda.geometry import H200, OPS, Geometry, Machine, parts_of, plan
+from laneformer.engine.cuda.memory import TORCH_TYPES
+from laneformer.engine.cuda.tape import pack, tape_starts
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import SMALL, small_config
+
+needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+UNIT = 2.0**-24  # half a step of float32 at 1
+SOURCE = Path(__file__).with_name("products.cu")
+
+
+class Products(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "x", "out")]
+
+
+def planned(columns: int, **shape: Any) -> Geometry:
+    config = small_config(num_hidden_layers=1, swa_layers=(), intermediate_size=224, vocab_size=160)
+    return plan(config, machine=SMALL, **{"dtype": "bf16", "warps": 3, "mma_columns": columns, **shape})
+
+
+def weights(geometry: Geometry) -> dict[str, torch.Tensor]:
+    """Of one lane. The first tile's rows are those of a unit matrix: what comes out is what goes in."""
+    generator = torch.Generator().manual_seed(5)
+    made = {}
+    for op in OPS:
+        matrix = geometry.matrix(op)
+        values = torch.randn(matrix.rows, matrix.columns, generator=generator)
+        values[:16] = torch.eye(matrix.columns)[-16:]
+        made[op] = values.to(TORCH_TYPES[geometry.dtype])
+    return made
+
+
+def inputs(geometry: Geometry, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randn(count, geometry.matrix(op).columns, generator=generator) for op in OPS]
+
+
+def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int = 0) -> list[torch.Tensor]:
+    """W x of every matrix, (columns, rows), from one launch of a lane's blocks."""
+    w = weights(geometry)
+    tapes = pack(geometry, lambda op, layer, lane: w[op].view(torch.int16), 0, "cpu")
+    starts, flat = torch.from_numpy(tape_starts(geometry).astype("int64")), torch.cat([part.flatten() for part in x])
+    shapes = [(geometry.mma_columns, geometry.matrix(op).rows) for op in OPS]
+    out = torch.full((sum(rows * columns for rows, columns in shapes),), float("nan"))
+    library = emulator.build(
+        f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n', INCLUDES, {"TABLE": "constexpr"}, builds
+    )
+    stride = max(geometry.matrix(op).columns for op in OPS) + 48
+    ring = geometry.warps * geometry.chunks * (geometry.chunk_bytes + 8)
+    emulator.launch(
+        library, "products", Products(*(t.data_ptr() for t in (tapes, starts, flat, out))), seed=seed,
+        blocks=geometry.blocks_per_lane, threads=32 * geometry.warps,
+        shared_bytes=ring + 4 * geometry.mma_columns * (stride + geometry.most_sums),
+    )  # fmt: skip
+    parts = out.split([rows * columns for rows, columns in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@needs_emulator
+@pytest.mark.parametrize("columns", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_are_those_of_float32(dtype: str, columns: int, cuda_builds: Path) -> None:
+    geometry = planned(columns, dtype=dtype)
+    x, w = inputs(geometry, columns), weights(geometry)
+    for op, inp, out in zip(OPS, x, products(geometry, x, cuda_builds), strict=True):
+        exact, terms = inp.double() @ w[op].double().T, inp.double().abs() @ w[op].double().abs().T
+        assert ((out - exact).abs() <= UNIT * (3 * inp.shape[1]) ** 0.5 * terms + UNIT / 2).all(), op
+        seen = (out[:, :16] - inp[:, -16:]).abs().max()
+        assert seen == 0 if dtype == "bf16" else seen <= UNIT, f"{op}: inputs lose bits"
+
+
+@needs_emulator
+def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
+    """Alone, beside another, at any of eight places; and however blocks, warps and chunks are cut."""
+    eight = planned(8)
+    x = inputs(eight, 8)
+    right = products(eight, x, cuda_builds)
+    cuts = [(planned(1), 3), (planned(2), 5), (planned(3), 1)]
+    cuts += [(planned(2, warps=4, blocks_per_lane=3, chunk_bytes=512), 2), (planned(8, warps=1, chunk_bytes=1024), 0)]
+    for seed, (geometry, first) in enumerate(cuts):
+        own = [part[first : first + geometry.mma_columns] for part in x]
+        made = products(geometry, own, cuda_builds, seed)
+        for op, part, all_of_them in zip(OPS, made, right, strict=True):
+            assert torch.equal(part, all_of_them[first : first + geometry.mma_columns]), (op, geometry)
+
+
+def test_parts_depend_on_the_matrix_alone() -> None:
+    assert [parts_of(768, 3072), parts_of(3072, 384), parts_of(4000, 3072), parts_of(64, 48)] == [16, 4, 4, 1]
+
+
+def test_what_tiles_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="mma_columns = 9 is outside 0 to 8"):
+        planned(9)
+    with pytest.raises(ValueError, match=r"head matrix of a lane, 52 x 64.*multiple of 16 and rows of 16"):
+        plan(small_config(vocab_size=104), "bf16", Machine(8, 2**16, 90), mma_columns=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize(("dtype", "columns"), [("bf16", 8), ("fp16", 2)])
+def test_products_of_the_2b_model_compile(architecture: str, dtype: str, columns: int) -> None:
+    core = pytest.importorskip("cuda.core", reason="needs the cuda extra: pip install 'laneformer[cuda]'")
+    geometry = plan(LaneformerConfig.from_flavor("2b"), dtype, H200)
+    geometry = dataclasses.replace(geometry, mma_columns=columns, chunks=2)
+    options = core.ProgramOptions(arch=architecture, std="c++17", include_path=[str(f) for f in INCLUDES])
+    source = f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n'
+    assert b".text.products" in bytes(core.Program(source, "c++", options).compile("cubin").code)
