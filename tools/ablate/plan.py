@@ -22,7 +22,7 @@ class Options:
     """The variants, sizes, seeds and the training that they share (TOML)."""
     out: Path
     """Folder of results.jsonl, report.json and ablation.svg."""
-    sizes: tuple[str, ...] = ("1m",)
+    sizes: tuple[str, ...] = ("0m5",)
     """Sizes of the config to train."""
     variants: tuple[str, ...] = ()
     """Variants of the config; default: all."""
