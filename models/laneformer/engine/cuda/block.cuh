@@ -192,31 +192,43 @@ struct Block {
     }
   }
 
-  // narrow = softmax over all splits, (heads, d)
+  // narrow = softmax over all splits, (heads, d); neighbouring threads take one split each, of the same two numbers
   DEVICE void take_attention(int layer) {
     widen(kPartial);
-    for (int i = 2 * thread_index(); i < kHeads * kHeadDim; i += 2 * kThreads) {
-      const Word* of_head = words + kPartialAt + i / kHeadDim * kSplits * kPartialWords;
-      const int e = i % kHeadDim;
-      WordPair sums[kSplits], tops[kSplits];
-#pragma unroll
-      for (int s = 0; s < kSplits; ++s) {
-        sums[s] = load_words(of_head + s * kPartialWords + e);
-        tops[s] = load_words(of_head + s * kPartialWords + kHeadDim);
-      }
-      float2 sum[kSplits], top[kSplits];
-#pragma unroll
-      for (int s = 0; s < kSplits; ++s) {
-        sum[s] = wait_pair(sums[s], of_head + s * kPartialWords + e, epoch_of(layer), kPartial, watch);
-        top[s] = wait_pair(tops[s], of_head + s * kPartialWords + kHeadDim, epoch_of(layer), kPartial, watch);
-      }
-      const auto read = [&](int s, int element) {
-        return element == kHeadDim ? top[s].x : element > kHeadDim ? top[s].y : element == e ? sum[s].x : sum[s].y;
+    constexpr int kPairs = kHeads * kHeadDim / 2, kAtOnce = kThreads / kSplitThreads;
+    constexpr int kRounds = (kPairs + kAtOnce - 1) / kAtOnce, kMost = kRounds < 6 ? kRounds : 6;  // under way together
+    const int from = here(thread_index()), split = from % kSplitThreads;
+#pragma unroll 1
+    for (int begin = 0; begin < kRounds; begin += kMost) {
+      const auto number = [&](int n) { return 2 * ((begin + n / 2) * kAtOnce + from / kSplitThreads); };
+      const auto there = [&](int n) { return split < kSplits && number(n) < 2 * kPairs; };
+      const auto at = [&](int n) {
+        const int head = number(n) / kHeadDim, e = n % 2 ? kHeadDim : number(n) % kHeadDim;
+        return words + kPartialAt + (head * kSplits + split) * kPartialWords + e;
       };
-      const float weight = merged<kSplits>(kHeadDim + 1, read);
-      narrow[i] = merged<kSplits>(e, read) / weight, narrow[i + 1] = merged<kSplits>(e + 1, read) / weight;
+      WordPair parts[2 * kMost];  // two numbers, then the maximum and the weight
+#pragma unroll
+      for (int n = 0; n < 2 * kMost; ++n) {
+        parts[n] = known_pair(n % 2 ? -INFINITY : 0.0f, epoch_of(layer));
+        if (there(n)) look_at(at(n), parts[n]);
+      }
+      wait_all(parts, there, at, epoch_of(layer), kPartial, watch);
+#pragma unroll
+      for (int n = 0; n < 2 * kMost; n += 2) merge_splits(number(n), parts[n], parts[n + 1]);
     }
     sync_block();
+  }
+
+  DEVICE void merge_splits(int i, WordPair numbers, WordPair softmax) {
+    float top = softmax.a.value;
+    for (int mask = 1; mask < kSplitThreads; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+    const float share = expf(softmax.a.value - top);
+    float weight = softmax.b.value * share, sum[] = {numbers.a.value * share, numbers.b.value * share};
+    for (int mask = 1; mask < kSplitThreads; mask *= 2) weight += shuffle_xor(weight, mask);
+    const int first = spread_sum<1, kSplitThreads, 2>(sum, thread);
+    if (first < 0 || i >= kHeads * kHeadDim) return;
+#pragma unroll
+    for (int e = 0; e < spread_count(kSplitThreads, 2); ++e) narrow[i + first + e] = sum[e] / weight;
   }
 
   DEVICE void project_gate_up(int layer, float scale) {
@@ -241,7 +253,7 @@ struct Block {
     const bool now = kJoins[module][layer] == kPresent, later = kAddsDelayed[module][layer];
     const int first = Matrix<Op>::first_row(lane_warp), count = Matrix<Op>::row_count(lane_warp);
     Word sent[kLanes] = {};
-    if (later && thread < count) look(sent, module, layer - kDelay, first + thread);
+    if (later && thread < count) look(sent, module, layer - kDelay, first + thread, 0.0f);
     multiply<Op>(tape, lane_warp, narrow, out);
 #pragma unroll 1
     for (int r = thread; r < count; r += 32) {
@@ -249,7 +261,7 @@ struct Block {
         for (int d = 0; d < DEVICES; ++d)
           store_word(inbox(d) + mail_at(module, layer, lane) + first + r, out[r], epoch_of(layer));
       if (GRAPH && now) continue;  // a kernel of its own joins, when all lanes have sent
-      if (later && r >= 32) look(sent, module, layer - kDelay, first + r);
+      if (later && r >= 32) look(sent, module, layer - kDelay, first + r, 0.0f);
       join_row(module, layer, first, r, out[r], sent);
     }
   }
@@ -258,27 +270,26 @@ struct Block {
   DEVICE void join_row(int module, int layer, int first, int r, float own, Word (&sent)[kLanes]) {
     const bool now = kJoins[module][layer] == kPresent;
     const int from = now ? layer : layer - kDelay;
-    if (now) look(sent, module, from, first + r);
-    const float sum = now || kAddsDelayed[module][layer] ? received(sent, module, from, first + r, now ? own : 0.0f) : 0.0f;
+    if (now) look(sent, module, from, first + r, own);
+    const float sum = now || kAddsDelayed[module][layer] ? received(sent, module, from, first + r) : 0.0f;
     rows[r] += now ? sum : kJoins[module][layer] == kNoReduce ? kSqrtLanes * own : own + sum;
     store_word(words + kStreamAt + module * kHidden + first + r, rows[r], epoch_of(layer));
   }
 
-  // what the lanes sent of a row, as far as it is there
-  DEVICE void look(Word (&sent)[kLanes], int module, int layer, int row) const {
+  // what the lanes sent of a row, as far as it is there; `own` stands for this lane
+  DEVICE void look(Word (&sent)[kLanes], int module, int layer, int row, float own) const {
 #pragma unroll
     for (int l = 0; l < kLanes; ++l)
-      if (l != lane) sent[l] = load_word(own_inbox() + mail_at(module, layer, l) + row);
+      sent[l] = l == lane ? known_word(own, epoch_of(layer)) : load_word(own_inbox() + mail_at(module, layer, l) + row);
   }
 
-  // the sum over lanes, in their order, of what they sent; `own` stands for this lane
-  DEVICE float received(const Word (&sent)[kLanes], int module, int layer, int row, float own) const {
+  // the sum over lanes, in their order, of what they sent
+  DEVICE float received(Word (&sent)[kLanes], int module, int layer, int row) const {
+    wait_all(sent, [&](int l) { return l != lane; },
+             [&](int l) { return own_inbox() + mail_at(module, layer, l) + row; }, epoch_of(layer), kMail, watch);
     float sum = 0.0f;
 #pragma unroll
-    for (int l = 0; l < kLanes; ++l) {
-      const Word* at = own_inbox() + mail_at(module, layer, l) + row;
-      sum += l == lane ? own : wait_word(sent[l], at, epoch_of(layer), kMail, watch);
-    }
+    for (int l = 0; l < kLanes; ++l) sum += sent[l].value;
     return sum;
   }
 

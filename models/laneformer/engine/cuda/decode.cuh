@@ -44,10 +44,41 @@ DEVICE float2 rotate(float2 pair, float2 turn) {
 
 DEVICE float silu(float gate) { return gate / (1.0f + expf(-gate)); }
 
+// ---- sums over threads whose index differs in the bits from Mask to below End ----
+
+// how many of `count` sums each of the threads keeps: they halve them as often as that is even
+DEVICE constexpr int spread_count(int threads, int count) {
+  for (; threads > 1 && count % 2 == 0; threads /= 2) count /= 2;
+  return count;
+}
+
+// Each thread ends with a share of the sums, in sum[0 ..]: the first one's number, or -1 where another has the same.
+template <int Mask, int End, int Count>
+DEVICE int spread_sum(float* sum, int thread) {
+  if constexpr (Mask == End) {
+    return 0;
+  } else if constexpr (Count % 2) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) sum[i] += shuffle_xor(sum[i], Mask);
+    const int first = spread_sum<2 * Mask, End, Count>(sum, thread);
+    return thread & Mask ? -1 : first;
+  } else {
+    const bool upper = thread & Mask;
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) {
+      const float low = sum[i], high = sum[i + Count / 2];
+      sum[i] = (upper ? high : low) + shuffle_xor(upper ? low : high, Mask);
+    }
+    const int first = spread_sum<2 * Mask, End, Count / 2>(sum, thread);
+    return first < 0 ? first : first + (upper ? Count / 2 : 0);
+  }
+}
+
 // ---- attention: the keys of a KV head are dealt to `kSplits` blocks, position by position ----
 
 constexpr int kGroup = kHeads / kKvHeads;  // query heads of a KV head
 constexpr int kAttentionUnits = kKvHeads * kSplits;
+constexpr int kSplitThreads = kSplits > 8 ? 16 : kSplits > 4 ? 8 : kSplits > 2 ? 4 : kSplits;  // that merge the splits
 
 DEVICE uint16_t* kv_slots(const Weights& weights, int lane, int layer, int head, int split) {
   return weights.kv + lane * kKvLane + kKvAt[layer] + (head * kSplits + split) * kKvSlots[layer] * 2ll * kHeadDim;

@@ -47,27 +47,52 @@ struct Patience {
   }
 };
 
-// The value of a word that was loaded before; loaded again until it is of the epoch.
-DEVICE float wait_word(Word word, const Word* at, uint32_t epoch, Exchange exchange, const Watch& watch) {
+// a word that need not come
+DEVICE Word known_word(float value, uint32_t epoch) {
+#if GRAPH
+  return {value};
+#else
+  return {value, epoch};
+#endif
+}
+DEVICE WordPair known_pair(float a, uint32_t epoch) { return {known_word(a, epoch), known_word(0.0f, epoch)}; }
+
+DEVICE bool is_of(WordPair pair, uint32_t epoch) { return is_of(pair.a, epoch) & is_of(pair.b, epoch); }
+DEVICE void look_at(const Word* at, Word& word) { word = load_word(at); }
+DEVICE void look_at(const Word* at, WordPair& pair) { pair = load_words(at); }
+DEVICE void accept(const Word* at, const Word&, uint32_t epoch) { accept(at, epoch); }
+DEVICE void accept(const Word* at, const WordPair&, uint32_t epoch) { accept(at, epoch), accept(at + 1, epoch); }
+
+// Words, or pairs of neighbours, that were loaded before: the n-th from at(n), or known where not there(n). All that are
+// not of the epoch are loaded again together, as often as it takes: one round trip more, not one for each of them. What
+// a wait that was given up misses is zero.
+template <int Count, class Words, class There, class At>
+DEVICE void wait_all(Words (&words)[Count], There there, At at, uint32_t epoch, Exchange exchange, const Watch& watch) {
   Patience patience;
-  while (!is_of(word, epoch)) {
-    if (patience.ends(watch, exchange, epoch)) return 0.0f;
-    word = load_word(at);
+  for (bool ends = false;; ends = patience.ends(watch, exchange, epoch)) {
+    bool missing = false;
+#pragma unroll
+    for (int n = 0; n < Count; ++n) {
+      if (is_of(words[n], epoch)) continue;
+      missing = true;
+      if (ends)
+        words[n] = {};
+      else
+        look_at(at(n), words[n]);
+    }
+    if (!missing) break;
+    if (ends) return;
   }
-  accept(at, epoch);
-  return word.value;
+#pragma unroll
+  for (int n = 0; n < Count; ++n)
+    if (there(n)) accept(at(n), words[n], epoch);
 }
 
-// The same for two neighbours.
-DEVICE float2 wait_pair(WordPair pair, const Word* at, uint32_t epoch, Exchange exchange, const Watch& watch) {
-  Patience patience;
-  while (!is_of(pair.a, epoch) || !is_of(pair.b, epoch)) {
-    if (patience.ends(watch, exchange, epoch)) return {0.0f, 0.0f};
-    pair = load_words(at);
-  }
-  accept(at, epoch);
-  accept(at + 1, epoch);
-  return {pair.a.value, pair.b.value};
+// The value of a word that was loaded before; loaded again until it is of the epoch.
+DEVICE float wait_word(Word word, const Word* at, uint32_t epoch, Exchange exchange, const Watch& watch) {
+  Word words[1] = {word};
+  wait_all(words, [](int) { return true; }, [&](int) { return at; }, epoch, exchange, watch);
+  return words[0].value;
 }
 
 // sink(i, value of word i, value of word i + 1, beside(i)) for all even i below Count; the block's threads share the
@@ -75,22 +100,21 @@ DEVICE float2 wait_pair(WordPair pair, const Word* at, uint32_t epoch, Exchange 
 // wait for the words.
 template <int Count, class Beside, class Sink>
 DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const Watch& watch, Beside beside, Sink sink) {
-  constexpr int kPairs = Count / 2, kRounds = (kPairs + kThreads - 1) / kThreads;
-  const int thread = here(thread_index());
+  constexpr int kRounds = (Count + 2 * kThreads - 1) / (2 * kThreads);
+  const int first = 2 * here(thread_index());
+  const auto place = [&](int round) { return 2 * kThreads * round + first; };
+  const auto there = [&](int round) { return 2 * kThreads * (round + 1) <= Count || place(round) < Count; };
   WordPair pairs[kRounds];
   float2 known[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int i = round * kThreads + thread;
-    if (i < kPairs) known[round] = beside(2 * i), pairs[round] = load_words(words + 2 * i);
+    pairs[round] = known_pair(0.0f, epoch);
+    if (there(round)) known[round] = beside(place(round)), look_at(words + place(round), pairs[round]);
   }
+  wait_all(pairs, there, [&](int round) { return words + place(round); }, epoch, exchange, watch);
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int i = round * kThreads + thread;
-    if (i >= kPairs) continue;
-    const float2 values = wait_pair(pairs[round], words + 2 * i, epoch, exchange, watch);
-    sink(2 * i, values.x, values.y, known[round]);
-  }
+  for (int round = 0; round < kRounds; ++round)
+    if (there(round)) sink(place(round), pairs[round].a.value, pairs[round].b.value, known[round]);
 }
 
 template <int Count, class Sink>

@@ -253,7 +253,7 @@ class Geometry:
             f"#define DEVICES {self.devices}",
             f"#define WEIGHTS_BF16 {int(self.dtype == 'bf16')}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
-            "#ifndef TABLE\n#define TABLE __device__ constexpr  // read with an index of run time\n#endif",
+            "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
             f"enum Join {braces(map(join_name, Join))};",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             f"constexpr float kNormEps = {c.norm_eps!r}f, kSqrtLanes = {math.sqrt(c.num_lanes)!r}f;",
