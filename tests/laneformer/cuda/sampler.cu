@@ -5,7 +5,7 @@
 struct Picks {
   Sampling sampling;
   const float* logits;  // [vocabulary]
-  Word* words;          // [vocabulary]
+  Word* words;          // [logit, score][vocabulary]
   int* tokens;          // [count]
   int first, count;
 };
@@ -13,17 +13,17 @@ struct Picks {
 void pick(Picks p) {
   Candidate* candidates = reinterpret_cast<Candidate*>(dynamic_shared());
   float* per_warp = reinterpret_cast<float*>(candidates + kWarps);
-  constexpr int kAll = kLanes * kVocab;
   for (int i = 0; i < p.count; ++i) {
     const int position = p.first + i;
     Candidate best = no_candidate();
     for (int token = kAll - 1 - thread_index(); token >= 0; token -= kThreads) {
-      best = better(best, {p.sampling.score(p.logits[token], position, token), token});
+      const float score = p.sampling.score(p.logits[token], position, token);
+      best = better(best, {score, token});
       store_word(p.words + token, p.logits[token], i + 1);
+      store_word(p.words + kAll + token, score, i + 1);
     }
-    const int token = p.sampling.filters()
-                          ? draw(p.sampling, p.words, i + 1, position, per_warp, candidates, {})
-                          : best_of_block(best, candidates).token;
+    int token = best_of_block(best, candidates).token;
+    if (p.sampling.filters()) token = draw(p.sampling, token, p.words, i + 1, per_warp, candidates, {});
     if (thread_index() == 0) p.tokens[i] = token;
     sync_block();
   }

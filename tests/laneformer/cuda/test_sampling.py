@@ -43,8 +43,8 @@ class Picks(ctypes.Structure):
 class Sampler:
     """The sampler's kernel on the emulator."""
 
-    def __init__(self, builds: Path):
-        self.geometry = plan(small_config(vocab_size=VOCAB), "bf16", SMALL, warps=2)
+    def __init__(self, builds: Path, vocab: int = VOCAB, warps: int = 2):
+        self.geometry = plan(small_config(vocab_size=vocab), "bf16", SMALL, warps=warps)
         source = f'#define GRAPH 0\n{self.geometry.constants()}#include "sampler.cu"\n'
         self.library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
@@ -52,9 +52,10 @@ class Sampler:
         self, logits: np.ndarray, how: Sampling, count: int = COUNT, order: int = 0, first: int = 0
     ) -> np.ndarray:
         """The tokens of `count` positions from `first` on."""
-        words, tokens = np.zeros(VOCAB, np.uint64), np.full(count, -1, np.int32)
+        words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(how, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, first, count)
-        emulator.launch(self.library, "pick", argument, blocks=1, threads=64, shared_bytes=1024, seed=order)
+        threads = 32 * self.geometry.warps
+        emulator.launch(self.library, "pick", argument, blocks=1, threads=threads, shared_bytes=1024, seed=order)
         return tokens
 
 
@@ -184,6 +185,14 @@ def test_equal_logits_stay_together(sampler: Sampler, filters: dict[str, Any]) -
     tokens = sampler(logits, how)
     np.testing.assert_array_equal(tokens, drawn(logits, how))
     assert set(tokens) == {3, 40, 70, 71, 110, 151}
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 300, "top_p": 0.5}, {"top_k": 2000}, {"top_p": 0.4}], ids=str)
+def test_more_logits_than_registers(cuda_builds: Path, filters: dict[str, Any]) -> None:
+    """2,072 of them for 32 threads, which keep 64 each and read the others again; signs and ties are mixed in."""
+    logits = (np.random.default_rng(1).standard_normal(2072) * 16).round().astype(np.float32) / 16
+    how = sampling(2.0, 4, **filters)
+    np.testing.assert_array_equal(Sampler(cuda_builds, 2072, 1)(logits, how, 40), drawn(logits, how, 40))
 
 
 def test_greedy_ignores_filters(sampler: Sampler) -> None:

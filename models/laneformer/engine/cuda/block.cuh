@@ -302,8 +302,12 @@ struct Block {
       const int token = lane * kVocab + first + r;
       const float logit = out[r] * scale;
       if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
-      if (p.sampling.filters()) store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);  // who draws is there
-      best = better(best, {p.sampling.score(logit, position, token), token});
+      const float score = p.sampling.score(logit, position, token);
+      if (p.sampling.filters()) {  // who draws is there
+        store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);
+        store_word(inbox(0) + kScoresAt + kAll + token, score, token_epoch + 1);
+      }
+      best = better(best, {score, token});
     }
     return best;
   }
@@ -333,7 +337,8 @@ struct Block {
     return best.token;
   }
 
-  DEVICE int draw_one() {
-    return draw(p.sampling, own_inbox() + kScoresAt, token_epoch + 1, position, per_warp, candidates, watch);
+  // `best`: what filters may leave out
+  DEVICE int draw_one(int best) {
+    return draw(p.sampling, best, own_inbox() + kScoresAt, token_epoch + 1, per_warp, candidates, watch);
   }
 };

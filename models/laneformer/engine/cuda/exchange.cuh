@@ -136,8 +136,8 @@ constexpr int kLaneWords = kActivationAt + kIntermediate;  // even, as all of th
 constexpr int kBlocks = kLanes * kBlocksPerLane;  // of all devices
 constexpr int kMailWords = 2 * kMailSlots * kLanes * kHidden;
 constexpr int kBestAt = kMailWords;                // [token % 2][block][score, token]
-constexpr int kScoresAt = kBestAt + 4 * kBlocks;   // [vocabulary], for the sampler
-constexpr int kChoiceAt = kScoresAt + kLanes * kVocab;
+constexpr int kScoresAt = kBestAt + 4 * kBlocks;   // [logit, score][vocabulary], for the sampler
+constexpr int kChoiceAt = kScoresAt + 2 * kLanes * kVocab;
 constexpr int kInboxWords = kChoiceAt + 2;
 
 // the partial outputs of one lane: module 0 is attention, 1 the MLP

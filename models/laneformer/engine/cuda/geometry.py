@@ -216,7 +216,7 @@ class Geometry:
         """Words that all lanes write to every device (exchange.cuh: kInboxWords)."""
         c = self.config
         mail = 2 * self.mail_slots * c.num_lanes * c.hidden_size
-        return mail + 4 * c.num_lanes * self.blocks_per_lane + c.vocab_size + 2
+        return mail + 4 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
     def constants(self) -> str:
         """The C++ text in front of the kernels."""

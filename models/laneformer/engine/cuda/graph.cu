@@ -90,7 +90,8 @@ KERNEL(head)(const __grid_constant__ Decode p) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) choose(const __grid_constant__ Decode p) {
   Step step = Step::begin<-1>(p);
   bool cancelled;
-  int token = p.sampling.filters() ? step.draw_one() : step.take_best(cancelled);
+  int token = step.take_best(cancelled);
+  if (p.sampling.filters()) token = step.draw_one(token);
   const int now = p.graph->step, made = now + 2 - p.prompt_count;
   sync_block();  // all have read the state
   if (thread_index()) return;

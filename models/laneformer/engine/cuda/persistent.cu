@@ -56,13 +56,11 @@ struct Persistent : Block {
   DEVICE int choose(Candidate own, bool& cancelled) {
     const bool decides = p.device == 0 && block_index() == 0;
     const uint32_t cancel = decides && load_flag(p.cancel) ? kCancelled : 0;
-    if (!p.sampling.filters()) {
-      publish_best(own, cancel);
-      return take_best(cancelled);
-    }
+    publish_best(own, cancel);
+    if (!p.sampling.filters()) return take_best(cancelled);
     Word* choice = own_inbox() + kChoiceAt;
     if (decides) {
-      const int token = draw_one();
+      const int token = draw_one(take_best(cancelled));
       for (int d = thread_index(); d < DEVICES; d += kThreads)
         store_word(inbox(d) + kChoiceAt, float_of(static_cast<uint32_t>(token) | cancel), token_epoch + 1);
     }
