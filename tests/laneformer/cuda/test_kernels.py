@@ -144,7 +144,7 @@ def test_a_wish_to_stop_ends_the_launch(plain: Emulated, prompt: int) -> None:
         ({}, {"chunk_bytes": 700}, r"chunk_bytes = 700 must be a .*multiple of 512"),
         ({}, {"chunk_bytes": 0}, r"chunk_bytes = 0 must be a .*multiple of 512"),
         ({}, {"machine": Machine(1, 2**16, 90)}, r"2 lanes need 2 multiprocessors, this GPU has 1; use more GPUs"),
-        ({}, {"machine": Machine(8, 9000, 90)}, r"9000 bytes.*too few for a ring of two chunks.*use fewer warps"),
+        ({}, {"machine": Machine(8, 2000, 90)}, r"2000 bytes.*too few for a ring of two chunks.*use fewer warps"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:

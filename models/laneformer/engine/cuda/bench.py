@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ..options import in_range
-from .compile import Kernels
 from .geometry import OPS, Geometry
+from .launch import Kernels
 from .memory import DeviceMemory
 from .sequence import SequenceDecoder
 

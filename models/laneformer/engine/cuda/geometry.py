@@ -24,10 +24,14 @@ SEGMENT_BYTES = 512
 MOST_CHUNKS = 16  # deeper rings hide nothing more
 MOST_STOPS = 16
 MOST_WARPS = 32
+MOST_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
 MOST_SPLITS = 16  # of the keys: each reader of the attention merges them all
 MOST_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
 TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment
 MOST_PARTS, LEAST_UNITS = 16, 768  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
+RESERVED_BYTES = 1024  # of shared memory, which the system keeps of each block
+# to try, the best first: fewer warps compute less at once, small chunks read the inputs of a matrix more often
+WARPS, CHUNK_BYTES = (16, 12, 8, 4, 2, 1), (2048, 1024, SEGMENT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Machine:
     multiprocessors: int
     shared_bytes: int
     architecture: int  # 90 for sm_90
+
+    def shared_among(self, blocks: int) -> int:
+        """The same for each of so many blocks that are resident together."""
+        return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
 
 
 H200 = Machine(132, 227 * 1024, 90)
@@ -288,13 +296,17 @@ def plan(
     machine: Machine,
     *,
     devices: int = 1,
-    warps: int = 16,
-    chunk_bytes: int = 2048,
+    resident: int = 1,
+    warps: int | None = None,
+    chunk_bytes: int | None = None,
     blocks_per_lane: int | None = None,
     wide_exchanges: bool = False,
     mma_columns: int = 0,
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
+
+    `resident`: blocks that a multiprocessor holds together; two for the graph version, whose kernels overlap. What is
+    not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits.
 
     ValueError where the model does not fit the kernels or the GPU; the message says what would.
     """
@@ -306,22 +318,38 @@ def plan(
     blocks = most if blocks_per_lane is None else blocks_per_lane
     if not 1 <= blocks <= most:
         raise ValueError(f"blocks_per_lane = {blocks} is outside 1 to {most} ({there} multiprocessors)")
-    if not 1 <= warps <= MOST_WARPS:
-        raise ValueError(f"warps = {warps} is outside 1 to {MOST_WARPS}, which is what a block can have")
-    if chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES:
+    most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident)
+    if warps is not None and not 1 <= warps <= most_warps:
+        raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
+    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
     if not 0 <= mma_columns <= MOST_COLUMNS:
         raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
-    bare = Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges, mma_columns)
+
+    def bare(warps: int, chunk_bytes: int) -> Geometry:
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges, mma_columns)
+
     for op in OPS:
-        check_matrix(op, bare.matrix(op), bare.warps_per_lane)
-    chunks = min(MOST_CHUNKS, (machine.shared_bytes - bare.shared_bytes) // (warps * (chunk_bytes + 8)))
-    if chunks < 2:
-        raise ValueError(
-            f"{machine.shared_bytes} bytes of shared memory a block are too few for a ring of two chunks: "
-            f"{bare.fixed_shared_bytes} go to activations; use fewer warps ({warps}) or smaller chunks ({chunk_bytes})"
-        )
-    return dataclasses.replace(bare, chunks=chunks)
+        check_matrix(op, bare(1, 0).matrix(op), blocks * most_warps)
+
+    def cut(warps: int, chunk_bytes: int, resident: int) -> Geometry:
+        without = bare(warps, chunk_bytes)
+        left = machine.shared_among(resident) - without.shared_bytes
+        return dataclasses.replace(without, chunks=min(MOST_CHUNKS, left // (warps * (chunk_bytes + 8))))
+
+    sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES
+    # sums over a block depend on its warps, so both versions have the same, where both fit
+    counts = sorted((warps,) if warps else WARPS, key=lambda count: cut(count, sizes[-1], 2).chunks < 2)
+    cuts = [cut(count, size, resident) for count in counts for size in sizes]
+    for geometry in cuts:
+        if geometry.chunks >= 2:
+            return geometry
+    least = min(cuts, key=lambda geometry: geometry.fixed_shared_bytes)
+    raise ValueError(
+        f"{machine.shared_among(resident)} bytes of shared memory a block are too few for a ring of two chunks: "
+        f"{least.fixed_shared_bytes} go to activations; use "
+        + ("fewer warps or smaller chunks" if warps or chunk_bytes else "another GPU or the CPU engine")
+    )
 
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:

@@ -6,7 +6,9 @@ each token. Both read the same tapes and give the same tokens, bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +17,8 @@ import torch
 from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import RequestFailed, Sampling
-from .compile import Kernels, describe
 from .geometry import Geometry, plan
+from .launch import Kernels, NotResident, describe
 from .memory import EXCHANGES, DeviceMemory
 from .prefill import DeviceCache, plain_model, prefill, streams
 
@@ -43,23 +45,43 @@ class SequenceDecoder:
 
         A GPU that is named more than once is shared out.
         """
-        self.config, self.tensors, self.version, self.limit_s = config, tensors, version, limit_s
-        self.devices = [torch.device(device) for device in devices]
+        self.config, self.tensors, self.dtype, self.limit_s = config, tensors, dtype, limit_s
+        self.devices, self._shape = [torch.device(device) for device in devices], shape
         if version == "graph" and len(devices) > 1:
             raise ValueError("the graph version runs on one GPU; use version = 'persistent' for several")
-        machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
-        machine = type(machine)(machine.multiprocessors // sharing, machine.shared_bytes, machine.architecture)
-        if version == "graph":  # two blocks a multiprocessor, so that kernels overlap; 1 KB is the system's
-            machine = type(machine)(machine.multiprocessors, machine.shared_bytes // 2 - 1024, machine.architecture)
-        self.geometry: Geometry = plan(config, dtype, machine, devices=len(devices), **shape)
         connect(self.devices)
-        self.memories = [DeviceMemory(self.geometry, tensors, i, device) for i, device in enumerate(self.devices)]
-        self.kernels = [Kernels(version, self.geometry, device) for device in self.devices]
-        self.cached: list[int] = []  # ids whose keys and values are there
         self._model: torch.nn.Module | None = None
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
+        try:
+            self._build(version)
+        except NotResident as error:
+            self._fall_back(error)
+
+    def _build(self, version: str) -> None:
+        """Kernels and memory. NotResident: the persistent version's blocks would not all run at once."""
+        machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
+        machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing)
+        resident = 2 if version == "graph" else 1  # two, so that kernels overlap
+        self.version = version
+        self.cached: list[int] = []  # ids whose keys and values are there
+        self.geometry: Geometry = plan(
+            self.config, self.dtype, machine, devices=len(self.devices), resident=resident, **self._shape
+        )
+        self.kernels = [Kernels(version, self.geometry, device, sharing > 1) for device in self.devices]
+        names = {step[0] for step in graph_kernels(self.geometry)} if version == "graph" else {"decode"}
         for kernels in self.kernels:
-            kernels.load(*({step[0] for step in graph_kernels(self.geometry)} if version == "graph" else ["decode"]))
+            if version == "persistent":
+                kernels.require_resident("decode", sharing)
+            kernels.load(*names)
+        self.memories = [DeviceMemory(self.geometry, self.tensors, i, device) for i, device in enumerate(self.devices)]
+
+    def _fall_back(self, error: NotResident) -> None:
+        """Go on as the graph version, whose blocks do not wait for each other; RuntimeError where that cannot be."""
+        if len(self.devices) > 1 or self._shape.get("wide_exchanges"):
+            raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
+        warnings.warn(f"the graph version decodes, as the persistent one cannot run: {error}", stacklevel=3)
+        self.memories, self.kernels, self.arguments = [], [], []
+        self._build("graph")
 
     @property
     def model(self) -> Any:
@@ -97,7 +119,11 @@ class SequenceDecoder:
         for memory in self.memories:  # whatever becomes of this request, no other one uses its epochs
             memory.epoch += self.read_tokens + max_tokens
         self._synchronize()
-        self._launch()
+        try:
+            self._launch()
+        except NotResident as error:
+            self._fall_back(error)
+            self.start(ids, max_tokens, stops, sampling, reuse_prefix, logits)
 
     def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
         """Read `ids` with the PyTorch model: the lanes' streams of ids[start:], (1, S, L, D) a chunk, to score them.

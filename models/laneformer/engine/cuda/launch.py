@@ -1,0 +1,116 @@
+"""Kernels on a GPU: loaded, checked against what can be resident, launched on torch's streams.
+
+Calls go to the driver, because the argument of a launch is a structure. Streams are torch's, so that torch captures
+graphs, orders copies and frees memory as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from .compile import compile_cubin
+from .geometry import Geometry, Machine
+
+
+class NotResident(RuntimeError):
+    """The blocks of a launch, which wait for each other, would not all run at once."""
+
+
+def describe(device: torch.device) -> Machine:
+    """What of this GPU decides the geometry; ValueError for one that is too old."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    architecture = 10 * properties.major + properties.minor
+    if architecture < 80:
+        raise ValueError(f"{properties.name} is sm_{architecture}; the CUDA engine needs sm_80 (A100) or newer")
+    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin, architecture)
+
+
+class Kernels:
+    """The kernels of one version ("persistent", "graph" or "probe") on one GPU."""
+
+    def __init__(self, version: str, geometry: Geometry, device: torch.device, shared: bool = False):
+        """`shared`: other launches wait for this one's blocks and run beside them on the same GPU."""
+        from cuda.bindings import driver
+
+        self.geometry, self.device, self.version = geometry, device, version
+        self.architecture = describe(device).architecture
+        # The driver then promises that all blocks are resident at once; but two such launches may not overlap.
+        self.cooperative = version == "persistent" and not shared
+        name = f"sm_{self.architecture}" + ("a" if self.architecture >= 90 else "")
+        cubin = compile_cubin(version, geometry, name)
+        torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
+        self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        self._kernels: dict[str, Any] = {}
+
+    def launch(self, name: str, argument: ctypes.Structure, blocks: int | None = None) -> None:
+        """Start a kernel on torch's current stream; the graph's overlap. NotResident: where that does not fit."""
+        from cuda.bindings import driver
+
+        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks or self.geometry.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * self.geometry.warps, 1, 1
+        config.sharedMemBytes = self.geometry.shared_bytes
+        config.hStream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
+        ids = driver.CUlaunchAttributeID
+        if self.cooperative:
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+        else:
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlaps = self.version == "graph" and self.architecture >= 90
+            attribute.value.programmaticStreamSerializationAllowed = int(overlaps)
+        config.attrs, config.numAttrs = [attribute], 1
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
+
+    def load(self, *names: str) -> None:
+        """Bring kernels to the GPU before their first launch, which may be in a capture or beside a spinning kernel."""
+        from cuda.bindings import driver
+
+        registers = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        with torch.cuda.device(self.device):
+            for name in names:  # who asks for a number of the code has it loaded; cuFuncLoad needs a driver of 12.4
+                check(driver.cuFuncGetAttribute(registers, check(driver.cuKernelGetFunction(self._kernel(name)))))
+
+    def require_resident(self, name: str, launches: int = 1) -> None:
+        """NotResident: the GPU cannot hold all blocks of so many launches at once."""
+        from cuda.bindings import driver
+
+        threads, shared = 32 * self.geometry.warps, self.geometry.shared_bytes
+        function, there = driver.CUfunction(int(self._kernel(name))), describe(self.device).multiprocessors
+        with torch.cuda.device(self.device):
+            each = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
+        if each * there < launches * self.geometry.blocks:
+            raise NotResident(
+                f"{launches * self.geometry.blocks} blocks of {threads} threads and {shared} bytes of shared memory "
+                f"have to run at once, and {there} multiprocessors hold {each} each"
+            )
+
+    def _kernel(self, name: str) -> Any:
+        if name not in self._kernels:
+            from cuda.bindings import driver
+
+            kernel = check(driver.cuLibraryGetKernel(self._library, name.encode()))
+            attributes = driver.CUfunction_attribute
+            values = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: self.geometry.shared_bytes}
+            # percent of the memory that is also the L1: equal for all, as a change between kernels drains the GPU
+            values[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = 100
+            for attribute, value in values.items():
+                check(driver.cuKernelSetAttribute(attribute, value, kernel, self.device.index or 0))
+            self._kernels[name] = kernel
+        return self._kernels[name]
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """What a driver call gave; RuntimeError where it failed, NotResident for a cooperative launch that cannot be."""
+    from cuda.bindings import driver
+
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        too_large = status == driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+        raise (NotResident if too_large else RuntimeError)(f"CUDA: {status.name}: {(text or b'').decode()}")
+    return values[0] if values else None

@@ -1,0 +1,189 @@
+"""A process in which the driver is fake_driver.c: the engine's own launches of every version on every card.
+
+    python -m tests.laneformer.cuda.fake_run LIBRARY
+
+It ends with one line of JSON: {"cards": {card: {version: launches}}, "planted": {fault: launches or an error's text},
+"requests": {what: {"launches", "warnings", "error"}}}. NVRTC is replaced too: an image says what a compiler promises,
+the registers of __launch_bounds__ and the size of the argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda import launch, sequence
+from laneformer.engine.cuda.bench import Probe
+from laneformer.engine.cuda.geometry import Geometry, plan
+from laneformer.engine.cuda.memory import DeviceMemory, decode_structure
+from tests.laneformer.cuda.cards import CARDS, REGISTERS, Card
+from tests.laneformer.cuda.harness import KERNELS, random_model, small_config, tensors_of
+
+STREAM = 0x5EED
+H200 = CARDS["H100 SXM, NVL, H200, GH200"]
+NAMES = {**KERNELS, "probe": ("stream", "loads")}
+CONFIG = LaneformerConfig.from_flavor("2b")
+# text of launch.py -> what a mistake there would make of it
+FAULTS = {
+    "the number of another attribute": ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
+    "not cooperative": ('self.cooperative = version == "persistent" and not shared', "self.cooperative = False"),
+    "less shared memory": ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
+    "the limit is not raised": ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
+    "threads for warps": ("= 32 * self.geometry.warps, 1, 1", "= self.geometry.warps, 1, 1"),
+    "another stream": ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
+    "another argument": ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
+    "no overlap": ('self.version == "graph" and', "False and"),
+}
+
+
+class FakeDriver:
+    def __init__(self, library: str):
+        """Whoever asks for libcuda.so.1 in this process gets `library`, as it has that name."""
+        self.library = ctypes.CDLL(library)
+        self.library.fake_log.restype = ctypes.c_char_p
+        self.card = H200
+
+    def use(self, card: Card, driver: int = 13000, most_blocks: int = 1 << 30) -> None:
+        self.card = card
+        fields = (driver, card.architecture, card.multiprocessors, card.threads, REGISTERS, card.shared_total)
+        self.library.fake_card((ctypes.c_int * 8)(*fields, card.shared_block, most_blocks))
+
+    def launches(self) -> list[dict[str, Any]]:
+        """Those since the last call."""
+        return [json.loads(line) for line in self.library.fake_log().decode().splitlines()]
+
+    def properties(self, device: Any) -> SimpleNamespace:
+        card = self.card
+        return SimpleNamespace(
+            name="fake", major=card.architecture // 10, minor=card.architecture % 10,
+            multi_processor_count=card.multiprocessors, shared_memory_per_block_optin=card.shared_block,
+        )  # fmt: skip
+
+
+def image(version: str, geometry: Geometry, architecture: str, **options: Any) -> bytes:
+    """What fake_driver.c takes for machine code."""
+    resident = 2 if version == "graph" else 1
+    lines = [f"{''.join(c for c in architecture if c.isdigit())} 13"]
+    for name in NAMES[version]:
+        registers = min(255, REGISTERS // (32 * geometry.warps * (1 if name == "choose" else resident)) // 8 * 8)
+        lines.append(f"{name} {registers} {ctypes.sizeof(argument_of(version, geometry))}")
+    return ("\n".join(lines) + "\n\0").encode()
+
+
+class Graph:
+    def replay(self) -> None:
+        pass
+
+
+def replace_torch(driver: FakeDriver) -> None:
+    """What the engine asks of torch's CUDA, on the CPU."""
+    stream = SimpleNamespace(cuda_stream=STREAM, query=lambda: True, synchronize=lambda: None)
+    replaced: dict[str, Any] = {
+        "get_device_properties": driver.properties, "synchronize": lambda *device: None,
+        "device": lambda device: contextlib.nullcontext(), "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": lambda device: stream, "Stream": lambda device: stream, "CUDAGraph": Graph,
+        "graph": lambda *given, **options: contextlib.nullcontext(),
+    }  # fmt: skip
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    sequence.connect = lambda devices: None
+    sequence.DeviceMemory = lambda geometry, tensors, i, device: DeviceMemory(geometry, tensors, i, "cpu")  # type: ignore[misc,assignment]
+    launch.compile_cubin = image  # type: ignore[assignment]
+
+
+def argument_of(version: str, geometry: Geometry) -> type[ctypes.Structure]:
+    return Probe if version == "probe" else decode_structure(geometry)
+
+
+def filled(version: str, geometry: Geometry) -> bytes:
+    """An argument's bytes, all of them known."""
+    return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
+
+
+def launched(driver: FakeDriver, card: Card, version: str, kernels: ModuleType | Any = launch) -> list[dict[str, Any]]:
+    """Every kernel of a version once, as planned for the card."""
+    driver.use(card)
+    geometry = plan(CONFIG, "bf16", card.machine, resident=2 if version == "graph" else 1)
+    loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
+    if version == "persistent":
+        loaded.require_resident("decode")
+    loaded.load(*NAMES[version])
+    argument = argument_of(version, geometry).from_buffer_copy(filled(version, geometry))
+    for name in NAMES[version]:
+        loaded.launch(name, argument, 1 if name == "choose" else None)
+    return driver.launches()
+
+
+def planted(driver: FakeDriver, wrong: str, right: str) -> list[dict[str, Any]] | str:
+    """The launches of both versions by a launch.py with this fault; or the error."""
+    text = Path(launch.__file__).read_text()
+    assert text.count(right) == 1, f"{right!r} does not stand once in launch.py"
+    module = ModuleType("laneformer.engine.cuda.planted")
+    exec(compile(text.replace(right, wrong), "planted", "exec"), module.__dict__)
+    module.compile_cubin = image  # type: ignore[attr-defined]
+    try:
+        return [record for version in ("persistent", "graph") for record in launched(driver, H200, version, module)]
+    except RuntimeError as error:
+        return str(error)
+
+
+def request(driver: FakeDriver, act: Callable[[], object]) -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        error = None
+        try:
+            act()
+        except (RuntimeError, ValueError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    found = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
+    return {"launches": driver.launches(), "warnings": found, "error": error}
+
+
+def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whole requests of a small model: as usual, where the launch cannot be, two groups of lanes on one GPU."""
+    config = small_config()
+    tensors = tensors_of(random_model(config), "bf16")
+
+    def decode(version: str = "persistent", devices: tuple[str, ...] = ("cuda:0",), **shape: Any) -> Callable[[], None]:
+        def act() -> None:
+            decoder = sequence.SequenceDecoder(config, tensors, "bf16", devices, version, **shape)
+            decoder.start([1, 2, 3], 4)
+
+        return act
+
+    driver.use(H200)
+    yield "persistent", request(driver, decode())
+    yield "graph", request(driver, decode("graph"))
+    yield "shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
+    driver.use(H200, most_blocks=16)
+    yield "others are there", request(driver, decode())
+    yield "others are there, wide", request(driver, decode(wide_exchanges=True))
+    driver.use(H200)
+    launch.compile_cubin = lambda *given: image(*given).replace(b"decode 128", b"decode 255")  # type: ignore[assignment]
+    yield "too many registers", request(driver, decode())
+    yield "too many registers, shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
+    launch.compile_cubin = image  # type: ignore[assignment]
+    driver.use(H200, driver=12080)
+    yield "an image that is too new", request(driver, decode())
+
+
+def main() -> None:
+    driver = FakeDriver(sys.argv[1])
+    replace_torch(driver)
+    cards = {name: {version: launched(driver, card, version) for version in NAMES} for name, card in CARDS.items()}
+    faults = {name: planted(driver, wrong, right) for name, (right, wrong) in FAULTS.items()}
+    print(json.dumps({"cards": cards, "planted": faults, "requests": dict(requests(driver))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Every launch fits every card: the planner's numbers, and what reaches a driver that refuses what a real one would.
+
+fake_driver.c stands in for libcuda.so.1 in a process of its own (fake_run.py); cuda-bindings and launch.py are the real
+ones. The drivers' rules that it knows are written down there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laneformer.config import FLAVORS, LaneformerConfig
+from laneformer.engine.cuda.geometry import RESERVED_BYTES, Machine, plan
+from tests.laneformer.cuda.cards import CARDS, LIMITS, Card
+from tests.laneformer.cuda.fake_run import CONFIG, FAULTS, H200, NAMES, STREAM, filled
+from tests.laneformer.cuda.harness import small_config
+
+ROOT = Path(__file__).resolve().parents[3]
+COOPERATIVE, OVERLAP = 2, 6  # CUlaunchAttributeID in cuda.h
+
+
+# ---- the plan ----
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("name", CARDS)
+def test_both_versions_fit_every_card(flavor: str, name: str) -> None:
+    """With equal warps, as sums over a block depend on them, and rings of at least two chunks."""
+    card, config = CARDS[name], LaneformerConfig.from_flavor(flavor)
+    found = {resident: plan(config, "bf16", card.machine, resident=resident) for resident in (1, 2)}
+    for resident, geometry in found.items():
+        assert geometry.chunks >= 2
+        assert geometry.blocks <= card.multiprocessors
+        assert geometry.shared_bytes <= card.shared_block
+        assert resident * (geometry.shared_bytes + RESERVED_BYTES) <= card.shared_total
+        assert resident * 32 * geometry.warps <= card.threads
+    assert found[1].warps == found[2].warps
+
+
+def test_every_card_keeps_1_kib_of_a_multiprocessor() -> None:
+    assert all(1024 * (total - block) == RESERVED_BYTES for total, block, _ in LIMITS.values())
+
+
+def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
+    config = small_config()
+    fixed = plan(config, "bf16", Machine(8, 2**20, 90), warps=16).fixed_shared_bytes
+    ring = 16 * 2 * 8
+
+    def cut(shared: int, **given: int) -> tuple[int, int, int]:
+        geometry = plan(config, "bf16", Machine(8, shared, 90), **given)
+        return geometry.warps, geometry.chunk_bytes, geometry.chunks
+
+    assert cut(2**20) == (16, 2048, 16)
+    both = 2 * (fixed + ring + 16 * 2 * 512 + RESERVED_BYTES) - RESERVED_BYTES  # of two blocks, the least that fits
+    assert cut(both)[0] == 16
+    assert cut(both, resident=2) == (16, 512, 2)
+    assert cut(both - 2)[0] == cut(both - 2, resident=2)[0] == 12
+    assert cut(both - 2, warps=16)[0] == 16
+    assert cut(both, chunk_bytes=2048, resident=2)[:2] == (4, 2048)
+    with pytest.raises(
+        ValueError, match=r"1200 bytes .* a block are too few .*: \d+ go to activations; use another GPU"
+    ):
+        cut(1200)
+    with pytest.raises(ValueError, match="warps = 25 is outside 1 to 24"):
+        cut(2**20, warps=25, resident=2)
+
+
+# ---- the driver ----
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What fake_run.py prints."""
+    pytest.importorskip("cuda.bindings.driver")
+    compiler = shutil.which("gcc") or pytest.skip("needs gcc")
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    source = Path(__file__).with_name("fake_driver.c")
+    options = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}"]
+    subprocess.run([compiler, *options, str(source), "-o", str(library), "-ldl"], check=True)
+    command = [sys.executable, "-m", "tests.laneformer.cuda.fake_run", str(library)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with the launches of all kernels of a version; each has run once, in order."""
+    geometry = plan(CONFIG, "bf16", card.machine, resident=2 if version == "graph" else 1)
+    attribute = {
+        "persistent": [COOPERATIVE, 1], "graph": [OVERLAP, int(card.architecture >= 90)], "probe": [OVERLAP, 0],
+    }[version]  # fmt: skip
+    found = [] if [launch["kernel"] for launch in launches] == list(NAMES[version]) else ["kernels"]
+    for launch in launches:
+        right = {
+            "grid": [1 if launch["kernel"] == "choose" else geometry.blocks, 1, 1],
+            "block": [32 * geometry.warps, 1, 1], "shared": geometry.shared_bytes,
+            "most_shared": geometry.shared_bytes, "stream": STREAM, "loaded": 1, "carveout": 100,
+            "attributes": [attribute], "argument": filled(version, geometry).hex(),
+        }  # fmt: skip
+        found += [key for key, value in right.items() if launch[key] != value]
+        if launch["kernel"] != "choose" and launch["resident"] < (2 if version == "graph" else 1):
+            found.append("resident")
+    return found
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_launch_on_every_card(made: dict[str, Any], name: str) -> None:
+    """Attributes, sizes, stream and argument; loaded and given its shared memory before."""
+    for version, launches in made["cards"][name].items():
+        assert faults_of(CARDS[name], version, launches) == [], version
+    assert set(made["cards"][name]) == set(NAMES)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_launch_is_found(made: dict[str, Any], fault: str) -> None:
+    launches = made["planted"][fault]
+    if isinstance(launches, str):  # the driver refused
+        assert "CUDA_ERROR_INVALID_VALUE" in launches
+    else:
+        assert faults_of(H200, "persistent", launches[:1]) or faults_of(H200, "graph", launches[1:])
+
+
+def kernels_and_attributes(request: dict[str, Any]) -> list[tuple[str, list[list[int]]]]:
+    return [(launch["kernel"], launch["attributes"]) for launch in request["launches"]]
+
+
+def test_requests_launch_what_their_version_has(made: dict[str, Any]) -> None:
+    found = made["requests"]
+    assert kernels_and_attributes(found["persistent"]) == [("decode", [[COOPERATIVE, 1]])]
+    names = [name for name, _ in kernels_and_attributes(found["graph"])]
+    first, layer = ["qkv", "attention", "output", "gate_up", "down"], ["qkv", "attention", "output"]
+    assert names[:3] == layer
+    assert names[-2:] == ["head", "choose"]
+    assert set(first) <= set(names)
+    assert all(
+        not request["warnings"] and request["error"] is None for request in (found["persistent"], found["graph"])
+    )
+
+
+def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(made: dict[str, Any]) -> None:
+    """Two cooperative launches may run one after the other, and each waits for the other's words."""
+    request = made["requests"]["shared"]
+    assert kernels_and_attributes(request) == 2 * [("decode", [[OVERLAP, 0]])]
+    assert sum(launch["grid"][0] for launch in request["launches"]) <= H200.multiprocessors
+    assert request["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [("others are there", "LAUNCH_TOO_LARGE"), ("too many registers", "132 multiprocessors hold 0")]
+)
+def test_the_graph_decodes_where_blocks_cannot_be_resident(made: dict[str, Any], case: str, reason: str) -> None:
+    """Found at the launch or before it; said once."""
+    request = made["requests"][case]
+    assert kernels_and_attributes(request) == kernels_and_attributes(made["requests"]["graph"])
+    (said,) = request["warnings"]
+    assert "the graph version decodes" in said
+    assert reason in said
+    assert request["error"] is None
+
+
+@pytest.mark.parametrize("case", ["others are there, wide", "too many registers, shared"])
+def test_without_a_graph_it_is_an_error(made: dict[str, Any], case: str) -> None:
+    request = made["requests"][case]
+    assert not request["launches"]
+    assert "use whole GPUs" in request["error"]
+
+
+def test_an_image_that_the_driver_does_not_know(made: dict[str, Any]) -> None:
+    assert "CUDA_ERROR_INVALID_IMAGE" in made["requests"]["an image that is too new"]["error"]
