@@ -134,10 +134,12 @@ class Engine:
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start: the
         four combinations of threads and dtype that were used last.
         `context_tokens` replaces the config's max_position_embeddings. `lanes` of a Llama-family model: by default as
-        many as share the threads evenly and divide its heads and MLP rows. Other `options` as in Engine.
+        many as share the threads evenly and divide its heads and MLP rows; on GPUs up to 8, that divide its vocabulary
+        as well. Other `options` as in Engine.
         """
-        on_cpu = not cuda_devices(device)
-        checkpoint = read_checkpoint(Path(path), lanes, threads and threads * options.get("processes", 1), dtype)
+        gpus = len(cuda_devices(device))
+        on_cpu = gpus == 0
+        checkpoint = read_checkpoint(Path(path), lanes, threads and threads * options.get("processes", 1), dtype, gpus)
         config = checkpoint.config if context_tokens is None else with_context(checkpoint.config, context_tokens)
         if on_cpu:
             options["source"] = functools.partial(read_tensors, Path(path).resolve(), config.num_lanes, dtype)

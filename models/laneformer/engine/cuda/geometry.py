@@ -195,7 +195,7 @@ class Geometry:
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring and its barriers."""
         per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
-        query = self.group * self.config.head_dim
+        query = self.group * self.config.head_dim + self.config.qk_norm * (self.group + 1)
         return 4 * (self.wide + self.narrow + query + self.warps * per_warp) + 8 * self.warps
 
     @property
@@ -235,7 +235,8 @@ class Geometry:
             "kIntermediate": c.intermediate_size // c.num_lanes, "kHeads": self.heads,
             "kKvHeads": c.kv_heads_per_lane, "kHeadDim": c.head_dim, "kVocab": c.vocab_size // c.num_lanes,
             "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay,
-            "kLaneNorms": int(not c.replicated_rmsn_scale),
+            "kLaneNorms": int(not c.replicated_rmsn_scale), "kQkvBias": int(c.attention_bias),
+            "kHeadNorms": int(c.qk_norm),
             "kBlocksPerLane": self.blocks_per_lane, "kWarps": self.warps, "kChunkBytes": self.chunk_bytes,
             "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits,
             "kMailSlots": self.mail_slots, "kWide": self.wide,
@@ -250,6 +251,7 @@ class Geometry:
             "kParts": [m.parts for m in matrices],
             "kWindows": [c.window(i) or 0 for i in layers],
             "kKvSlots": [self.kv_slots(i) for i in layers],
+            "kRotates": [int(i not in c.nope_layers) for i in layers],
         }
         starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
         per_module: dict[str, Sequence[Sequence[object]]] = {
@@ -357,10 +359,12 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         raise ValueError(
             f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
         )
-    config.refuse_borrowed("the CUDA engine", has=("head_dim",))
     if config.lm_head_type != "vocab_parallel":
         head = config.lm_head_type
-        raise ValueError(f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU")
+        raise ValueError(
+            f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU, or for a "
+            f"model of the Llama family lanes that divide its vocabulary of {config.vocab_size}"
+        )
     if devices < 1 or config.num_lanes % devices:
         counts = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
         raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly; use one of {counts}")
