@@ -48,9 +48,8 @@ def shape(name: str, **plan: Any) -> Shape:
 
 
 @needs_emulator
-@pytest.mark.parametrize(
-    "name", [name if name == "qwen 3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_logit(name: str, cuda_builds: Path) -> None:
     check(shape(name).emulated(cuda_builds), 9, range(1))
 
