@@ -25,13 +25,13 @@ TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].t
 # ---- the kernels' arguments as C structures: block.cuh's Decode, field by field ----
 
 
+WEIGHTS = ("tapes", "tape_at", "embedding", "norms", "rope", "kv", "biases", "head_norms")
+
+
 class Weights(ctypes.Structure):
     """Device pointers to what a device holds of the model (decode.cuh: Weights)."""
 
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ("tapes", "tape_at", "embedding", "norms", "rope", "kv", "biases", "head_norms")
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in WEIGHTS]
 
 
 class Report(ctypes.Structure):
@@ -127,7 +127,7 @@ class DeviceMemory:
         self.published.zero_()
         self.cancel.zero_()
         p = decode_structure(self.geometry)()
-        p.weights = Weights(*(getattr(self, name).data_ptr() for name, _ in Weights._fields_))
+        p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
         for name in ("lane_words", "aborted", "report", "cancel", "prompt", "tokens", "published", "graph"):
             setattr(p, name, getattr(self, name).data_ptr())
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]

@@ -48,7 +48,7 @@ class TapeModel:
 
     def _of_attention(self, layer: int) -> dict[str, torch.Tensor]:
         """Biases and norms of heads, where a layer has them."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         if self.config.attention_bias:
             counts = [self._layer[name].shape[1] for name in BIASED]
             parts = self._memories[0].biases[layer].to(self.dtype).split(counts, 1)
