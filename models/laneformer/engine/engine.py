@@ -135,7 +135,7 @@ class Engine:
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start: the
         four combinations of threads and dtype that were used last.
         `context_tokens` replaces the config's max_position_embeddings. `lanes` of a Llama-family model: by default as
-        many as share the threads evenly (GPUs: up to 8) and divide its heads and MLP rows. Other `options` as in Engine.
+        many as share threads evenly (GPUs: up to 8) and divide its heads and MLP rows. Other `options` as in Engine.
         """
         gpus = len(cuda_devices(device))
         checkpoint = read_checkpoint(Path(path), lanes, threads and threads * options.get("processes", 1), dtype, gpus)
