@@ -124,12 +124,8 @@ def made_by(emulated: Emulated) -> tuple[list[int], torch.Tensor]:
     ("name", "cut", "version"),
     [
         ("delay 0", "both", "persistent"),
-        *(
-            pytest.param(name, cut, version, marks=pytest.mark.slow)
-            for name in SHAPES
-            for cut, version in (("both", "persistent"), ("interleaved", "graph"))
-            if (SHAPES[name].devices == 1 or version == "persistent") and (name, version) != ("delay 0", "persistent")
-        ),
+        *(pytest.param(n, "both", "persistent", marks=pytest.mark.slow) for n in SHAPES if n != "delay 0"),
+        *(pytest.param(n, "interleaved", "graph", marks=pytest.mark.slow) for n in ("delay 1", "delay 2", "alone")),
         *(pytest.param("delay 2", cut, "persistent", marks=pytest.mark.slow) for cut in ("interleaved", "prefetched")),
     ],
 )
