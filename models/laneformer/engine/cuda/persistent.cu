@@ -46,7 +46,7 @@ struct Persistent : Block {
       run_layer(layer, scale);
     }
     scale = take_stream(1, kLayers - 1, 2 * kLayers);
-    token = choose(score(step, scale), cancelled);
+    token = choose(score(step, token, scale), cancelled);
     tape.skip_filling();
     return token;
   }
@@ -67,12 +67,6 @@ struct Persistent : Block {
     const uint32_t bits = bits_of(wait_word(load_word(choice), choice, token_epoch + 1, kChoice, watch));
     cancelled = bits & kCancelled;
     return static_cast<int>(bits & ~kCancelled);
-  }
-
-  DEVICE bool stops_at(int token) const {
-    for (int i = 0; i < p.stop_count; ++i)
-      if (p.stops[i] == token) return true;
-    return false;
   }
 
   // the same in all threads of the block, also where a wait was given up
@@ -96,7 +90,7 @@ struct Persistent : Block {
         p.tokens[made - 1] = token;
         publish_flag(p.published, made);
       }
-      const bool stops = cancelled || made == p.max_tokens || (made > 0 && stops_at(token));
+      const bool stops = cancelled || made == p.max_tokens || (made > 0 && is_stop(token));
       if (ends(stops)) break;
     }
     tape.finish();
