@@ -256,7 +256,11 @@ def test_the_cpu_changes_logits_alike(cuda_builds: Path, version: str, changes: 
     emulated.forget()
     stops = plain[1:3] if "min_new_tokens" in changes else []
     request = GenerationOptions(max_new_tokens=made, stop_ids=stops, **changes).request([ids], 96)
-    options = {"sampling": request.sampling, "changes": emulated.memories[0].changes(request, ids, 0), "stops": stops}
+    options: dict[str, Any] = {
+        "sampling": request.sampling,
+        "changes": emulated.memories[0].changes(request, ids, 0),
+        "stops": stops,
+    }
     tokens, logits = emulated.read(ids, made, **options)
     for step, token in enumerate(tokens):
         position = len(ids) - 1 + step
