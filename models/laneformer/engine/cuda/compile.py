@@ -37,7 +37,7 @@ def compile_cubin(version: str, geometry: Geometry, architecture: str, cache: Pa
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise RuntimeError(f"{MISSING} ({error})") from None
-    source, options = source_of(version, geometry), {"arch": architecture, "std": "c++17"}
+    source, options = source_of(version, geometry), {"arch": architecture, "std": "c++17", "fma": False}
     sources = [path for folder in INCLUDES for pattern in ("*.cu*", "*.h") for path in sorted(folder.glob(pattern))]
     included = b"".join(path.read_bytes() for path in sources)
     decides = repr((source, options, nvrtc.nvrtcVersion()[1:])).encode() + included
