@@ -76,7 +76,7 @@ struct Block {
   DEVICE const char* own_tape(uint64_t& bytes) const {
     const uint64_t* at = p.weights.tape_at + local_lane * kWarpsPerLane + lane_warp;
     bytes = at[1] - at[0];
-    return p.weights.tapes + at[0];
+    return p.weights.tapes + tape_place(at[0]);
   }
 
   // The ablation: no block goes on before every block of the device has come here.

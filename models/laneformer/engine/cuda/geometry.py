@@ -105,6 +105,8 @@ class Geometry:
     devices: int = 1
     wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
     mma_columns: int = 0  # positions of one pass, by matrix-multiply instructions; 0: one, by FMAs
+    interleaved: bool = False  # the chunks of a block's warps lie in turn, so that a block reads at one place of memory
+    prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
 
     @property
     def lanes_per_device(self) -> int:
@@ -217,6 +219,13 @@ class Geometry:
         return 2 * c.hidden_size + self.matrix("qkv").rows + partial + c.intermediate_size // c.num_lanes
 
     @property
+    def tape_chunks(self) -> int:
+        """Chunks that no warp's tape exceeds: the room of each where they are interleaved."""
+        layer = sum(self.most_rows(op) * self.matrix(op).columns for op in OPS[:-1])
+        numbers = layer * self.config.num_hidden_layers + self.most_rows("head") * self.matrix("head").columns
+        return -(-2 * numbers // self.chunk_bytes)
+
+    @property
     def device_words(self) -> int:
         """Words of all lanes of a device, and one for each block (the ablation's)."""
         return self.lanes_per_device * self.lane_words + self.blocks
@@ -245,6 +254,8 @@ class Geometry:
             "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
             "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
             "kMmaColumns": self.mma_columns, "kMostSums": self.most_sums,
+            "kInterleaved": int(self.interleaved), "kTapeChunks": self.tape_chunks,
+            "kPrefetchChunks": self.prefetch_chunks,
         }  # fmt: skip
         tables = {
             "kColumns": [m.columns for m in matrices],
@@ -306,6 +317,8 @@ def plan(
     blocks_per_lane: int | None = None,
     wide_exchanges: bool = False,
     mma_columns: int = 0,
+    interleaved: bool = False,
+    prefetch_chunks: int = 0,
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
 
@@ -329,9 +342,14 @@ def plan(
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
     if not 0 <= mma_columns <= MOST_COLUMNS:
         raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
+    if interleaved and mma_columns:
+        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({mma_columns})")
+    if prefetch_chunks < 0:
+        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges, mma_columns)
+        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options)
 
     for op in OPS:
         check_matrix(op, bare(1, 0).matrix(op), blocks * most_warps)

@@ -105,7 +105,7 @@ class DeviceMemory:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a token reads; the filling of the tapes' last chunks is among them."""
-        return 2 * self.tapes.numel()
+        return int(tape_starts(self.geometry)[-1])
 
     def arguments(
         self,
