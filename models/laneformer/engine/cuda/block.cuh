@@ -26,6 +26,7 @@ struct Decode {
   int* published;          // host memory: how many of them are there
   float* logits;           // (prompt_count + max_tokens - 1, V) of this device's lanes, or null
   Sampling sampling;
+  Changes changes;
   uint64_t limit_ns;
   Graph* graph;            // of the graph version: device memory
   uint32_t epoch;          // tokens that these words have seen before
@@ -222,9 +223,8 @@ struct Block {
             query[i] = q.x * scale, query[i + 1] = q.y * scale;
             return;
           }
-          const bool is_key = i < kQuery + kHeadDim;
-          const float2 k = rotate(head_normed(layer, kGroup, is_key ? i - kQuery : 0, {a, b}), t);
-          const uint32_t pair = is_key ? pack_halves(k.x, k.y) : pack_halves(a, b);
+          const float2 k = rotate(head_normed(layer, kGroup, i % kHeadDim, {a, b}), t);
+          const uint32_t pair = i < kQuery + kHeadDim ? pack_halves(k.x, k.y) : pack_halves(a, b);
           fresh[(i - kQuery) / 2] = pair;
           if (keys.fresh >= 0) kept[(i - kQuery) / 2] = pair;
         });
@@ -349,15 +349,16 @@ struct Block {
     return sum;
   }
 
-  // the logits of this block's rows, and what the sampler makes of them
-  DEVICE Candidate score(int step, float scale) {
+  // The logits of this block's rows after `input`, the token of this step, and what the sampler makes of them.
+  DEVICE Candidate score(int step, int input, float scale) {
     multiply<kHead>(tape, lane_warp, wide, out);
     Candidate best = no_candidate();
     const int first = Matrix<kHead>::first_row(lane_warp);
     for (int r = thread; r < Matrix<kHead>::row_count(lane_warp); r += 32) {
       const int token = lane * kVocab + first + r;
-      const float logit = out[r] * scale;
+      float logit = out[r] * scale;
       if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
+      if (p.changes.any()) logit = change(logit, token, input, step + 1 - p.prompt_count);
       const float score = p.sampling.score(logit, position, token);
       if (p.sampling.filters()) {  // who draws is there
         store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);
@@ -366,6 +367,20 @@ struct Block {
       best = better(best, {score, token});
     }
     return best;
+  }
+
+  // A thread changes the same tokens' logits at every step, so it alone counts them. `made`: new tokens before this step.
+  DEVICE float change(float logit, int token, int input, int made) const {
+    int* times = p.changes.times ? p.changes.times + token : nullptr;
+    if (times && token == input && made > 0) *times = *times < 0 ? 1 : *times + 1;
+    logit = changed(logit, token, p.changes);
+    return made < p.changes.min_new_tokens && is_stop(token) ? -INFINITY : logit;
+  }
+
+  DEVICE bool is_stop(int token) const {
+    for (int i = 0; i < p.stop_count; ++i)
+      if (p.stops[i] == token) return true;
+    return false;
   }
 
   // best words are there twice: lanes that share nothing else could be a token apart

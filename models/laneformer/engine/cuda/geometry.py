@@ -338,14 +338,7 @@ def plan(
     most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident)
     if warps is not None and not 1 <= warps <= most_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
-    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
-        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
-    if not 0 <= mma_columns <= MOST_COLUMNS:
-        raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
-    if interleaved and mma_columns:
-        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({mma_columns})")
-    if prefetch_chunks < 0:
-        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
+    check_tapes(chunk_bytes, mma_columns, interleaved, prefetch_chunks)
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
         options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
@@ -372,6 +365,17 @@ def plan(
         f"{least.fixed_shared_bytes} go to activations; use "
         + ("fewer warps or smaller chunks" if warps or chunk_bytes else "another GPU or the CPU engine")
     )
+
+
+def check_tapes(chunk_bytes: int | None, mma_columns: int, interleaved: bool, prefetch_chunks: int) -> None:
+    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
+        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
+    if not 0 <= mma_columns <= MOST_COLUMNS:
+        raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
+    if interleaved and mma_columns:
+        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({mma_columns})")
+    if prefetch_chunks < 0:
+        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:

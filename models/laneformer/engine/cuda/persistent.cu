@@ -49,7 +49,7 @@ struct Persistent : Block {
     scale = take_stream(1, kLayers - 1, 2 * kLayers);
     // asked for here, over PCIe: the answer comes while the largest matrix is read
     const uint32_t cancel = decides() && thread_index() < DEVICES && load_flag(p.cancel) ? kCancelled : 0;
-    token = choose(score(step, scale), cancel, cancelled);
+    token = choose(score(step, token, scale), cancel, cancelled);
     tape.skip_filling();
     return token;
   }
@@ -77,12 +77,6 @@ struct Persistent : Block {
     return static_cast<int>(bits & ~kCancelled);
   }
 
-  DEVICE bool stops_at(int token) const {
-    for (int i = 0; i < p.stop_count; ++i)
-      if (p.stops[i] == token) return true;
-    return false;
-  }
-
   // the same in all threads of the block, also where a wait was given up
   DEVICE bool ends(bool stops) {
     if (thread_index() == 0) per_warp[0] = stops || load_flag(p.aborted);
@@ -101,7 +95,7 @@ struct Persistent : Block {
       const int made = step + 2 - p.prompt_count;
       if (made <= 0) token = p.prompt[step + 1];
       if (made > 0 && decides() && thread_index() == 0) p.tokens[made - 1] = token;
-      const bool stops = cancelled || made == p.max_tokens || (made > 0 && stops_at(token));
+      const bool stops = cancelled || made == p.max_tokens || (made > 0 && is_stop(token));
       if (ends(stops)) {
         publish(made);
         break;
