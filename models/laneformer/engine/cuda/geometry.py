@@ -191,7 +191,9 @@ class Geometry:
 
     @property
     def narrow(self) -> int:
-        return max(self.config.hidden_size, self.config.intermediate_size) // self.config.num_lanes
+        """float32 numbers of the narrow input buffer, which also holds a new key and value in 16 bits."""
+        c = self.config
+        return max(c.query_size // c.num_lanes, c.intermediate_size // c.num_lanes, c.head_dim)
 
     @property
     def fixed_shared_bytes(self) -> int:
