@@ -1,0 +1,93 @@
+"""What `tools.bench cuda` compiles before it measures: the kernels of all its steps, at once.
+
+Compiled code is kept on disk (compile.py), so a step finds it whatever became of the process that made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from laneformer import LaneformerConfig
+from laneformer.engine.cuda.compile import VERSIONS, compile_cubin
+from laneformer.engine.cuda.geometry import Geometry
+from laneformer.engine.cuda.launch import architecture_name
+from laneformer.engine.cuda.sequence import geometry_for
+from laneformer.engine.device import driver_version
+from tools.check.reference import planted_faults
+
+if TYPE_CHECKING:
+    from tools.bench.cuda_steps import Report, Session
+
+SMOKE_SHAPE = {"blocks_per_lane": 4, "warps": 4}
+FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
+
+
+def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
+    """(version, geometry) of all kernels that the steps launch, the first ones first."""
+
+    def of(version: str, config: LaneformerConfig, dtype: str = session.dtype, **shape: Any) -> tuple[str, Geometry]:
+        return version, geometry_for(config, dtype, [torch.device(device)], version, **shape)
+
+    own, nothing = session.config, defaultdict(lambda: torch.zeros(2, 1))
+    for config in (*(session.smaller(flavor).config for flavor in ("tiny", "300m")), own):
+        yield from (of(version, config) for version in VERSIONS)
+    yield from (of(version, smoke_config(session.smaller("tiny").config), **SMOKE_SHAPE) for version in VERSIONS)
+    yield "probe", of(session.version, own)[1]
+    yield of("persistent", own, wide_exchanges=True)
+    for _, _, wrong, _ in planted_faults(
+        session.smaller(FAULTS_FLAVOR.get(session.flavor, session.flavor)).config, nothing
+    ):
+        yield of(session.version, wrong)
+    yield of(session.version, own, "fp16")
+    yield from (of("persistent", one_lane(own), blocks_per_lane=blocks) for blocks in alone_blocks(device))
+
+
+def prepare(session: Session, device: str) -> Report:
+    """Compile everything at once, a process each; what is late is left to the step that needs it."""
+    architecture, driver, fork = (
+        architecture_name(torch.device(device)),
+        driver_version(),
+        multiprocessing.get_context("fork"),
+    )
+    running = [
+        (
+            f"{version} {index}",
+            fork.Process(target=compile_cubin, args=(*unit, architecture, None, driver), daemon=True),
+        )
+        for index, unit in enumerate(units(session, device))
+        for version in unit[:1]
+    ]
+    start = time.monotonic()
+    for _, process in running:
+        process.start()
+    for _, process in running:
+        process.join(max(0.0, session.time_left() - 5))
+    late = [name for name, process in running if process.is_alive()]
+    for _, process in running:
+        process.kill()
+    failed = [name for name, process in running if process.exitcode and name not in late]
+    return {"units": len(running), "late": late, "failed": failed, "compile_s": round(time.monotonic() - start, 1)}
+
+
+def smoke_config(config: LaneformerConfig) -> LaneformerConfig:
+    return dataclasses.replace(config, num_hidden_layers=4, swa_layers=(0, 1))
+
+
+def alone_blocks(device: str) -> list[int]:
+    """Blocks of one lane alone: a number that divides rows evenly, and as many as there are multiprocessors."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return list(dict.fromkeys((max(1, multiprocessors // 32) * min(32, multiprocessors), multiprocessors)))
+
+
+def one_lane(config: LaneformerConfig) -> LaneformerConfig:
+    """A model that is one lane of `config`: its share of everything, the whole stream, the same head dimension."""
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    shares = {name: getattr(config, name) // config.num_lanes for name in names}
+    return LaneformerConfig.from_dict({**config.to_dict(), "head_dim": config.head_dim, "num_lanes": 1, **shares})
