@@ -184,6 +184,8 @@ def verdict(session: Session) -> Report:
 def smaller(session: Session, flavor: str) -> Report:
     """The checks of a smaller model, which fail sooner."""
     report = verdict(session.smaller(flavor))
+    Session.decoder.cache_clear()  # gives its memory back
+    torch.cuda.empty_cache()
     failed = [name for name, held in report["passed"].items() if not held]
     errors = {version: report[version].get("relative_error") for version in VERSIONS}
     return {"holds": not failed, "failed": "; ".join(failed), "hf_bf16": report["hf_bf16"]["relative_error"], **errors}
