@@ -10,7 +10,7 @@ import multiprocessing
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +22,22 @@ from laneformer.engine.cuda.sequence import geometry_for
 from laneformer.engine.device import driver_version
 from tools.check.reference import planted_faults
 
-if TYPE_CHECKING:
-    from tools.bench.cuda_steps import Report, Session
-
 RESERVE_S = 3.0  # to answer within the limit
 SMOKE_SHAPE: dict[str, Any] = {"blocks_per_lane": 4, "warps": 4}
 FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
+
+
+class Session(Protocol):
+    """What is asked of the steps' Session."""
+
+    flavor: str
+    dtype: str
+    config: LaneformerConfig
+
+    @property
+    def version(self) -> str: ...
+    def smaller(self, flavor: str) -> Session: ...
+    def time_left(self) -> float: ...
 
 
 def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
@@ -49,7 +59,7 @@ def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
     yield from (of("persistent", one_lane(own), blocks_per_lane=blocks) for blocks in alone_blocks(device))
 
 
-def prepare(session: Session, device: str) -> Report:
+def prepare(session: Session, device: str) -> dict[str, Any]:
     """Compile everything at once, a process each; what is late is left to the step that needs it."""
     options = architecture_name(torch.device(device)), None, driver_version()
     different = {source_of(*unit): unit for unit in units(session, device)}
