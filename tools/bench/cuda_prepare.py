@@ -22,6 +22,10 @@ from laneformer.engine.cuda.sequence import geometry_for
 from laneformer.engine.device import driver_version
 from tools.check.reference import planted_faults
 
+CUTS: dict[str, dict[str, Any]] = {  # of the persistent version, each compared with the one that decodes
+    "wide_exchanges": {"wide_exchanges": True}, "interleaved": {"interleaved": True},
+    "prefetched": {"prefetch_chunks": 4}, "both": {"interleaved": True, "prefetch_chunks": 4},
+}  # fmt: skip
 RESERVE_S = 3.0  # to answer within the limit
 SMOKE_SHAPE: dict[str, Any] = {"blocks_per_lane": 4, "warps": 4}
 FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
@@ -52,7 +56,7 @@ def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
         yield from (of(version, config) for version in VERSIONS)
     yield from (of(version, smoke_config(session.smaller("tiny").config), **SMOKE_SHAPE) for version in VERSIONS)
     yield "probe", of(session.version, own)[1]
-    yield of("persistent", own, wide_exchanges=True)
+    yield from (of("persistent", own, **cut) for cut in CUTS.values())
     faulty = session.smaller(FAULTS_FLAVOR.get(session.flavor, session.flavor)).config
     yield from (of(session.version, wrong) for _, _, wrong, _ in planted_faults(faulty, nothing))
     yield of(session.version, own, "fp16")

@@ -29,7 +29,7 @@ from laneformer.engine.cuda.compile import VERSIONS
 from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.tensors import Tensor
 from tools.bench import harness
-from tools.bench.cuda_prepare import FAULTS_FLAVOR, SMOKE_SHAPE, alone_blocks, one_lane, prepare, smoke_config
+from tools.bench.cuda_prepare import CUTS, FAULTS_FLAVOR, SMOKE_SHAPE, alone_blocks, one_lane, prepare, smoke_config
 from tools.bench.harness import alternate, serve
 from tools.check import cuda as check
 from tools.check.reference import TORCH_DTYPES, Weights, hf_model, random_weights, tensors_of
@@ -293,12 +293,16 @@ def paired(makers: dict[str, Callable[[], Trial]], rounds: int, time_left: Calla
 
 
 def baselines(session: Session) -> Report:
-    """The graph of kernels, the kernel whose exchanges wait for all blocks, and Transformers."""
+    """The graph of kernels, Transformers, and the kernel cut in other ways (CUTS)."""
+
+    def cut(name: str) -> Callable[[], Trial]:
+        return lambda: trials_of(session.make("persistent", **CUTS[name]))
+
     makers = {
         "persistent": lambda: trials_of(session.decoder("persistent")),
         "graph": lambda: trials_of(session.decoder("graph")),
-        "wide_exchanges": lambda: trials_of(session.make("persistent", wide_exchanges=True)),
         "hf_generate": lambda: generate_of(session),
+        **{name: cut(name) for name in CUTS},
     }
     return paired(makers, 6, session.time_left)
 

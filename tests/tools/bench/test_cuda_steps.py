@@ -21,6 +21,7 @@ from laneformer.engine.cuda.memory import DeviceMemory
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
 from tools.bench import cuda, cuda_prepare, cuda_steps
+from tools.bench.cuda_prepare import CUTS
 from tools.bench.cuda_steps import Session, first_lane, one_lane, paired
 from tools.check.reference import plain_model, random_weights, tensors_of
 
@@ -106,7 +107,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert steps["correctness"]["result"]["holds"]
     assert set(steps["decode"]["result"]["depths"]) == {"0", "160", "256"}
     assert steps["baselines"]["result"]["failed"] == {}
-    assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "wide_exchanges", "hf_generate"}
+    assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "hf_generate", *CUTS}
     assert steps["compiled"]["result"]["failed"] == {}
     assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
     head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
@@ -167,7 +168,7 @@ def test_without_the_persistent_kernel_the_graph_is_measured(session: Session) -
         cuda_steps.STEPS["first_persistent"](session)
     assert {row["version"] for row in cuda_steps.decode(session)["depths"].values()} == {"graph"}
     trials = cuda_steps.baselines(session)
-    assert set(trials["failed"]) == {"persistent", "wide_exchanges"}
+    assert set(trials["failed"]) == {"persistent", *CUTS}
     assert set(trials["tokens_per_s"]) == {"graph", "hf_generate"}
     found = cuda_steps.correctness(session)
     assert found["failed"] == ["persistent: runs"]
