@@ -174,7 +174,7 @@ class CudaDecoder(OneAtATime):
 
     def _keep(self, scores: tuple[torch.Tensor, ...]) -> None:
         pairs = zip(self._scores, scores, strict=True)
-        self._scores = tuple(np.concatenate((old, new.numpy())) for old, new in pairs)  # type: ignore[assignment]
+        self._scores = tuple(np.concatenate((old, new.numpy())) for old, new in pairs)
 
     def _count(self, made: int) -> None:
         read = len(self._request.prompts[len(self._outputs) - 1]) + len(self._before)
