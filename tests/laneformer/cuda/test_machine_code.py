@@ -21,14 +21,15 @@ from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import Geometry, plan
 from laneformer.engine.cuda.memory import decode_structure
+from laneformer.engine.cuda.nvrtc import compilers
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
 from tests.laneformer.cuda.test_compile import small
 
-pytest.importorskip("cuda.bindings.nvrtc")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"),
     pytest.mark.skipif(sass.tools() is None, reason="nvdisasm comes with Triton: pip install triton"),
 ]
 
@@ -92,9 +93,12 @@ def pointer_fields(structure: type[ctypes.Structure], at: int = 0) -> dict[str, 
 
 
 def compiled(version: str, geometry: Geometry, architecture: str, folder: Path) -> dict[str, Compiled]:
-    folder.mkdir(parents=True, exist_ok=True)
     cubin = folder / f"{version}-{architecture}.cubin"
     cubin.write_bytes(compile_cubin(version, geometry, architecture, Path("build/cubins").absolute()))
+    return read(version, geometry, cubin)
+
+
+def read(version: str, geometry: Geometry, cubin: Path) -> dict[str, Compiled]:
     kernels, resources = sass.read_kernels(cubin), sass.read_resources(cubin)
     assert kernels.keys() == resources.keys() == {*KERNELS[version]}
     return {name: Compiled(kernel, resources[name], geometry) for name, kernel in kernels.items()}
