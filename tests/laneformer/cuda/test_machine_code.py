@@ -267,7 +267,9 @@ FAULTS = {
         nothing_stale_is_read, "non-coherent", {},
     ),
     "keys are loaded as what never changes": Fault(
-        "decode.cuh", "dot8(key[c * kKeyThreads], x", "dot8(__ldg(key + c * kKeyThreads), x",
+        "decode.cuh", "take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);",
+        "for (int c = 0; c < kKeyChunks; ++c) chunks[c] = __ldg(reinterpret_cast<const uint4*>(slots + "
+        "(2 * slot + value) * kHeadDim) + c * kKeyThreads + here(thread_index()) % kKeyThreads);",
         nothing_stale_is_read, "non-coherent", {},
     ),
     "a slot is filled while its values are under way": Fault(
