@@ -103,7 +103,7 @@ class CudaDecoder(OneAtATime):
     def start(self, request: Request) -> None:
         self._request, self._outputs, self._cancelled = request, [], False
         self._reused = self._passes = 0
-        self._scores = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
+        self._scores: tuple[np.ndarray, ...] = tuple(np.empty(0, t) for t in (np.float32, np.int32, np.float32))
         try:
             if request.score_from:
                 self._score(request)
