@@ -275,7 +275,8 @@ FAULTS = {
     ),
     "a slot is filled while its values are under way": Fault(
         "rows.cuh",
-        "for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r, thread), a, b, sum[r]);\n    tape.drop(Strip);\n  }",
+        "for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r, thread), a, b, sum[r]);\n"
+        "    tape.drop(Strip);\n  }",
         LOAD_ALL, slots_are_consumed, "not awaited before", {},
     ),
     "the host's structure is another": Fault(
