@@ -49,9 +49,9 @@ struct Matrix {
   DEVICE static int segments(int lane_warp) { return row_count(lane_warp) / kSegmentRows * kSteps; }
 };
 
-// where a warp's tape begins, in bytes, of which `alone` is the place if every tape lies by itself
-DEVICE uint64_t tape_place(uint64_t alone) {
-  const uint64_t first = static_cast<uint64_t>(block_index()) * kWarps * kTapeChunks + thread_index() / 32;
+// where tape number `tape` of the device begins, in bytes; `alone`: where, if every tape lies by itself
+DEVICE uint64_t tape_place(uint64_t alone, int tape) {
+  const uint64_t first = static_cast<uint64_t>(tape / kWarps) * kWarps * kTapeChunks + tape % kWarps;
   return kInterleaved ? first * kChunkBytes : alone;
 }
 constexpr uint32_t kTapeStride = kInterleaved ? kWarps : 1;  // of the chunks of a tape
