@@ -104,7 +104,8 @@ struct Tape {
   template <int Count>
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
-    if (at == 0 || (kInterleaved && !endless)) wait_full(full + slot, parity);  // which may start within a chunk
+    if (at == 0) wait_full(full + slot, parity);
+    if (kInterleaved && !endless && at) wait_full(full + slot, parity);  // it may have started within a chunk
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
     wait_full(full + (last ? 0 : slot + 1), parity ^ last);
