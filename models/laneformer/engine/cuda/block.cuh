@@ -82,9 +82,10 @@ struct Block {
   }
 
   DEVICE const char* own_tape(uint64_t& bytes) const {
-    const uint64_t* at = p.weights.tape_at + local_lane * kWarpsPerLane + lane_warp;
+    const int own = local_lane * kWarpsPerLane + lane_warp;
+    const uint64_t* at = p.weights.tape_at + own;
     bytes = at[1] - at[0];
-    return p.weights.tapes + tape_place(at[0]);
+    return p.weights.tapes + tape_place(at[0], own);
   }
 
   // The ablation: no block goes on before every block of the device has come here.

@@ -23,8 +23,9 @@ DEVICE uint32_t sum_of(uint4 w) { return w.x + w.y + w.z + w.w; }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) stream(const __grid_constant__ Probe p) {
   const int warp = thread_index() / 32, thread = thread_index() % 32;
-  const uint64_t* at = p.tape_at + block_index() * kWarps + warp;
-  const char* source = p.tapes + tape_place(at[0]);
+  const int own = block_index() * kWarps + warp;
+  const uint64_t* at = p.tape_at + own;
+  const char* source = p.tapes + tape_place(at[0], own);
   const uint32_t chunks = static_cast<uint32_t>((at[1] - at[0]) / kChunkBytes), total = chunks * p.rounds;
   char* ring = dynamic_shared() + warp * kChunks * kChunkBytes;
   uint64_t* full = reinterpret_cast<uint64_t*>(dynamic_shared() + kWarps * kChunks * kChunkBytes) + warp * kChunks;

@@ -49,9 +49,9 @@ struct Matrix {
   DEVICE static int segments(int lane_warp) { return row_count(lane_warp) / kSegmentRows * kSteps; }
 };
 
-// where a warp's tape begins, in bytes, of which `alone` is the place if every tape lies by itself
-DEVICE uint64_t tape_place(uint64_t alone) {
-  const uint64_t first = static_cast<uint64_t>(block_index()) * kWarps * kTapeChunks + thread_index() / 32;
+// where tape number `tape` of the device begins, in bytes; `alone`: where, if every tape lies by itself
+DEVICE uint64_t tape_place(uint64_t alone, int tape) {
+  const uint64_t first = static_cast<uint64_t>(tape / kWarps) * kWarps * kTapeChunks + tape % kWarps;
   return kInterleaved ? first * kChunkBytes : alone;
 }
 constexpr uint32_t kTapeStride = kInterleaved ? kWarps : 1;  // of the chunks of a tape
@@ -104,7 +104,8 @@ struct Tape {
   template <int Count>
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
-    if (at == 0 || (kInterleaved && !endless)) wait_full(full + slot, parity);  // which may start within a chunk
+    if (at == 0) wait_full(full + slot, parity);
+    if (kInterleaved && !endless && at) wait_full(full + slot, parity);  // it may have started within a chunk
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
     wait_full(full + (last ? 0 : slot + 1), parity ^ last);
