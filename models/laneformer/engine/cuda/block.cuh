@@ -9,6 +9,8 @@
 #include "decode.cuh"
 #include "sampling.cuh"
 
+static_assert(kHeads * kHeadDim <= kNarrow && kIntermediate <= kNarrow);
+
 struct Graph {  // what the persistent kernel has in registers and shared memory
   int token, position, step;
   float rows[kDeviceLanes * kHidden];  // the lanes' streams
