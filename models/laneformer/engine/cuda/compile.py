@@ -16,7 +16,7 @@ from .geometry import Geometry
 FOLDER = Path(__file__).parent
 INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
 VERSIONS = ("persistent", "graph")
-UNITS = (*VERSIONS, "probe")
+UNITS = (*VERSIONS, "passes", "probe")
 MISSING = "the CUDA engine compiles its kernels with cuda-core: pip install 'laneformer[cuda]'"
 
 

@@ -31,6 +31,12 @@ class Weights(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "embedding", "norms", "rope", "kv")]
 
 
+class Column(ctypes.Structure):
+    """A token at a position of a sequence, of a pass of several (block.cuh: Column)."""
+
+    _fields_ = [*((name, ctypes.c_int) for name in ("token", "position", "sequence")), ("sampling", Sampling)]
+
+
 class Report(ctypes.Structure):
     """The first wait that was given up (exchange.cuh: Report)."""
 
@@ -43,7 +49,9 @@ EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best
 
 
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
-    """The argument of all kernels for this geometry; it depends on the number of devices alone."""
+    """The argument of all kernels for this geometry; it depends on the numbers of devices and of columns alone."""
+    columns = geometry.mma_columns
+    of_a_pass = [("column_count", ctypes.c_int), ("columns", Column * columns)] if columns else []
 
     class Decode(ctypes.Structure):
         _fields_ = [
@@ -58,6 +66,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
             *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
             ("stops", ctypes.c_int * MOST_STOPS),
+            *of_a_pass,
         ]
 
     return Decode
@@ -75,9 +84,10 @@ class DeviceMemory:
         self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.dtype))
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
-        self.kv = self._zeros(geometry.lanes_per_device * geometry.kv_lane, torch.int16)
-        self.lane_words = self._zeros(geometry.device_words, torch.int64)
-        self.inbox = self._zeros(geometry.inbox_words, torch.int64)
+        columns = max(1, geometry.mma_columns)  # each with words of its own, and each can be of a sequence of its own
+        self.kv = self._zeros(columns * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+        self.lane_words = self._zeros(columns * geometry.device_words, torch.int64)
+        self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
         self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
         self.prompt = self._zeros(config.max_position_embeddings, torch.int32)
         self.aborted = self._zeros(1, torch.int32)
@@ -133,11 +143,11 @@ class DeviceMemory:
         report = Report.from_buffer_copy(self.report.numpy().tobytes()[: ctypes.sizeof(Report)])
         return report if report.set else None
 
-    def kv_layer(self, layer: int) -> torch.Tensor:
+    def kv_layer(self, layer: int, sequence: int = 0) -> torch.Tensor:
         """Keys and values of a layer: int16 (lanes, KV heads, splits, slots, 2, d), a view."""
         g = self.geometry
         start = sum(g.kv_layer(i) for i in range(layer))
-        lanes = self.kv.view(g.lanes_per_device, g.kv_lane)[:, start : start + g.kv_layer(layer)]
+        lanes = self.kv.view(-1, g.lanes_per_device, g.kv_lane)[sequence, :, start : start + g.kv_layer(layer)]
         return lanes.view(-1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim)
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
