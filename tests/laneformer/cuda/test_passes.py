@@ -110,8 +110,8 @@ def test_two_gpus(cuda_builds: Path) -> None:
 
 
 def decode(passes: PassDecoder, prompts: list[list[int]], sampling: list[Sampling], **options: Any) -> list[Decoding]:
-    pairs = enumerate(zip(prompts, sampling, strict=True))
-    made = [Decoding(list(ids), 9, frozenset(), s, i, **options) for i, (ids, s) in pairs]
+    pairs = zip(prompts, sampling, strict=True)
+    made = [Decoding(list(ids), 9, frozenset(), s, **options) for ids, s in pairs]
     while not all(s.finished for s in made):
         passes.advance(made)
     return made

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,6 +17,7 @@ from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import CUDA, Request, RequestFailed, Sampling
 from ..joined import OneAtATime
 from .geometry import DTYPES, MOST_STOPS
+from .passes import Decoding, PassDecoder, decodings, shares_passes
 from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder
 
@@ -26,10 +29,12 @@ CPU_ONLY = (
 
 
 class CudaDecoder(OneAtATime):
-    """Decodes on one or more GPUs that share the lanes; the prompts of a batch one after the other.
+    """Decodes on one or more GPUs that share the lanes.
 
     The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few new tokens,
-    and scores, go through PyTorch in 16 bits. `speculate` is accepted and has no effect.
+    and scores, go through PyTorch in 16 bits. The prompts of a batch, and draft tokens, share passes (passes.py), which
+    round a little differently, so ties may fall to the other side; where passes do not fit the model or the GPU, or an
+    option asks for more than they have, prompts come one after the other and `speculate` has no effect.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class CudaDecoder(OneAtATime):
                 raise ValueError(f"{name} = {value!r}: {USE_CPU}")
         self.dtype, self.math, self.kv_dtype, self.isa = dtype, "exact", dtype, CUDA
         self.gpu = SequenceDecoder(config, tensors, dtype, devices, version)
+        self._tensors, self._devices = tensors, devices
+        self._sharing: list[Decoding] = []  # of a request whose columns share passes
         self._prepare_joined()
         self._request = Request([])
         self._outputs: list[list[int]] = []
@@ -87,6 +94,7 @@ class CudaDecoder(OneAtATime):
         self.cancel()
         if not self._running:
             del self.gpu
+            self.__dict__.pop("side_by_side", None)
         torch.cuda.empty_cache()
 
     @property
@@ -98,12 +106,26 @@ class CudaDecoder(OneAtATime):
     def weight_bytes(self) -> int:
         return sum(memory.weight_bytes for memory in self.gpu.memories)
 
+    @functools.cached_property
+    def side_by_side(self) -> PassDecoder | None:
+        """Made when it is first needed: it holds the weights once more, in tiles. None where it cannot run."""
+        if self.gpu.version != "persistent":  # it, too, needs all blocks at once
+            return None
+        try:
+            return PassDecoder(self.gpu.config, self._tensors, self.dtype, self._devices)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            warnings.warn(f"prompts do not share passes, drafts have no effect: {error}", stacklevel=2)
+            return None
+
     def start(self, request: Request) -> None:
-        self._request, self._outputs, self._cancelled = request, [], False
+        self._request, self._outputs, self._cancelled, self._sharing = request, [], False, []
         self._reused = self._passes = 0
         try:
             if request.score_from:
                 self._score(request)
+            elif shares_passes(request) and self.side_by_side:
+                self._sharing = decodings(request, self.gpu.config.max_position_embeddings)
+                self.side_by_side.passes, self._running = 0, True
             else:
                 self._start_next()
         except torch.OutOfMemoryError as error:
@@ -134,6 +156,9 @@ class CudaDecoder(OneAtATime):
         if not self._running:
             return
         try:
+            if self._sharing:
+                self._share()
+                return
             self._outputs[-1], finished = self.gpu.poll()
         except Exception:  # a hang, or the driver's: there is nothing left to wait for
             self._running = False
@@ -143,6 +168,14 @@ class CudaDecoder(OneAtATime):
             self._count()
             if not self._cancelled and len(self._outputs) < len(self._request.prompts):
                 self._start_next()
+
+    def _share(self) -> None:
+        """One pass for all prompts; between two of them a request can end."""
+        assert self.side_by_side is not None
+        if not self._cancelled and not all(s.finished for s in self._sharing):
+            self.side_by_side.advance(self._sharing)
+        self._outputs, self._passes = [s.tokens for s in self._sharing], self.side_by_side.passes
+        self._running = not (self._cancelled or all(s.finished for s in self._sharing))
 
     def _count(self) -> None:
         prompt, made = self._request.prompts[len(self._outputs) - 1], len(self._outputs[-1])
@@ -159,9 +192,8 @@ class CudaDecoder(OneAtATime):
         return self._outputs
 
     def statistics(self) -> dict[str, int]:
-        return {
-            "reused_tokens": self._reused, "passes": self._passes, "proposed_tokens": 0, "accepted_tokens": 0,
-        }  # fmt: skip
+        drafts = {f"{kind}_tokens": sum(getattr(s, kind) for s in self._sharing) for kind in ("proposed", "accepted")}
+        return {"reused_tokens": self._reused, "passes": self._passes, **drafts}
 
     def _score(self, r: Request) -> None:
         """Scores of ids[score_from:], or with `keep_logits` the logits after every id; all before this returns."""

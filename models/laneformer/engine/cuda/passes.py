@@ -7,15 +7,17 @@ for. Each sequence draws the tokens that it would draw alone, whatever shares it
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import Sampling
+from ..decoder import Request, Sampling
 from .compile import Kernels, describe
 from .geometry import Geometry, Machine, plan
 from .memory import EXCHANGES, Column, DeviceMemory
@@ -27,14 +29,14 @@ POLL_S = 0.00005
 
 @dataclass
 class Decoding:
-    """One sequence. `position`: ids before it have their keys and values in cache `sequence`."""
+    """One sequence. `position`: ids before it have their keys and values in cache `sequence`, when it has one."""
 
     ids: list[int]
     max_tokens: int
     stops: frozenset[int]
     sampling: Sampling
-    sequence: int
     speculate: int = 0
+    sequence: int = -1
     position: int = 0
     finished: bool = False
     drafts: list[int] = field(default_factory=list)
@@ -103,6 +105,31 @@ def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices
     raise last
 
 
+ALONE = (  # options of requests whose prompts are decoded one after the other
+    "min_new_tokens", "logprobs", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "masked",
+    "score_from",
+)  # fmt: skip
+
+
+def shares_passes(request: Request) -> bool:
+    """Whether a pass for several columns has use, and no option forbids it."""
+    if len(request.prompts) < 2 and not request.speculate:
+        return False
+    fields = {f.name: f.default for f in dataclasses.fields(Request)}
+    return all(getattr(request, name) in (fields[name], []) for name in ALONE)
+
+
+def decodings(request: Request, context: int) -> list[Decoding]:
+    """The request's sequences."""
+    made = []
+    for i, ids in enumerate(request.prompts):
+        sampling = Sampling.from_buffer_copy(request.sampling)
+        sampling.seed = request.seeds[i] if request.seeds else sampling.seed
+        most = min(request.max_new_tokens, context - len(ids) + 1)
+        made.append(Decoding(list(ids), most, frozenset(request.stop_ids), sampling, request.speculate))
+    return made
+
+
 class PassDecoder:
     """Weights as tiles on the GPUs, and passes over them. RuntimeError after a hang says who waited for what."""
 
@@ -119,11 +146,18 @@ class PassDecoder:
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
         self.passes = 0
 
-    def advance(self, sequences: Iterable[Decoding]) -> None:
-        """One pass: a token or more for each sequence that decodes, and ids of the others' prompts."""
-        running = [s for s in sequences if not s.finished]
-        decoding, prompts = [s for s in running if s.decodes], [s for s in running if not s.decodes]
+    def advance(self, sequences: Sequence[Decoding]) -> None:
+        """One pass: a token or more for each sequence that decodes, and ids of the others' prompts.
+
+        There are as many caches as columns; further sequences wait until one is free.
+        """
         room, columns, parts = self.geometry.mma_columns, list[Column](), list[tuple[Decoding, int]]()
+        running = [s for s in sequences if not s.finished][:room]
+        free = sorted(set(range(room)) - {s.sequence for s in running})
+        for s in running:
+            if s.sequence < 0:
+                s.sequence = free.pop(0)
+        decoding, prompts = [s for s in running if s.decodes], [s for s in running if not s.decodes]
         share = room // max(1, len(decoding))
         for s in (*decoding, *prompts):
             new = s.columns(min(share, room - len(columns)) if s.decodes else room - len(columns))
@@ -159,7 +193,7 @@ class PassDecoder:
         for memory in self.memories:
             memory.reset_words()
 
-    def _launch(self, arguments: list) -> None:
+    def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
         for device in self.devices:  # what `arguments` has written is there
             torch.cuda.synchronize(device)
         for kernels, argument, stream in zip(self.kernels, arguments, self._streams, strict=True):
