@@ -40,7 +40,7 @@ class EmulatedPasses(PassDecoder):
         source = source_of("passes", self.geometry) + "EMULATE(pass, Decode)\n"
         self.library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
-    def _launch(self, arguments: list[ctypes.Structure]) -> None:
+    def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
         words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
         emulator.launch(
             self.library, "pass", arguments, blocks=self.geometry.blocks, threads=32 * self.geometry.warps,

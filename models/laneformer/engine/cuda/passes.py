@@ -95,11 +95,11 @@ def draft(ids: Sequence[int], most: int) -> list[int]:
     return []
 
 
-def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1, **shape: int) -> Geometry:
+def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
     """The geometry with the most columns that fit; ValueError where not even two do, or tiles do not fit the model."""
     for columns in COLUMNS:
         try:
-            return plan(config, dtype, machine, devices=devices, mma_columns=columns, **shape)
+            return plan(config, dtype, machine, devices=devices, mma_columns=columns)
         except ValueError as error:
             last = error
     raise last
