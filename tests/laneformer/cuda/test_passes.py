@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import INCLUDES, source_of
-from laneformer.engine.cuda.geometry import plan
+from laneformer.engine.cuda.geometry import H200, Machine, plan
 from laneformer.engine.cuda.memory import Column, DeviceMemory
-from laneformer.engine.cuda.passes import Decoding, PassDecoder, draft
+from laneformer.engine.cuda.passes import Decoding, PassDecoder, draft, plan_columns
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
@@ -137,6 +138,15 @@ def test_batches_and_drafts_change_no_token(cuda_builds: Path, monkeypatch: pyte
     assert [s.accepted for s in drafting] == [6, 6, 6]
     assert all(s.proposed > s.accepted for s in drafting)
     assert five.passes <= sum(-(-len(p) // 5) + 3 for p in prompts), "9 tokens in 4 passes at most"
+
+
+def test_columns_leave_memory_for_the_ring() -> None:
+    """The 2b model: eight columns on an H200, fewer where the ring would be too small."""
+    config = LaneformerConfig.from_flavor("2b")
+    sizes = [plan_columns(config, "bf16", m).mma_columns for m in (H200, Machine(108, 163 << 10, 80))]
+    assert sizes == [8, 4]
+    with pytest.raises(ValueError, match=r"head matrix of a lane, 52 x 64.*rows of 16"):
+        plan_columns(small_config(vocab_size=104), "bf16", H200)
 
 
 def test_drafts_follow_the_latest_earlier_place() -> None:

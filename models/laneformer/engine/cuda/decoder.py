@@ -17,6 +17,7 @@ from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import CUDA, Request, RequestFailed, Sampling
 from ..joined import OneAtATime
 from .geometry import DTYPES, MOST_STOPS
+from .launch import NotResident
 from .passes import Decoding, PassDecoder, decodings, shares_passes
 from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder
@@ -113,7 +114,7 @@ class CudaDecoder(OneAtATime):
             return None
         try:
             return PassDecoder(self.gpu.config, self._tensors, self.dtype, self._devices)
-        except (ValueError, torch.OutOfMemoryError) as error:
+        except (ValueError, NotResident, torch.OutOfMemoryError) as error:
             warnings.warn(f"prompts do not share passes, drafts have no effect: {error}", stacklevel=2)
             return None
 

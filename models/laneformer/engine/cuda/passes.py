@@ -18,11 +18,12 @@ import torch
 from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import Request, Sampling
-from .compile import Kernels, describe
 from .geometry import Geometry, Machine, plan
+from .launch import Kernels, describe
 from .memory import EXCHANGES, Column, DeviceMemory
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
+LEAST_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
 LONGEST_PHRASE, SHORTEST_PHRASE = 4, 2  # ids that must agree before what followed them is drafted
 POLL_S = 0.00005
 
@@ -96,13 +97,17 @@ def draft(ids: Sequence[int], most: int) -> list[int]:
 
 
 def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
-    """The geometry with the most columns that fit; ValueError where not even two do, or tiles do not fit the model."""
+    """The geometry with the most columns that leave memory for the ring; ValueError where not even two fit."""
     for columns in COLUMNS:
         try:
-            return plan(config, dtype, machine, devices=devices, mma_columns=columns)
-        except ValueError as error:
-            last = error
-    raise last
+            geometry = plan(config, dtype, machine, devices=devices, mma_columns=columns)
+        except ValueError:
+            if columns == COLUMNS[-1]:
+                raise
+        else:
+            if geometry.warps * geometry.chunks * geometry.chunk_bytes >= LEAST_RING_BYTES:
+                return geometry
+    return geometry
 
 
 ALONE = (  # options of requests whose prompts are decoded one after the other
@@ -137,12 +142,17 @@ class PassDecoder:
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
         limit_s: float = 10.0,
     ):  # fmt: skip
-        """ValueError for a model or a GPU that tiles do not fit."""
+        """ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not all run at once."""
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
-        self.geometry = plan_columns(config, dtype, describe(self.devices[0]), len(devices))
+        machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
+        machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing)
+        self.geometry = plan_columns(config, dtype, machine, len(devices))
+        self.kernels = [Kernels("passes", self.geometry, device, sharing > 1) for device in self.devices]
+        for kernels in self.kernels:
+            kernels.require_resident("pass", sharing)
+            kernels.load("pass")
         self.memories = [DeviceMemory(self.geometry, tensors, i, device) for i, device in enumerate(self.devices)]
-        self.kernels = [Kernels("passes", self.geometry, device) for device in self.devices]
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
         self.passes = 0
 
