@@ -135,3 +135,10 @@ def test_a_full_gpu_has_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     assert request(kept, [2, 2, 3], [4] * 9) == 0
     assert request(kept, [2, 2, 3, *[4] * 9, 5], [4]) == 11
     assert (len(kept.slots), kept.most) == (1, 1)
+
+
+def test_going_back_twice_is_further_than_each_time() -> None:
+    kept, text = slots(1), [*range(10)]
+    assert request(kept, [*text, 10], []) == 0
+    assert request(kept, [*text[:8], 50, 51], []) == 8  # position 9 is still the first text's
+    assert request(kept, [*text[:7], 60, 61], []) == 0

@@ -82,7 +82,7 @@ def number_places(geometry: Geometry, op: str, device: torch.device) -> list[tor
     matrix, shapes = geometry.matrix(op), geometry.config.tensor_shapes()
     counts = [shapes[f"layers.0.{name}.weight"][1] for name in PARTS[op]] if op in PARTS else [matrix.rows]
     parts = np.empty(matrix.rows * matrix.columns, np.int32)
-    parts[order(matrix, geometry.warps_per_lane, geometry.strip)] = np.arange(len(parts), dtype=np.int32)
+    parts[order(geometry, matrix)] = np.arange(len(parts), dtype=np.int32)
     rows = torch.from_numpy(parts).view(matrix.rows, matrix.columns)
     of_tensors = torch.empty_like(rows)
     of_tensors[joined(op, list(torch.arange(matrix.rows).split(counts)))] = rows
