@@ -50,7 +50,7 @@ class TapeModel:
         for i, layer in enumerate(self._plain.layers):
             for op in OPS[:-1]:
                 self._read(op, i, [self._layer[name] for name in PARTS[op]])
-            yield layer
+            yield layer  # type: ignore[misc]
 
     def head(self) -> torch.Tensor:
         """(L, V / L, D), read anew."""
