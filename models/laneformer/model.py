@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -258,7 +258,7 @@ class LMHead(nn.Module):
 
 
 def run_layers(
-    layers: Sequence[LaneformerLayer] | nn.ModuleList,
+    layers: Iterable[LaneformerLayer] | nn.ModuleList,
     config: LaneformerConfig,
     embedding: Tensor,
     rope: tuple[Tensor, Tensor],

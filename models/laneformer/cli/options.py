@@ -48,7 +48,7 @@ class ModelOptions:
     context_tokens: int | None = None
     """Longest prompt and answer together; default: as the model says."""
     cache_bytes: int | None = None
-    """Memory for keys and values of earlier requests; default: a quarter of what is left. CPU only."""
+    """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
 
     def load(self, path: Path, processes: ProcessOptions | None = None) -> Engine:
         return Engine.from_pretrained(path, **self._given(processes))

@@ -92,7 +92,7 @@ def replace_torch(driver: FakeDriver) -> None:
         "get_device_properties": driver.properties, "synchronize": lambda *device: None,
         "device": lambda device: contextlib.nullcontext(), "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda device: stream, "Stream": lambda device: stream, "CUDAGraph": Graph,
-        "graph": lambda *given, **options: contextlib.nullcontext(),
+        "graph": lambda *given, **options: contextlib.nullcontext(), "mem_get_info": lambda device: (0, 0),
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from laneformer import Laneformer
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.geometry import Geometry, Machine, plan
-from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
+from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory, as_torch
 from laneformer.engine.cuda.sequence import graph_kernels
 from laneformer.tensors import Tensor
 from tests.laneformer.cuda import emulator
@@ -59,6 +60,21 @@ def tensors_of(model: Laneformer, dtype: str) -> dict[str, Tensor]:
             bits = values.to(TORCH_TYPES[dtype]).view(torch.int16).numpy().view(np.uint16)
             tensors[name] = Tensor(dtype, bits)
     return tensors
+
+
+def plain_model(config: LaneformerConfig, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
+    """The PyTorch model in 16 bits."""
+    model = Laneformer(config).to(TORCH_TYPES[dtype])
+    model.load_state_dict({name: as_torch(tensors[name]) for name in model.state_dict()})
+    return model.eval().requires_grad_(False)
+
+
+def as_read(model: Laneformer) -> Any:
+    """A plain model in the place of a TapeModel."""
+    weights = {"embedding": model.tok_embeddings.weight, "head": lambda: model.lm_head.weight}
+    return SimpleNamespace(
+        config=model.config, layers=lambda: model.layers, masks=model.masks, norm=model.norm, **weights
+    )
 
 
 class Emulated:

@@ -22,11 +22,11 @@ from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import Column, DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
-from laneformer.engine.cuda.prefill import plain_model
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
+from laneformer.engine.cuda.slots import Slots
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import KERNELS, SMALL
+from tests.laneformer.cuda.harness import KERNELS, SMALL, as_read, plain_model
 
 
 def gpu_of(engine: Engine) -> Any:
@@ -74,15 +74,15 @@ class EmulatedDecoder(SequenceDecoder):
 
     def __init__(
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = (),
-        version: str = "persistent", limit_s: float = 10.0,
+        version: str = "persistent", limit_s: float = 10.0, cache_bytes: int | None = None,
     ):  # fmt: skip
-        self.config, self.tensors, self.version, self.limit_s = config, tensors, version, limit_s
+        self.config, self.version, self.limit_s = config, version, limit_s
         self.devices = [torch.device("cpu")]
         self.geometry = plan(config, dtype, SMALL, warps=2)
         self.memories = [DeviceMemory(self.geometry, tensors, 0, "cpu")]
         source = source_of(version, self.geometry) + "".join(f"EMULATE({k}, Decode)\n" for k in KERNELS[version])
         self.library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, self.cache)
-        self.cached, self._model, self._streams = [], None, [Running()]
+        self.slots, self._model, self._streams = Slots(self.memories, cache_bytes or 0), None, [Running()]
         self.launches = 0
 
     def _synchronize(self) -> None:
@@ -125,12 +125,13 @@ class LoopDecoder:
 
     def __init__(
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = (),
-        version: str = "persistent",
+        version: str = "persistent", cache_bytes: int | None = None,
     ):  # fmt: skip
         self.config, self.version, self.devices = config, version, devices
         self.geometry = plan(config, dtype, SMALL, warps=2)
         self.memories: list[DeviceMemory] = []
-        self.model: Laneformer = plain_model(config, tensors, dtype, torch.device("cpu"))
+        self.plain: Laneformer = plain_model(config, tensors, dtype)
+        self.model = as_read(self.plain)
         self.polls, self.failure, self.asked = 0, "", []
 
     def start(
@@ -148,7 +149,7 @@ class LoopDecoder:
         self.polls += 1
         if self.failure:
             raise RuntimeError(self.failure)
-        logits = self.model(torch.tensor([self.ids + self.tokens]))[0, -1]
+        logits = self.plain(torch.tensor([self.ids + self.tokens]))[0, -1]
         self.tokens.append(int(logits.float().argmax()))
         ended = len(self.tokens) == self.max_tokens or self.tokens[-1] in self.stops
         return list(self.tokens), ended or self.cancelled
@@ -163,8 +164,8 @@ class LoopDecoder:
             return
         positions = torch.arange(len(ids))
         rope, masks = rope_table(self.config, positions), self.model.masks(positions, positions)
-        embedding = self.model.tok_embeddings(torch.tensor([ids]))
-        yield run_layers(self.model.layers, self.config, embedding, rope, masks)[:, start:]
+        embedding = self.plain.tok_embeddings(torch.tensor([ids]))
+        yield run_layers(self.plain.layers, self.config, embedding, rope, masks)[:, start:]
 
 
 class LoopPasses(PassDecoder):
@@ -173,7 +174,7 @@ class LoopPasses(PassDecoder):
     def __init__(self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = ()):
         self.config, self.passes = config, 0
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), mma_columns=5)
-        self.model: Laneformer = plain_model(config, tensors, dtype, torch.device("cpu"))
+        self.model: Laneformer = plain_model(config, tensors, dtype)
         self.caches: dict[int, list[int]] = {}
 
     @torch.inference_mode()

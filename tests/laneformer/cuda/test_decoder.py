@@ -232,7 +232,7 @@ def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
 
 def test_scores_are_those_of_the_model(engine):
     ids = [(11 * i + 3) % 264 for i in range(49)]
-    logits = reference_logits(gpu_of(engine).model, ids[:48])
+    logits = reference_logits(gpu_of(engine).plain, ids[:48])
     logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()
     # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below 200
     bound = 64 * 2**-24 * 200

@@ -9,20 +9,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from laneformer import Laneformer
 from laneformer.engine.cuda import prefill
 from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
-from laneformer.engine.cuda.sequence import SequenceDecoder
+from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import SMALL, Emulated, random_model, small_config, tensors_of
+from tests.laneformer.cuda.harness import SMALL, Emulated, as_read, plain_model, random_model, small_config, tensors_of
 from tests.laneformer.cuda.reference import expected, kept_at
+from tests.laneformer.cuda.shapes import SHAPES
 
 TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).tolist()  # the rings hold six
 emulated_only = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
@@ -44,7 +43,7 @@ class PlainCache:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
 def test_the_kernels_memory_is_a_cache(monkeypatch: pytest.MonkeyPatch, chunk: int, devices: int, dtype: str) -> None:
-    """The same streams as with a plain cache, chunk after chunk; and what a layer keeps is what was computed."""
+    """The streams of the plain model with a plain cache, chunk after chunk; a layer keeps what was computed."""
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)
     config = small_config()
     geometry = plan(config, dtype, SMALL, devices=devices, blocks_per_lane=4, warps=2)
@@ -52,10 +51,10 @@ def test_the_kernels_memory_is_a_cache(monkeypatch: pytest.MonkeyPatch, chunk: i
     memories = [DeviceMemory(geometry, tensors, i, "cpu") for i in range(devices)]
     for memory in memories:
         memory.kv.fill_(-1)  # no number
-    model = prefill.plain_model(config, tensors, dtype, torch.device("cpu"))
+    model, same = TapeModel(memories), as_read(plain_model(config, tensors, dtype))
     cache = prefill.DeviceCache(memories)
     plain: Any = PlainCache()
-    pairs = zip(prefill.streams(model, TEXT, cache), prefill.streams(model, TEXT, plain), strict=True)
+    pairs = zip(prefill.streams(model, TEXT, cache), prefill.streams(same, TEXT, plain), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert cache.length == len(TEXT)
     for layer in range(config.num_hidden_layers):
@@ -73,7 +72,7 @@ def test_positions_out_of_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config()
     geometry = plan(config, "bf16", SMALL, warps=2)
     tensors = tensors_of(random_model(config), "bf16")
-    model = prefill.plain_model(config, tensors, "bf16", torch.device("cpu"))
+    model = as_read(plain_model(config, tensors, "bf16"))
     cache = prefill.DeviceCache([DeviceMemory(geometry, tensors, 0, "cpu")])
     write = cache._write
     monkeypatch.setattr(cache, "_write", lambda memory, layer, new: write(memory, layer, new.roll(1, 2)))
@@ -82,8 +81,31 @@ def test_positions_out_of_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("mma_columns", [0, 8])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_weight_comes_back_from_the_tapes(name: str, mma_columns: int) -> None:
+    """Bit for bit, in every cut; and what it costs is one layer."""
+    shape = SHAPES[name]
+    try:
+        geometry = plan(shape.model, shape.dtype, shape.machine(), mma_columns=mma_columns, **shape.plan)
+    except ValueError:
+        pytest.skip("this shape has no tiles")
+    tensors = tensors_of(random_model(shape.model, shape.dtype), shape.dtype)
+    memories = [DeviceMemory(geometry, tensors, i, "cpu") for i in range(geometry.devices)]
+    model, plain = TapeModel(memories), plain_model(shape.model, tensors, shape.dtype)
+    places = set()
+    for layer, right in zip(model.layers(), plain.layers, strict=True):
+        read, expected = layer.state_dict(), right.state_dict()
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(read[key], expected[key]) for key in expected), layer.attention.layer
+        places.add(read["feed_forward.w2.weight"].data_ptr())
+    assert len(places) == 1
+    assert torch.equal(model.head(), plain.lm_head.weight)
+    assert torch.equal(model.norm.weight, plain.norm.weight)
+
+
 def read(
-    emulated: Emulated, model: Laneformer, ids: Sequence[int], at: int, kept: list[list[torch.Tensor]]
+    emulated: Emulated, model: Any, ids: Sequence[int], at: int, kept: list[list[torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
     """Prefill ids[at:]; adds to `kept`, per layer, what the memory has of each position after its chunk."""
     cache = prefill.DeviceCache(emulated.memories, at)
@@ -116,7 +138,7 @@ def test_decoding_goes_on(
     """After a prompt in chunks of three, from a prefix that is there: keys, values, logits and tokens."""
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 3)
     emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
-    model = copy.deepcopy(emulated.model).float()
+    model = as_read(copy.deepcopy(emulated.model).float())
     emulated.forget()
     layers = range(emulated.config.num_hidden_layers)
     kept = read(emulated, model, before, 0, [[] for _ in layers])
@@ -136,22 +158,3 @@ def test_decoding_goes_on(
     tokens += emulated.launch(emulated.arguments(tokens, len(ids), 4), seed=1)
     emulated.forget()
     assert tokens == emulated.read(ids, 5)[0]
-
-
-@pytest.mark.parametrize(
-    ("cached", "ids", "most", "reused"),
-    [
-        ("", "abc", 2, 0),
-        ("abc", "abcde", 4, 3),  # goes on
-        ("abcdefghij", "abcdefghijk", 10, 10),  # also where rings have wrapped
-        ("abcdefghij", "abcdefghij", 9, 0),  # one position fewer: a ring has lost what it held before
-        ("abcdefghij", "abcx", 3, 0),
-        ("abcdef", "abcx", 3, 3),  # rings of six have everything still
-        ("abcdef", "abcdef", 5, 5),
-        ("abcdef", "xbcdef", 5, 0),
-    ],
-)
-def test_what_a_prompt_can_reuse(cached: str, ids: str, most: int, reused: int) -> None:
-    decoder: Any = SimpleNamespace(cached=[*cached], _ring=6)
-    letters: Any = [*ids]
-    assert SequenceDecoder._reusable(decoder, letters, most) == reused

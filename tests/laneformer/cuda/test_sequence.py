@@ -34,7 +34,7 @@ def emulated(request, cuda_builds, monkeypatch):
     monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with Engine(CONFIG, TENSORS, device="cuda", version=request.param) as engine:
+    with Engine(CONFIG, TENSORS, device="cuda", version=request.param, cache_bytes=10**6) as engine:
         yield engine
 
 
@@ -60,16 +60,28 @@ def test_a_text_that_goes_on_is_not_read_again(emulated, cpu_tokens):
     emulated.generate(LONG_PROMPT, max_new_tokens=4, reuse_prefix=False)
     assert emulated.generate(LONG_PROMPT + tokens[:4], max_new_tokens=6) == tokens[4:]
     assert emulated.statistics.reused_tokens == 15 + 3
-    # another text, shorter than the last: the windows' rings have lost its positions
+    # another text, shorter than the last: the windows' rings have lost its positions, but not those of its prompt's end
     assert emulated.generate(LONG_PROMPT, max_new_tokens=10) == tokens
-    assert emulated.statistics.reused_tokens == 0
+    assert emulated.statistics.reused_tokens == 14
 
 
 def test_a_graph_that_ran_past_a_stop_has_lost_its_ring(emulated, cpu_tokens):
     tokens, stop = cpu_tokens[15], cpu_tokens[15][0]
     assert emulated.generate(LONG_PROMPT, max_new_tokens=10, stop_ids=[stop], reuse_prefix=False) == [stop]
     assert emulated.generate([*LONG_PROMPT, stop], max_new_tokens=9) == tokens[1:]
-    assert emulated.statistics.reused_tokens == (15 if gpu_of(emulated).version == "persistent" else 0)
+    assert emulated.statistics.reused_tokens == (15 if gpu_of(emulated).version == "persistent" else 14)
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_sequences_take_turns(emulated, cpu_tokens):
+    """Each goes on where it was, in its own memory; a launch writes to the slot of its sequence."""
+    first, second = LONG_PROMPT, LONG_PROMPT[:3]
+    for reused in ((0, 2), (14, 2)):  # the second begins like the first, whose ring has not forgotten that
+        for prompt, count in zip((first, second), reused, strict=True):
+            assert emulated.generate(prompt, max_new_tokens=10) == cpu_tokens[len(prompt)]
+            assert emulated.statistics.reused_tokens in (count, 0 if prompt is second else count)
+    assert emulated.generate(first + cpu_tokens[15][:5], max_new_tokens=5) == cpu_tokens[15][5:]
+    assert emulated.statistics.reused_tokens >= 14
 
 
 def test_scores_start_from_what_is_there(emulated, cpu_tokens):

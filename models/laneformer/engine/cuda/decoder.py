@@ -16,6 +16,7 @@ from ...config import LaneformerConfig
 from ...tensors import FIRST_MATRIX, Tensor
 from ..decoder import CUDA, Request, RequestFailed, Sampling
 from ..joined import OneAtATime
+from ..options import in_range
 from .geometry import DTYPES, MOST_STOPS
 from .launch import NotResident
 from .passes import Decoding, PassDecoder, decodings, shares_passes
@@ -57,11 +58,11 @@ class CudaDecoder(OneAtATime):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
 
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin,
-        kv_dtype, cache_bytes, processes.
+        kv_dtype, processes.
         """
         if dtype == "auto":
             dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
-        unsupported = {"threads": threads, "isa": isa, "pin": pin or None, "cache_bytes": cache_bytes}
+        unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
         unsupported["processes"] = None if processes == 1 else processes
         unsupported["math"] = None if math in ("auto", "exact") else math
         unsupported["dtype"] = None if dtype in DTYPES else dtype
@@ -70,7 +71,9 @@ class CudaDecoder(OneAtATime):
             if value is not None:
                 raise ValueError(f"{name} = {value!r}: {USE_CPU}")
         self.dtype, self.math, self.kv_dtype, self.isa = dtype, "exact", dtype, CUDA
-        self.gpu = SequenceDecoder(config, tensors, dtype, devices, version)
+        if cache_bytes is not None:
+            cache_bytes = in_range("cache_bytes", cache_bytes, int, 0, 2**63)
+        self.gpu = SequenceDecoder(config, tensors, dtype, devices, version, cache_bytes=cache_bytes)
         self._tensors, self._devices = tensors, devices
         self._sharing: list[Decoding] = []  # of a request whose columns share passes
         self._prepare_joined()

@@ -143,11 +143,12 @@ class DeviceMemory:
         report = Report.from_buffer_copy(self.report.numpy().tobytes()[: ctypes.sizeof(Report)])
         return report if report.set else None
 
-    def kv_layer(self, layer: int, sequence: int = 0) -> torch.Tensor:
-        """Keys and values of a layer: int16 (lanes, KV heads, splits, slots, 2, d), a view."""
+    def kv_layer(self, layer: int, kv: torch.Tensor | None = None) -> torch.Tensor:
+        """A layer's part of `kv` (None: of the current sequence): int16 (lanes, KV heads, splits, slots, 2, d)."""
         g = self.geometry
         start = sum(g.kv_layer(i) for i in range(layer))
-        lanes = self.kv.view(-1, g.lanes_per_device, g.kv_lane)[sequence, :, start : start + g.kv_layer(layer)]
+        sequence = (self.kv if kv is None else kv).view(-1, g.lanes_per_device, g.kv_lane)[0]  # of several: the first
+        lanes = sequence[:, start : start + g.kv_layer(layer)]
         return lanes.view(-1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim)
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -160,23 +161,27 @@ class DeviceMemory:
         return torch.zeros(count, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
 
+PARTS = {  # tensors of a layer that make one matrix of the kernels
+    "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
+    "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
+}  # fmt: skip
+
+
+def joined(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of a kernels' matrix from those of its tensors: q, k, v in a row; gate and up rows alternate."""
+    return torch.stack(parts, 1).flatten(0, 1) if op == "gate_up" else torch.cat(parts)
+
+
 def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> LaneMatrix:
-    """The matrices as the kernels have them, of one lane at a time: q, k, v in one; gate and up rows alternate."""
-    names = {
-        "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
-        "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
-    }  # fmt: skip
+    """The matrices as the kernels have them, of one lane at a time."""
     last: dict[tuple[str, int], list[torch.Tensor]] = {}  # tensors can be costly to read: all lanes are asked in a row
 
     def matrix(op: str, layer: int, lane: int) -> torch.Tensor:
         if (op, layer) not in last:
             last.clear()
-            full = [HEAD] if op == "head" else [f"layers.{layer}.{name}.weight" for name in names[op]]
+            full = [HEAD] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
             last[op, layer] = [sixteen_bits(tensors, name, dtype) for name in full]
-        parts = [part[lane] for part in last[op, layer]]
-        if op == "gate_up":
-            return torch.stack(parts, 1).flatten(0, 1)
-        return torch.cat(parts)
+        return joined(op, [part[lane] for part in last[op, layer]])
 
     return matrix
 

@@ -20,7 +20,9 @@ from ..decoder import RequestFailed, Sampling
 from .geometry import Geometry, plan
 from .launch import Kernels, NotResident, describe
 from .memory import EXCHANGES, DeviceMemory
-from .prefill import DeviceCache, plain_model, prefill, streams
+from .prefill import DeviceCache, prefill, streams
+from .slots import Slots
+from .tape_model import TapeModel
 
 IN_KERNEL_TOKENS = 8  # prompts up to this length are read by the decode kernel itself
 REPLAYS_AT_ONCE = 16  # of the graph, between two looks at its tokens
@@ -39,19 +41,22 @@ class SequenceDecoder:
         devices: Sequence[str] = ("cuda:0",),
         version: str = "persistent",
         limit_s: float = 10.0,
+        cache_bytes: int | None = None,
         **shape: Any,
     ):
-        """`shape` goes to geometry.plan: warps, chunk_bytes, blocks_per_lane, wide_exchanges.
+        """cache_bytes: of each GPU, for earlier sequences; None: a quarter of what is left. `shape` goes to
+        geometry.plan: warps, chunk_bytes, blocks_per_lane, wide_exchanges.
 
         A GPU that is named more than once is shared out.
         """
         self.config, self.tensors, self.dtype, self.limit_s = config, tensors, dtype, limit_s
         self.devices, self._shape = [torch.device(device) for device in devices], shape
+        self._cache_bytes = cache_bytes
         if version == "graph" and len(devices) > 1:
             raise ValueError("the graph version runs on one GPU; use version = 'persistent' for several")
         connect(self.devices)
-        self._model: torch.nn.Module | None = None
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
+        self._model: TapeModel | None = None
         try:
             self._build(version)
         except NotResident as error:
@@ -63,7 +68,6 @@ class SequenceDecoder:
         machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing)
         resident = 2 if version == "graph" else 1  # two, so that kernels overlap
         self.version = version
-        self.cached: list[int] = []  # ids whose keys and values are there
         self.geometry: Geometry = plan(
             self.config, self.dtype, machine, devices=len(self.devices), resident=resident, **self._shape
         )
@@ -74,20 +78,25 @@ class SequenceDecoder:
                 kernels.require_resident("decode", sharing)
             kernels.load(*names)
         self.memories = [DeviceMemory(self.geometry, self.tensors, i, device) for i, device in enumerate(self.devices)]
+        cache_bytes = self._cache_bytes
+        if cache_bytes is None:
+            cache_bytes = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // 4
+        self.slots = Slots(self.memories, cache_bytes)
 
     def _fall_back(self, error: NotResident) -> None:
         """Go on as the graph version, whose blocks do not wait for each other; RuntimeError where that cannot be."""
         if len(self.devices) > 1 or self._shape.get("wide_exchanges"):
             raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
         warnings.warn(f"the graph version decodes, as the persistent one cannot run: {error}", stacklevel=3)
-        self.memories, self.kernels, self.arguments = [], [], []
+        self.memories, self.kernels, self.arguments, self._model = [], [], [], None
+        vars(self).pop("slots", None)  # it holds memory, too
         self._build("graph")
 
     @property
-    def model(self) -> Any:
-        """The PyTorch model, for prompts and scores; made when it is first needed."""
+    def model(self) -> TapeModel:
+        """The PyTorch model on the tapes, for prompts and scores; made when it is first needed."""
         if self._model is None:
-            self._model = plain_model(self.config, self.tensors, self.geometry.dtype, self.devices[0])
+            self._model = TapeModel(self.memories)
         return self._model
 
     def start(
@@ -101,11 +110,11 @@ class SequenceDecoder:
         """
         assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings, "the context is too short"
         self._settle()
-        at = self.reused = self._reusable(ids, len(ids) - 1) if reuse_prefix and logits is None else 0
+        at = self.reused = self.slots.begin(ids, len(ids) - 1, reuse_prefix and logits is None)
         if logits is None and len(ids) - at > IN_KERNEL_TOKENS:
-            self.cached = []
             prefill(self.model, list(ids[at:-1]), DeviceCache(self.memories, at))
             at = len(ids) - 1
+        self.slots.keep(ids[:at], len(ids) + max_tokens - 1)
         inboxes = [memory.inbox for memory in self.memories]
         self.arguments = [
             memory.arguments(
@@ -115,7 +124,7 @@ class SequenceDecoder:
             for memory in self.memories
         ]  # fmt: skip
         self.stops, self.max_tokens, self.ids, self.read_tokens = set(stops), max_tokens, list(ids), len(ids) - at
-        self._replays, self.cached = 0, []
+        self._replays = 0
         for memory in self.memories:  # whatever becomes of this request, no other one uses its epochs
             memory.epoch += self.read_tokens + max_tokens
         self._synchronize()
@@ -131,13 +140,12 @@ class SequenceDecoder:
         Keys and values of all ids stay for the next request.
         """
         self._settle()
-        at = self.reused = self._reusable(ids, start) if reuse_prefix else 0
-        self.cached = []
+        at = self.reused = self.slots.begin(ids, start, reuse_prefix)
         for h in streams(self.model, list(ids[at:]), DeviceCache(self.memories, at)):
             first, at = at, at + h.shape[1]
             if at > start:
                 yield h[:, max(0, start - first) :]
-        self.cached = list(ids)
+        self.slots.holds(ids)
 
     def poll(self) -> tuple[list[int], bool]:
         """New tokens so far, and whether these are all."""
@@ -180,21 +188,6 @@ class SequenceDecoder:
         for device in self.devices:
             torch.cuda.synchronize(device)
 
-    def _reusable(self, ids: Sequence[int], most: int) -> int:
-        """How many of the ids, at most `most`, have their keys and values there.
-
-        What a window layer's ring has overwritten cannot come back: a prompt that leaves a longer text is read again.
-        """
-        same, longest = 0, min(most, len(self.cached))
-        while same < longest and ids[same] == self.cached[same]:
-            same += 1
-        return same if same == len(self.cached) or len(self.cached) <= self._ring else 0
-
-    @property
-    def _ring(self) -> int:
-        """Positions that every layer still has, whatever came after them."""
-        return min(map(self.geometry.kv_slots, range(self.config.num_hidden_layers))) * self.geometry.splits
-
     def _launch(self) -> None:
         if self.version == "graph":
             self._capture()
@@ -234,13 +227,12 @@ class SequenceDecoder:
                 f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
             )
         known = (self.ids + tokens)[:-1]
-        # the graph also reads what it makes after a stop id, which a ring may have no room for
+        # the graph also reads what it makes after a stop id
         surplus = self._replays - (self.read_tokens + len(tokens) - 1) if self.version == "graph" else 0
-        if tokens and (surplus == 0 or len(known) + surplus <= self._ring):  # no token: the prompt was not read whole
-            self.cached = known
+        if tokens:  # else the prompt was not read whole
+            self.slots.holds(known, surplus)
 
     def _reset(self) -> None:
-        self.cached = []
         for memory in self.memories:
             memory.reset_words()
 

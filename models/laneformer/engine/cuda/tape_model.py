@@ -1,0 +1,89 @@
+"""The plain PyTorch model over the weights on the tapes: one layer at a time is put back into rows and columns.
+
+Prompts and scores need no second copy of the weights: all layers share one layer's memory, and the numbers are those
+that were packed, bit for bit. It costs a pass over all weights for every chunk of positions: about 16 bytes are moved
+for a weight of two (a segment is read and written, then with 4 bytes of index a number is, then the tensor is copied).
+For `2b` that is 36 GB, calculated as 10 ms on an H200, and memory for one layer (0.3 GB), twice its largest matrix, and
+indices of a quarter of a layer, which are computed on the host when the model is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ...config import NORMS
+from ...model import Laneformer, LaneformerLayer
+from .geometry import OPS, SEGMENT_BYTES, Geometry
+from .memory import PARTS, TORCH_TYPES, DeviceMemory, joined
+from .tape import order, places
+
+SEGMENT = SEGMENT_BYTES // 2  # numbers
+
+
+class TapeModel:
+    """What `streams` and `logits_of` ask of a model (prefill.py). `layers` yields each as soon as it is read."""
+
+    def __init__(self, memories: Sequence[DeviceMemory]):
+        geometry, device = memories[0].geometry, memories[0].device
+        self.config, self.dtype, self._lanes = geometry.config, TORCH_TYPES[geometry.dtype], geometry.lanes_per_device
+        self._memories = memories
+        with torch.device("meta"):
+            self._plain = Laneformer(self.config).eval().requires_grad_(False)
+        self.masks, self.norm = self._plain.masks, self._plain.norm
+        self.embedding = memories[0].embedding.view(self.dtype)
+        self._norms = memories[0].norms.to(self.dtype)
+        self.norm.load_state_dict({"weight": self._norms[-1]}, assign=True)
+        shapes = self.config.tensor_shapes()
+        self._layer = {name: torch.empty(shapes[f"layers.0.{name}.weight"], dtype=self.dtype, device=device)
+                       for op in OPS[:-1] for name in PARTS[op]}  # fmt: skip
+        for i, layer in enumerate(self._plain.layers):
+            norms = {f"{norm}.weight": self._norms[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
+            matrices = {f"{name}.weight": values for name, values in self._layer.items()}
+            layer.load_state_dict({**matrices, **norms}, assign=True)
+        self._segments = [segment_places(geometry, memory.device) for memory in memories]
+        self._numbers = [{op: number_places(geometry, op, m.device) for op in OPS} for m in memories]
+
+    def layers(self) -> Iterator[LaneformerLayer]:
+        for i, layer in enumerate(self._plain.layers):
+            for op in OPS[:-1]:
+                self._read(op, i, [self._layer[name] for name in PARTS[op]])
+            yield layer  # type: ignore[misc]
+
+    def head(self) -> torch.Tensor:
+        """(L, V / L, D), read anew."""
+        weight = torch.empty(self.config.head_shape, dtype=self.dtype, device=self.embedding.device)
+        self._read(OPS[-1], 0, [weight])
+        return weight
+
+    def _read(self, op: str, layer: int, tensors: list[torch.Tensor]) -> None:
+        """Fill the tensors (lanes, rows, columns) of which the kernels' matrix `op` is made."""
+        for i, memory in enumerate(self._memories):
+            taped = memory.tapes.view(-1, SEGMENT).index_select(0, self._segments[i][op, layer]).view(self._lanes, -1)
+            for tensor, index in zip(tensors, self._numbers[i][op], strict=True):
+                lanes = tensor[i * self._lanes :][: self._lanes]
+                lanes.copy_(taped.index_select(1, index).view(self.dtype).view(lanes.shape))
+
+
+def segment_places(geometry: Geometry, device: torch.device) -> dict[tuple[str, int], torch.Tensor]:
+    """For each matrix (op, layer): its segments on a device's tapes, lane after lane, in the order of `order`."""
+    found: dict[tuple[str, int], list[np.ndarray]] = {}
+    for op, layer, _, pairs in places(geometry):
+        starts = np.array([(there.start, here.start, here.stop) for there, here in pairs]) // SEGMENT
+        shifts = np.repeat(starts[:, 0] - starts[:, 1], starts[:, 2] - starts[:, 1])
+        found.setdefault((op, layer), []).append(shifts + np.arange(len(shifts)))
+    return {key: torch.from_numpy(np.concatenate(lanes).astype(np.int32)).to(device) for key, lanes in found.items()}
+
+
+def number_places(geometry: Geometry, op: str, device: torch.device) -> list[torch.Tensor]:
+    """For each tensor of the matrix `op`: where among a lane's numbers in the order of `order` its own are, flat."""
+    matrix, shapes = geometry.matrix(op), geometry.config.tensor_shapes()
+    counts = [shapes[f"layers.0.{name}.weight"][1] for name in PARTS[op]] if op in PARTS else [matrix.rows]
+    parts = np.empty(matrix.rows * matrix.columns, np.int32)
+    parts[order(geometry, matrix)] = np.arange(len(parts), dtype=np.int32)
+    rows = torch.from_numpy(parts).view(matrix.rows, matrix.columns)
+    of_tensors = torch.empty_like(rows)
+    of_tensors[joined(op, list(torch.arange(matrix.rows).split(counts)))] = rows
+    return [index.flatten().to(device) for index in of_tensors.split(counts)]
