@@ -7,6 +7,7 @@ for ever, each reader finds the epoch that it waits for. Both must see the same 
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from laneformer.config import MODULES, Join
+from laneformer.engine.cuda.compile import FOLDER
 from laneformer.engine.cuda.geometry import Geometry, Machine, plan
 from tests.laneformer.cuda.harness import small_config
 
@@ -64,15 +66,14 @@ def geometry_of(case: Case) -> Geometry:
 
 
 def defines(case: Case) -> dict[str, int]:
-    """The model's numbers; those of best words are what inbox_words leaves for them."""
+    """The model's numbers; the sets of best words are those of the words between them and what follows."""
     geometry = geometry_of(case)
     config, layers = geometry.config, range(geometry.config.num_hidden_layers)
-    blocks = config.num_lanes * geometry.blocks_per_lane
-    mail = 2 * geometry.mail_slots * config.num_lanes * config.hidden_size
-    best_words = geometry.inbox_words - mail - config.vocab_size - 2  # {score, token} of every block, in so many sets
+    best = re.search(r"kScoresAt = kBestAt \+ (\d+) \* kBlocks", (FOLDER / "exchange.cuh").read_text())
+    assert best is not None
     numbers = {
         "LANES": config.num_lanes, "LAYERS": len(layers), "DELAY": case.delay, "TOKENS": case.tokens,
-        "MAIL_SLOTS": geometry.mail_slots, "BEST_SETS": best_words // (2 * blocks), "ATTENDING": case.attending,
+        "MAIL_SLOTS": geometry.mail_slots, "BEST_SETS": int(best[1]) // 2, "ATTENDING": case.attending,
     }  # fmt: skip
     for i, module in enumerate(MODULES):
         now = [config.join(layer, module) is Join.PRESENT for layer in layers]

@@ -88,7 +88,7 @@ class SequenceDecoder:
         if len(self.devices) > 1 or self._shape.get("wide_exchanges"):
             raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
         warnings.warn(f"the graph version decodes, as the persistent one cannot run: {error}", stacklevel=3)
-        self.memories, self.kernels, self.arguments, self._model = [], [], [], None
+        self.memories, self.kernels, self._model = [], [], None
         vars(self).pop("slots", None)  # it holds memory, too
         self._build("graph")
 
