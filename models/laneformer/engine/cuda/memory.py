@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
     """The argument of all kernels for this geometry; it depends on the numbers of devices and of columns alone."""
     columns = geometry.mma_columns
-    of_a_pass = [("column_count", ctypes.c_int), ("columns", Column * columns)] if columns else []
+    of_a_pass: list[Any] = [("column_count", ctypes.c_int), ("columns", Column * columns)] if columns else []
 
     class Decode(ctypes.Structure):
         _fields_ = [
