@@ -162,9 +162,7 @@ class Geometry:
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
         context = self.config.max_position_embeddings
-        more = (
-            MOST_COLUMNS - 1 if self.mma_columns else 0
-        )  # drafts that turn out wrong; one ring for any number of them
+        more = MOST_COLUMNS - 1 if self.mma_columns else 0  # that drafts write before they turn out wrong
         return -(-min((self.config.window(layer) or context) + more, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
