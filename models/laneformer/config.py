@@ -160,13 +160,12 @@ class LaneformerConfig:
         plain |= {"attention_bias": False, "qk_norm": False}
         return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
 
-    def refuse_borrowed(self, who: str, has: tuple[str, ...] = ()) -> None:
-        """ValueError, with their names, for what other families' models have and `who` has not, but for `has`."""
+    def refuse_borrowed(self, who: str) -> None:
+        """ValueError, with their names, for what other families' models have and `who` has not."""
         found = self.borrowed() | ({"tie_word_embeddings": True} if self.tie_word_embeddings else {})
-        found = {name: value for name, value in found.items() if name not in has}
         if found:
             listing = ", ".join(f"{name} = {value}" for name, value in found.items())
-            raise ValueError(f"{who} does not support {listing}; the CPU engine and the plain PyTorch model do")
+            raise ValueError(f"{who} does not support {listing}; the decode engine and the plain PyTorch model do")
 
     def join(self, layer: int, module: str) -> Join:
         """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""

@@ -204,7 +204,7 @@ def steps_of(geometry: Geometry, inputs: dict[str, float], clock_ghz: float, dep
 
 def modelled(
     kernel: str, case: str, flavor: str = "2b", card: str = "H200", *, depth: int = 0, wide: bool = False,
-    filters: bool = False, **replaced: float,
+    filters: bool = False, prefetch_chunks: int = 0, **replaced: float,
 ) -> Result:  # fmt: skip
     """Tokens/s and what follows from it; `replaced` inputs instead of the file's."""
     geometry, inputs = geometry_of(flavor, card), {**values_of(kernel, case), **replaced}
@@ -213,7 +213,7 @@ def modelled(
     inputs["tail_us"] += inputs["filters_us"] if filters else 0
     reach = stated * inputs["memory_share"]
     # a chunk is filled again when all of it is used: half a chunk of each warp is missing on average
-    ring = geometry.warps * (geometry.chunks - 0.5) * geometry.chunk_bytes
+    ring = geometry.warps * (geometry.chunks - 0.5 + prefetch_chunks) * geometry.chunk_bytes
     memory = Memory(
         reach / 1e6 / geometry.blocks_per_lane, 1e3 * inputs["port_bytes_per_clock"] * row["clock_ghz"], ring
     )
@@ -241,7 +241,8 @@ def measure(options: Options, console: Any) -> Result:
     every = [(kernel, case) for kernel in KERNELS for case in CASES]
     variants: dict[str, dict[str, Any]] = {
         "nothing": {}, "every exchange waits for all lanes": {"wide": True}, "top-p": {"filters": True},
-        "no jitter": {"stall_jitter": 0.0}, **{f"{name} = 0": {name: 0.0} for name in STALLS},
+        "prefetch_chunks = 4": {"prefetch_chunks": 4}, "no jitter": {"stall_jitter": 0.0},
+        **{f"{name} = 0": {name: 0.0} for name in STALLS},
     }  # fmt: skip
     return {
         "model": True,

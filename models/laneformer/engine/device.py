@@ -33,26 +33,38 @@ def cuda_devices(device: str) -> tuple[str, ...]:
 
 def why_no_cuda() -> str | None:
     """What the CUDA engine lacks on this machine, and the remedy; None: nothing."""
-    if not has_driver():
+    driver = driver_version()
+    if driver is None:
         return f"there is no NVIDIA driver ({DRIVER}) on this machine"
-    for module in ("torch", "cuda.core"):
+    for module in ("torch", "cuda.bindings"):
         if not installed(module):
             return f"the package {module} is not installed: pip install 'laneformer[cuda]'"
     import torch
 
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a build with it"
+    if int(torch.version.cuda.partition(".")[0]) > driver // 1000:
+        return (
+            f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda}, this one is for CUDA "
+            f"{driver // 1000}.{driver % 1000 // 10}: install a newer driver, or torch for CUDA {driver // 1000}"
+        )
     if not torch.cuda.is_available():
         return "torch finds no GPU that it can use; see nvidia-smi and CUDA_VISIBLE_DEVICES"
     return None
 
 
 def has_driver() -> bool:
+    return driver_version() is not None
+
+
+def driver_version() -> int | None:
+    """The CUDA version that the driver is for, such as 12040 for 12.4; None: there is no driver."""
+    version = ctypes.c_int()
     try:
-        ctypes.CDLL(DRIVER)
+        ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
     except OSError:
-        return False
-    return True
+        return None
+    return version.value
 
 
 def installed(module: str) -> bool:

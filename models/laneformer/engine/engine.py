@@ -114,6 +114,7 @@ class Engine:
                 decoder = cpu_decoder(config, tensors, dtype, **options)
         self._decoder = decoder
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
+        self.refused_options = decoder.refused_options  # of a generation: this device does not have them
 
     @classmethod
     def from_pretrained(
@@ -134,14 +135,14 @@ class Engine:
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start: the
         four combinations of threads and dtype that were used last.
         `context_tokens` replaces the config's max_position_embeddings. `lanes` of a Llama-family model: by default as
-        many as share the threads evenly and divide its heads and MLP rows. Other `options` as in Engine.
+        many as share threads evenly (GPUs: up to 8) and divide its heads and MLP rows. Other `options` as in Engine.
         """
-        on_cpu = not cuda_devices(device)
-        checkpoint = read_checkpoint(Path(path), lanes, threads and threads * options.get("processes", 1), dtype)
+        gpus = len(cuda_devices(device))
+        checkpoint = read_checkpoint(Path(path), lanes, threads and threads * options.get("processes", 1), dtype, gpus)
         config = checkpoint.config if context_tokens is None else with_context(checkpoint.config, context_tokens)
-        if on_cpu:
+        if not gpus:
             options["source"] = functools.partial(read_tensors, Path(path).resolve(), config.num_lanes, dtype)
-        if cache and on_cpu:
+        if cache and not gpus:
             options["packed"] = PackedWeights(Path(path), checkpoint.files)
         for name in ("eos_ids", "tokenizer", "tokenizer_config", "sampling_defaults"):
             options[name] = getattr(checkpoint, name)
@@ -290,11 +291,6 @@ class Engine:
     def weight_bytes(self) -> int:
         """Bytes of packed weights read for every decoded token."""
         return self._open().weight_bytes
-
-    @property
-    def refused_options(self) -> tuple[str, ...]:
-        """Options of a generation that this device does not have."""
-        return self._open().refused_options
 
     def cancel(self) -> None:
         """End the running request, from any thread; nothing where none runs.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import LaneformerConfig, plain_name
-from ..llama.config import lanes_for
+from ..llama.config import lanes_for, lanes_for_gpus
 from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
@@ -45,22 +45,23 @@ class Checkpoint:
 
 
 def read_checkpoint(
-    folder: Path, lanes: int | None = None, threads: int | None = None, dtype: str = "auto"
+    folder: Path, lanes: int | None = None, threads: int | None = None, dtype: str = "auto", gpus: int = 0
 ) -> Checkpoint:
     """Read and check a folder with `config.json` and `model*.safetensors`, or a GGUF file; ValueError for bad ones.
 
-    lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all cores.
+    lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all cores,
+    or `gpus`.
     dtype: the engine's option; a GGUF file's tensors are widened for it.
     """
     if folder.suffix == ".gguf" and folder.is_file():
-        return read_gguf(folder, lanes, threads, dtype)
+        return read_gguf(folder, lanes, threads, dtype, gpus)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with config.json and model*.safetensors, nor a GGUF file")
     values = read_json(folder / "config.json")
     files = weight_files(folder)
     stored = {name: tensor for path in files for name, tensor in read_safetensors(path)}
     if values.get("model_type") not in MODEL_TYPES:
-        lanes = lanes_for(values, threads or this_machine().default_threads(1)) if lanes is None else lanes
+        lanes = default_lanes(values, threads, gpus) if lanes is None else lanes
         config, tensors = laneformer_of(values, stored, lanes)
         return Checkpoint(config, tensors, eos_ids(folder, values, config), files, *text_files(folder))
     config = config_of(values)
@@ -87,10 +88,14 @@ def with_context(config: LaneformerConfig, tokens: int) -> LaneformerConfig:
     return dataclasses.replace(config, max_position_embeddings=tokens)
 
 
-def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str) -> Checkpoint:
+def default_lanes(values: Mapping[str, Any], threads: int | None, gpus: int) -> int:
+    return lanes_for_gpus(values, gpus) if gpus else lanes_for(values, threads or this_machine().default_threads(1))
+
+
+def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int) -> Checkpoint:
     """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the tokenizer in the file."""
     file = GgufFile(path, dtype)
-    lanes = lanes_for(file.config, threads or this_machine().default_threads(1)) if lanes is None else lanes
+    lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
     config, tensors = laneformer_of(file.config, file, lanes)
     tokenizer, tokenizer_config, sampling = text_files(path.parent)
     if tokenizer is None:

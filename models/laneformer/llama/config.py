@@ -20,6 +20,7 @@ OPTIONAL: dict[str, Any] = {
     "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None, "tie_word_embeddings": False,
     "layer_types": None,
 }  # fmt: skip
+MOST_GPU_LANES = 8  # as `2b` has: 16 multiprocessors of an H200 to each
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 SMOLLM3 = {
@@ -115,6 +116,13 @@ def lanes_for(values: Mapping[str, Any], threads: int) -> int:
     """Lanes for a model that has none of its own: one a thread, or a group of threads for each of fewer lanes."""
     shared = (values.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
     return math.gcd(threads, *(size for size in shared if isinstance(size, int)))
+
+
+def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
+    """Lanes that GPUs share evenly, with whole heads, MLP rows and vocabulary rows; many, for short exchanges."""
+    shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    sizes = [size for size in map(values.get, shared) if isinstance(size, int)]
+    return max((n for n in range(gpus, MOST_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)), default=gpus)
 
 
 def family_of(values: Mapping[str, Any]) -> Family:

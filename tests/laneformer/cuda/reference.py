@@ -111,9 +111,9 @@ def worst_roundings(model: Laneformer, generator: torch.Generator) -> Iterator[N
     def norm(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         return output + off(output.abs(), output.shape[-1])
 
-    def head(module: nn.Module, inputs: tuple[Tensor, LaneRMSNorm], output: Tensor) -> Tensor:
-        x = inputs[1](inputs[0])
-        return output + off(torch.einsum("bsli,loi->bslo", x.abs(), module.weight.abs()).flatten(2), x.shape[-1])
+    def head(module: nn.Module, inputs: tuple[Tensor, LaneRMSNorm, Tensor], output: Tensor) -> Tensor:
+        x, weight = inputs[1](inputs[0]), inputs[2].view(module.shape) if module.weight is None else module.weight
+        return output + off(torch.einsum("bsli,loi->bslo", x.abs(), weight.abs()).flatten(2), x.shape[-1])
 
     hooks: dict[type, Any] = {LaneLinear: linear, LaneRMSNorm: norm, LMHead: head}
     handles = [m.register_forward_hook(hooks[type(m)]) for m in model.modules() if type(m) in hooks]

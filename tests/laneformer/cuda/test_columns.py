@@ -14,6 +14,7 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import H200, OPS, Geometry, Machine, parts_of, plan
 from laneformer.engine.cuda.memory import TORCH_TYPES
+from laneformer.engine.cuda.nvrtc import compiler_for, compilers
 from laneformer.engine.cuda.tape import pack, tape_starts
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, small_config
@@ -110,12 +111,11 @@ def test_what_tiles_cannot_hold_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120a"])
 @pytest.mark.parametrize(("dtype", "columns"), [("bf16", 8), ("fp16", 2)])
 def test_products_of_the_2b_model_compile(architecture: str, dtype: str, columns: int) -> None:
-    core = pytest.importorskip("cuda.core", reason="needs the cuda extra: pip install 'laneformer[cuda]'")
     geometry = plan(LaneformerConfig.from_flavor("2b"), dtype, H200)
     geometry = dataclasses.replace(geometry, mma_columns=columns, chunks=2)
-    options = core.ProgramOptions(arch=architecture, std="c++17", include_path=[str(f) for f in INCLUDES])
     source = f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n'
-    assert b".text.products" in bytes(core.Program(source, "c++", options).compile("cubin").code)
+    assert b".text.products" in compiler_for(architecture, None).compile(source, architecture, INCLUDES)

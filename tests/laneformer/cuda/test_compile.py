@@ -18,11 +18,11 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import H200, Geometry, plan
+from laneformer.engine.cuda.nvrtc import compilers
 from tests.laneformer.cuda.cards import CARDS
 from tests.laneformer.cuda.harness import KERNELS, small_config
 
-pytest.importorskip("cuda.core", reason="needs the cuda extra: pip install 'laneformer[cuda]'")
-pytest.importorskip("cuda.bindings.nvrtc")
+pytestmark = pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
 
 
 def small(**shape: Any) -> Geometry:
@@ -82,16 +82,12 @@ class Compiler:
     """Stands for NVRTC in the cache's tests: counts, and makes a cubin of the source."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.runs = 0
-        monkeypatch.setattr("cuda.core.Program", self)
+        self.runs, self.version = 0, (13, 0)
+        monkeypatch.setattr(compiling, "compiler_for", lambda architecture, driver: self)
 
-    def __call__(self, source: str, language: str, options: Any) -> Any:
+    def compile(self, source: str, architecture: str, includes: Any) -> bytes:
         self.runs += 1
-        self.code = bytearray(source.encode() + repr(options.arch).encode())
-        return self
-
-    def compile(self, kind: str) -> Compiler:
-        return self
+        return source.encode() + architecture.encode()
 
 
 def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +99,7 @@ def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compile_cubin("persistent", small(blocks_per_lane=3), "sm_90a", tmp_path)
     compile_cubin("graph", small(), "sm_90a", tmp_path)
     compile_cubin("persistent", small(), "sm_80", tmp_path)
-    monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", lambda: (0, 99, 1))
+    compiler.version = (12, 9)
     compile_cubin("persistent", small(), "sm_90a", tmp_path)
     folder = tmp_path / "changed"
     shutil.copytree(FOLDER, folder)
@@ -112,6 +108,7 @@ def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compile_cubin("persistent", small(), "sm_90a", tmp_path)
     assert compiler.runs == 6
     assert len(list(tmp_path.glob("*.cubin"))) == 6
+    assert len(list(tmp_path.glob("*-nvrtc12.9-*.cubin"))) == 2
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".cubin"}
 
 
@@ -140,7 +137,7 @@ def test_a_fault_in_the_source_is_reported(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_unknown_gpu_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="do not compile for sm_1234"):
+    with pytest.raises(RuntimeError, match=r"no compiler .NVRTC. here fits sm_1234; installed: "):
         compile_cubin("persistent", small(), "sm_1234", tmp_path)
 
 

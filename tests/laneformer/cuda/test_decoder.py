@@ -356,18 +356,24 @@ def test_unknown_devices(name):
 @pytest.mark.parametrize(
     ("lacks", "message"),
     [
-        ({"has_driver": lambda: False}, "no NVIDIA driver"),
+        ({"driver_version": lambda: None}, "no NVIDIA driver"),
         ({"installed": lambda module: module != "torch"}, r"torch is not installed: pip install 'laneformer\[cuda\]'"),
-        ({"installed": lambda module: module != "cuda.core"}, "cuda.core is not installed: pip install"),
+        ({"installed": lambda module: module != "cuda.bindings"}, "cuda.bindings is not installed: pip install"),
         ({"cuda": None}, "built without CUDA"),
+        ({"driver_version": lambda: 12040}, r"needs a driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12"),
         ({"available": lambda: False}, "torch finds no GPU"),
     ],
 )
 def test_what_is_missing_is_said(monkeypatch, lacks, message):
     monkeypatch.undo()  # a_gpu
-    there = {"has_driver": lambda: True, "installed": lambda module: True, "cuda": "13.0", "available": lambda: True}
+    there = {
+        "driver_version": lambda: 13000,
+        "installed": lambda module: True,
+        "cuda": "13.0",
+        "available": lambda: True,
+    }
     there |= lacks
-    monkeypatch.setattr(device, "has_driver", there["has_driver"])
+    monkeypatch.setattr(device, "driver_version", there["driver_version"])
     monkeypatch.setattr(device, "installed", there["installed"])
     monkeypatch.setattr(torch.version, "cuda", there["cuda"])
     monkeypatch.setattr(torch.cuda, "is_available", there["available"])

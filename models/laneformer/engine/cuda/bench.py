@@ -193,7 +193,7 @@ def read_bandwidth(memory: DeviceMemory, runs: int = RUNS) -> dict[str, float]:
 
     The weights of small models stay in the L2, and so the figure is the L2's.
     """
-    geometry, size = memory.geometry, 2 * memory.tapes.numel()
+    geometry, size = memory.geometry, memory.weight_bytes
     kernels = Kernels("probe", geometry, memory.device)
     sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32, device=memory.device)
     rounds = math.ceil(PROBED_BYTES / size)

@@ -48,6 +48,7 @@ struct Block {
   int lane, local_lane, group, warp, thread, lane_warp;  // `group` is the block's place in its lane
   float *wide, *narrow;   // inputs of a matrix: kWide and kNarrow numbers
   float *query, *out, *rows, *per_warp;  // `out`: results of this warp; `rows`: its rows of the stream
+  float* head_scales;                    // with kHeadNorms: 1 / rms of a KV head's queries, then of its key
   Candidate* candidates;
   Word* words;
   Tape tape;
@@ -86,6 +87,7 @@ struct Block {
     candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
     per_warp = reinterpret_cast<float*>(at);
     out = per_warp + kWarps + warp * kMostRows, rows = per_warp + kWarps + kWarps * kMostRows + warp * kMostStreamRows;
+    head_scales = per_warp + kWarps * (1 + kMostRows + kMostStreamRows);
 #if GRAPH
     rows = p.graph->rows + local_lane * kHidden + Matrix<kOutput>::first_row(lane_warp);
 #endif
@@ -94,7 +96,7 @@ struct Block {
   DEVICE const char* own_tape(uint64_t& bytes) const {
     const uint64_t* at = p.weights.tape_at + local_lane * kWarpsPerLane + lane_warp;
     bytes = at[1] - at[0];
-    return p.weights.tapes + at[0];
+    return p.weights.tapes + tape_place(at[0]);
   }
 
   // The ablation: no block goes on before every block of the device has come here.
@@ -149,9 +151,50 @@ struct Block {
   }
 
   DEVICE void publish_qkv(int layer, float scale) {
-    Word* qkv = words + kQkvAt + Matrix<kQkv>::first_row(owner());
-    for (int r = own_thread(); r < Matrix<kQkv>::row_count(owner()); r += kOwnThreads)
-      store_word(qkv + r, out[r] * scale, epoch_of(layer));
+    const int first = Matrix<kQkv>::first_row(owner());
+    for (int r = own_thread(); r < Matrix<kQkv>::row_count(owner()); r += kOwnThreads) {
+      float value = out[r] * scale;
+      if constexpr (kQkvBias) value = fmaf(out[r], scale, p.weights.biases[(layer * kLanes + lane) * kQkvRows + first + r]);
+      store_word(words + kQkvAt + first + r, value, epoch_of(layer));
+    }
+  }
+
+  // of this position; layers without RoPE turn by nothing
+  DEVICE const float2* turns(int layer) const {
+    return p.weights.rope + (kRotates[layer] ? position : 0) * (kHeadDim / 2);
+  }
+
+  // Qwen 3: the queries of a KV head, and its key, are normed one by one before they are turned
+  DEVICE void take_head_scales(int layer, int head) {
+    if constexpr (kHeadNorms) {
+      constexpr int kRounds = (kHeadDim / 2 + 31) / 32;
+      WordPair pairs[kRounds];
+      for (int h = warp; h <= kGroup; h += kWarps) {
+        const Word* of_head = words + kQkvAt + (h < kGroup ? head * kGroup + h : kHeads + head) * kHeadDim;
+        const auto there = [&](int n) { return 64 * n + 2 * thread < kHeadDim; };
+        const auto at = [&](int n) { return of_head + 64 * n + 2 * thread; };
+#pragma unroll
+        for (int n = 0; n < kRounds; ++n) {
+          pairs[n] = known_pair(0.0f, epoch_of(layer));
+          if (there(n)) look_at(at(n), pairs[n]);
+        }
+        wait_all(pairs, there, at, epoch_of(layer), kQkvWords, watch);
+        float squares = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kRounds; ++n)
+          squares = fmaf(pairs[n].a.value, pairs[n].a.value, fmaf(pairs[n].b.value, pairs[n].b.value, squares));
+        for (int mask = 16; mask; mask /= 2) squares += shuffle_xor(squares, mask);
+        if (thread == 0) head_scales[h] = rsqrtf(squares / kHeadDim + kNormEps);
+      }
+      sync_block();
+    }
+  }
+
+  // numbers e and e + 1 of head h: the queries of a KV head come first, then its key
+  DEVICE float2 head_normed(int layer, int h, int e, float2 pair) const {
+    if constexpr (!kHeadNorms) return pair;
+    const float* norm = p.weights.head_norms + (2 * layer + (h == kGroup)) * kHeadDim + e;
+    return {pair.x * head_scales[h] * norm[0], pair.y * head_scales[h] * norm[1]};
   }
 
   // keys and values of this layer that this block will read: on their way to the L2 before q is known
@@ -169,6 +212,7 @@ struct Block {
     for (int unit = group; unit < kAttentionUnits; unit += kBlocksPerLane) {
       const int head = unit / kSplits, split = unit % kSplits;
       uint16_t* slots = kv_slots(p.weights, kv_lane(), layer, head, split);
+      take_head_scales(layer, head);
       take_query(layer, head);
       if (position % kSplits == split) take_key(layer, head, slots + position / kSplits % kKvSlots[layer] * 2 * kHeadDim);
       sync_block();
@@ -182,26 +226,26 @@ struct Block {
   }
 
   DEVICE void take_query(int layer, int head) {
-    const float2* turn = p.weights.rope + position * (kHeadDim / 2);
+    const float2* turn = turns(layer);
     const float scale = rsqrtf(static_cast<float>(kHeadDim));
     gather<kGroup * kHeadDim>(
         words + kQkvAt + head * kGroup * kHeadDim, epoch_of(layer), kQkvWords, watch,
         [&](int i) { return turn[i % kHeadDim / 2]; },
         [&](int i, float a, float b, float2 t) {
-          const float2 q = rotate({a, b}, t);
+          const float2 q = rotate(head_normed(layer, i / kHeadDim, i % kHeadDim, {a, b}), t);
           query[i] = q.x * scale, query[i + 1] = q.y * scale;
         });
   }
 
   // this block owns the new position: it alone writes and later reads its key and value
   DEVICE void take_key(int layer, int head, uint16_t* slot) {
-    const float2* turn = p.weights.rope + position * (kHeadDim / 2);
+    const float2* turn = turns(layer);
     uint32_t* pairs = reinterpret_cast<uint32_t*>(slot);
     const Word* key = words + kQkvAt + (kHeads + head) * kHeadDim;
     gather<kHeadDim>(
         key, epoch_of(layer), kQkvWords, watch, [&](int i) { return turn[i / 2]; },
         [&](int i, float a, float b, float2 t) {
-          const float2 k = rotate({a, b}, t);
+          const float2 k = rotate(head_normed(layer, kGroup, i, {a, b}), t);
           pairs[i / 2] = pack_halves(k.x, k.y);
         });
     gather<kHeadDim>(key + kKvHeads * kHeadDim, epoch_of(layer), kQkvWords, watch,

@@ -1,4 +1,4 @@
-"""Kernels from source to machine code at run time, through cuda-core and without a toolkit (launch.py starts them).
+"""Kernels from source to machine code at run time, without a toolkit (nvrtc.py compiles, launch.py starts them).
 
 The sources are compiled for one geometry and one architecture, which needs no GPU. Cubins are kept in the user's cache
 directory under a hash of everything that decides them: sources, constants, options, and the compiler's version.
@@ -12,12 +12,12 @@ import os
 from pathlib import Path
 
 from .geometry import Geometry
+from .nvrtc import Nvrtc, compiler_for
 
 FOLDER = Path(__file__).parent
 INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
 VERSIONS = ("persistent", "graph")
 UNITS = (*VERSIONS, "passes", "probe")
-MISSING = "the CUDA engine compiles its kernels with cuda-core: pip install 'laneformer[cuda]'"
 
 
 def source_of(version: str, geometry: Geometry) -> str:
@@ -27,31 +27,30 @@ def source_of(version: str, geometry: Geometry) -> str:
     return f'#define GRAPH {int(version == "graph")}\n{geometry.constants()}#include "{version}.cu"\n'
 
 
-def compile_cubin(version: str, geometry: Geometry, architecture: str, cache: Path | None = None) -> bytes:
+def compile_cubin(
+    version: str, geometry: Geometry, architecture: str, cache: Path | None = None, driver: int | None = None,
+    compiler: Nvrtc | None = None,
+) -> bytes:  # fmt: skip
     """Machine code for an architecture such as "sm_90a"; RuntimeError with the compiler's message.
 
-    `cache` is the folder of kept cubins; by default $XDG_CACHE_HOME/laneformer/cubins.
+    `cache` is the folder of kept cubins; by default $XDG_CACHE_HOME/laneformer/cubins. `compiler`: by default the
+    newest one whose code this driver loads.
     """
-    try:
-        from cuda.bindings import nvrtc
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise RuntimeError(f"{MISSING} ({error})") from None
-    source, options = source_of(version, geometry), {"arch": architecture, "std": "c++17"}
+    source, compiler = source_of(version, geometry), compiler or compiler_for(architecture, driver)
     sources = [path for folder in INCLUDES for pattern in ("*.cu*", "*.h") for path in sorted(folder.glob(pattern))]
     included = b"".join(path.read_bytes() for path in sources)
-    decides = repr((source, options, nvrtc.nvrtcVersion()[1:])).encode() + included
+    decides = repr((source, architecture, compiler.version)).encode() + included
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer" / "cubins"
-    kept = folder / f"{version}-{architecture}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
+    name = f"{version}-{architecture}-nvrtc{compiler.version[0]}.{compiler.version[1]}"
+    kept = folder / f"{name}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
     if kept.is_file():
         return kept.read_bytes()
     try:
-        settings = ProgramOptions(**options, include_path=[str(folder) for folder in INCLUDES])
-        compiled = Program(source, "c++", settings).compile("cubin").code
-    except Exception as error:  # cuda-core's own types, with the whole log as their message
+        compiled = compiler.compile(source, architecture, INCLUDES)
+    except RuntimeError as error:
         raise RuntimeError(f"the {version} kernels do not compile for {architecture}: {error}") from None
-    keep(kept, bytes(compiled))
-    return bytes(compiled)
+    keep(kept, compiled)
+    return compiled
 
 
 def keep(path: Path, content: bytes) -> None:

@@ -105,6 +105,8 @@ class Geometry:
     devices: int = 1
     wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
     mma_columns: int = 0  # positions of one pass, by matrix-multiply instructions; 0: one, by FMAs
+    interleaved: bool = False  # the chunks of a block's warps lie in turn, so that a block reads at one place of memory
+    prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
 
     @property
     def lanes_per_device(self) -> int:
@@ -200,12 +202,11 @@ class Geometry:
     @property
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring and its barriers."""
+        query = self.group * self.config.head_dim + self.config.qk_norm * (self.group + 1)
         if self.mma_columns:  # passes.cu: inputs, sums, rows of the stream and a scale of each column
             column = self.column_stride + self.most_sums + self.most_rows("output", "down") + 1
-            group = self.group * self.config.head_dim
-            return 4 * (self.mma_columns * column + group + self.warps) + 8 * self.warps
+            return 4 * (query + self.mma_columns * column + self.warps) + 8 * self.warps
         per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
-        query = self.group * self.config.head_dim
         return 4 * (self.wide + self.narrow + query + self.warps * per_warp) + 8 * self.warps
 
     @property
@@ -223,6 +224,13 @@ class Geometry:
         c = self.config
         partial = self.heads * self.splits * (c.head_dim + 2)
         return 2 * c.hidden_size + self.matrix("qkv").rows + partial + c.intermediate_size // c.num_lanes
+
+    @property
+    def tape_chunks(self) -> int:
+        """Chunks that no warp's tape exceeds: the room of each where they are interleaved."""
+        layer = sum(self.most_rows(op) * self.matrix(op).columns for op in OPS[:-1])
+        numbers = layer * self.config.num_hidden_layers + self.most_rows("head") * self.matrix("head").columns
+        return -(-2 * numbers // self.chunk_bytes)
 
     @property
     def device_words(self) -> int:
@@ -245,13 +253,16 @@ class Geometry:
             "kIntermediate": c.intermediate_size // c.num_lanes, "kHeads": self.heads,
             "kKvHeads": c.kv_heads_per_lane, "kHeadDim": c.head_dim, "kVocab": c.vocab_size // c.num_lanes,
             "kLayers": c.num_hidden_layers, "kDelay": c.broadcast_delay,
-            "kLaneNorms": int(not c.replicated_rmsn_scale),
+            "kLaneNorms": int(not c.replicated_rmsn_scale), "kQkvBias": int(c.attention_bias),
+            "kHeadNorms": int(c.qk_norm),
             "kBlocksPerLane": self.blocks_per_lane, "kWarps": self.warps, "kChunkBytes": self.chunk_bytes,
             "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits,
             "kMailSlots": self.mail_slots, "kWide": self.wide,
             "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
             "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
             "kMmaColumns": self.mma_columns, "kMostSums": self.most_sums,
+            "kInterleaved": int(self.interleaved), "kTapeChunks": self.tape_chunks,
+            "kPrefetchChunks": self.prefetch_chunks,
         }  # fmt: skip
         tables = {
             "kColumns": [m.columns for m in matrices],
@@ -260,6 +271,7 @@ class Geometry:
             "kParts": [m.parts for m in matrices],
             "kWindows": [c.window(i) or 0 for i in layers],
             "kKvSlots": [self.kv_slots(i) for i in layers],
+            "kRotates": [int(i not in c.nope_layers) for i in layers],
         }
         starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
         per_module: dict[str, Sequence[Sequence[object]]] = {
@@ -313,6 +325,8 @@ def plan(
     blocks_per_lane: int | None = None,
     wide_exchanges: bool = False,
     mma_columns: int = 0,
+    interleaved: bool = False,
+    prefetch_chunks: int = 0,
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
 
@@ -338,9 +352,14 @@ def plan(
         raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
+    if interleaved and mma_columns:
+        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({mma_columns})")
+    if prefetch_chunks < 0:
+        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, devices, wide_exchanges, mma_columns)
+        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options)
 
     for op in OPS:
         check_matrix(op, bare(1, 0).matrix(op), blocks * most_warps)
@@ -370,10 +389,12 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         raise ValueError(
             f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
         )
-    config.refuse_borrowed("the CUDA engine", has=("head_dim",))
     if config.lm_head_type != "vocab_parallel":
         head = config.lm_head_type
-        raise ValueError(f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU")
+        raise ValueError(
+            f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU, or for a "
+            f"model of the Llama family lanes that divide its vocabulary of {config.vocab_size}"
+        )
     if devices < 1 or config.num_lanes % devices:
         counts = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
         raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly; use one of {counts}")

@@ -35,10 +35,12 @@ struct Step : Block {
     const int segment = Op == kHead ? kLayers * (qkv + output + gate_up + down)
                                     : layer * (qkv + output + gate_up + down) + before;
     uint64_t bytes;
-    tape.source = own_tape(bytes) + static_cast<uint64_t>(segment) * kSegmentBytes;
-    tape.bytes = Matrix<Op>::segments(lane_warp) * kSegmentBytes;
+    const uint32_t first = static_cast<uint32_t>(segment) * kSegmentBytes;
+    const uint32_t size = Matrix<Op>::segments(lane_warp) * kSegmentBytes;
+    tape.source = own_tape(bytes) + (kInterleaved ? 0 : first);
+    tape.bytes = kInterleaved && size ? first + size : size;
     tape.endless = false;
-    tape.start();
+    tape.start(kInterleaved && size ? first : 0);
   }
 };
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..device import driver_version
 from .compile import compile_cubin
 from .geometry import Geometry, Machine
 
@@ -40,7 +41,7 @@ class Kernels:
         # The driver then promises that all blocks are resident at once; but two such launches may not overlap.
         self.cooperative = version in ("persistent", "passes") and not shared
         name = f"sm_{self.architecture}" + ("a" if self.architecture >= 90 else "")
-        cubin = compile_cubin(version, geometry, name)
+        cubin = compile_cubin(version, geometry, name, driver=driver_version())
         torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         self._kernels: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import HEAD, NORMS, LaneformerConfig
+from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConfig
 from ...tensors import STORED_TYPES, Tensor
 from ..decoder import Sampling
 from ..folder import rope_tables
@@ -26,10 +26,13 @@ TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].t
 # ---- the kernels' arguments as C structures: block.cuh's Decode, field by field ----
 
 
+WEIGHTS = ("tapes", "tape_at", "embedding", "norms", "rope", "kv", "biases", "head_norms")
+
+
 class Weights(ctypes.Structure):
     """Device pointers to what a device holds of the model (decode.cuh: Weights)."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "embedding", "norms", "rope", "kv")]
+    _fields_ = [(name, ctypes.c_void_p) for name in WEIGHTS]
 
 
 class Column(ctypes.Structure):
@@ -85,8 +88,16 @@ class DeviceMemory:
         self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.dtype))
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
+        self.biases, self.head_norms = self._put(biases(config, tensors)), self._put(head_scales(config, tensors))
         columns = max(1, geometry.mma_columns)  # each with words of its own, and each can be of a sequence of its own
-        self.kv = self._zeros(columns * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+        try:
+            self.kv = self._zeros(columns * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+        except torch.OutOfMemoryError:
+            context, size = config.max_position_embeddings, 2 * columns * geometry.lanes_per_device * geometry.kv_lane
+            raise ValueError(
+                f"the GPU has no memory for the keys and values of {context} positions, {size / 1e9:.1f} GB; use a "
+                "smaller context_tokens"
+            ) from None
         self.lane_words = self._zeros(columns * geometry.device_words, torch.int64)
         self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
         self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
@@ -105,7 +116,7 @@ class DeviceMemory:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a token reads; the filling of the tapes' last chunks is among them."""
-        return 2 * self.tapes.numel()
+        return int(tape_starts(self.geometry)[-1])
 
     def arguments(
         self,
@@ -127,8 +138,7 @@ class DeviceMemory:
         self.published.zero_()
         self.cancel.zero_()
         p = decode_structure(self.geometry)()
-        tables = (self.tapes, self.tape_at, self.embedding, self.norms, self.rope, self.kv)
-        p.weights = Weights(*(t.data_ptr() for t in tables))
+        p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
         for name in ("lane_words", "aborted", "report", "cancel", "prompt", "tokens", "published", "graph"):
             setattr(p, name, getattr(self, name).data_ptr())
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
@@ -180,8 +190,11 @@ def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype
     def matrix(op: str, layer: int, lane: int) -> torch.Tensor:
         if (op, layer) not in last:
             last.clear()
-            full = [HEAD] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
+            head = EMBEDDING if config.tie_word_embeddings else HEAD
+            full = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
             last[op, layer] = [sixteen_bits(tensors, name, dtype) for name in full]
+            if op == "head":
+                last[op, layer] = [values.view(config.head_shape) for values in last[op, layer]]
         return joined(op, [part[lane] for part in last[op, layer]])
 
     return matrix
@@ -206,8 +219,26 @@ def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.
 def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
     """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use."""
     names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
-    scales = {name: as_torch(tensors[name]).float() for name in (*names, "norm.weight")}
-    for name, values in scales.items():
-        if not values.isfinite().all():
-            raise ValueError(f"tensor {name} holds values that are not finite")
-    return torch.stack(list(scales.values()))
+    return torch.stack([finite(tensors, name) for name in (*names, "norm.weight")])
+
+
+def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
+    """float32 (layers, L, rows of a lane's qkv matrix); empty where there are none."""
+    layers = range(config.num_hidden_layers if config.attention_bias else 0)
+    rows = [torch.cat([finite(tensors, f"layers.{i}.{name}.bias") for name in BIASED], 1) for i in layers]
+    return torch.stack(rows) if rows else torch.empty(0)
+
+
+def head_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
+    """float32 (layers, 2, d): the norms of queries and of keys; empty where there are none."""
+    layers = range(config.num_hidden_layers if config.qk_norm else 0)
+    rows = [torch.stack([finite(tensors, f"layers.{i}.{name}.weight") for name in HEAD_NORMS]) for i in layers]
+    return torch.stack(rows) if rows else torch.empty(0)
+
+
+def finite(tensors: Mapping[str, Tensor], name: str) -> torch.Tensor:
+    """A tensor in float32; ValueError where a value is not finite."""
+    values = as_torch(tensors[name]).float()
+    if not values.isfinite().all():
+        raise ValueError(f"tensor {name} holds values that are not finite")
+    return values

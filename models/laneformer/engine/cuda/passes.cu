@@ -24,6 +24,7 @@ struct Pass : Block {
     candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
     per_warp = reinterpret_cast<float*>(at), sums = per_warp + kWarps;
     streams = sums + kMmaColumns * kMostSums, scales = streams + kMmaColumns * kMostStreamRows;
+    head_scales = scales + kMmaColumns;
     token_epoch = p.epoch;
   }
 

@@ -7,6 +7,7 @@ for. Each sequence draws the tokens that it would draw alone, whatever shares it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import time
@@ -23,6 +24,7 @@ from .launch import Kernels, describe
 from .memory import EXCHANGES, Column, DeviceMemory
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
+LAST_EPOCH = 2**30  # of all layers together
 LEAST_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
 LONGEST_PHRASE, SHORTEST_PHRASE = 4, 2  # ids that must agree before what followed them is drafted
 POLL_S = 0.00005
@@ -99,29 +101,19 @@ def draft(ids: Sequence[int], most: int) -> list[int]:
 def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
     """The geometry with the most columns that leave memory for the ring; ValueError where not even two fit."""
     for columns in COLUMNS:
-        try:
+        with contextlib.suppress(ValueError):
             geometry = plan(config, dtype, machine, devices=devices, mma_columns=columns)
-        except ValueError:
-            if columns == COLUMNS[-1]:
-                raise
-        else:
             if geometry.warps * geometry.chunks * geometry.chunk_bytes >= LEAST_RING_BYTES:
                 return geometry
-    return geometry
-
-
-ALONE = (  # options of requests whose prompts are decoded one after the other
-    "min_new_tokens", "logprobs", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "masked",
-    "score_from",
-)  # fmt: skip
+    return plan(config, dtype, machine, devices=devices, mma_columns=COLUMNS[-1])
 
 
 def shares_passes(request: Request) -> bool:
     """Whether a pass for several columns has use, and no option forbids it."""
-    if len(request.prompts) < 2 and not request.speculate:
-        return False
-    fields = {f.name: f.default for f in dataclasses.fields(Request)}
-    return all(getattr(request, name) in (fields[name], []) for name in ALONE)
+    known = ("prompts", "max_new_tokens", "stop_ids", "reuse_prefix", "speculate", "sampling", "seeds")
+    others = [f for f in dataclasses.fields(Request) if f.name not in known]
+    plain = all(getattr(request, f.name) in (f.default, []) for f in others)
+    return plain and (len(request.prompts) > 1 or request.speculate > 0)
 
 
 def decodings(request: Request, context: int) -> list[Decoding]:
@@ -181,8 +173,8 @@ class PassDecoder:
 
     def run(self, columns: Sequence[Column], logits: torch.Tensor | None = None) -> list[int]:
         """The token that each column would be followed by. `logits`: float32 (columns, V) on the device, filled."""
-        if self.memories[0].epoch + 2 > 2**31 // self.config.num_hidden_layers:
-            self.reset()
+        if self.memories[0].epoch > LAST_EPOCH // self.config.num_hidden_layers:
+            self._reset()
         inboxes = [memory.inbox for memory in self.memories]
         arguments = [m.arguments(inboxes, [0], 0, 1, limit_s=self.limit_s, logits=logits) for m in self.memories]
         for memory, argument in zip(self.memories, arguments, strict=True):
@@ -192,14 +184,14 @@ class PassDecoder:
         self._launch(arguments)
         hang = next((report for memory in self.memories if (report := memory.hang())), None)
         if hang is not None:
-            self.reset()
+            self._reset()
             raise RuntimeError(
                 f"the pass kernel waited {self.limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
                 f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
             )
         return self.memories[0].tokens[: len(columns)].tolist()
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         for memory in self.memories:
             memory.reset_words()
 

@@ -9,6 +9,10 @@
 //                                                        again `4 row_threads` further on
 //
 // The second half of a thread's columns lies that far so that both reads of x by a warp touch each bank once.
+// With kInterleaved, the chunks of a block's tapes lie in turn, [chunk][warp]: a block then streams from one place of the
+// memory and not from kWarps. With kPrefetchChunks, the L2 is a second ring: while exchanges hold a warp up, as many
+// chunks more than its ring has come nearer.
+//
 // geometry.py makes the tables, tape.py the tapes; the same rules stand there in numpy.
 #pragma once
 
@@ -45,6 +49,13 @@ struct Matrix {
   DEVICE static int segments(int lane_warp) { return row_count(lane_warp) / kSegmentRows * kSteps; }
 };
 
+// where a warp's tape begins, in bytes, of which `alone` is the place if every tape lies by itself
+DEVICE uint64_t tape_place(uint64_t alone) {
+  const uint64_t first = static_cast<uint64_t>(block_index()) * kWarps * kTapeChunks + thread_index() / 32;
+  return kInterleaved ? first * kChunkBytes : alone;
+}
+constexpr uint32_t kTapeStride = kInterleaved ? kWarps : 1;  // of the chunks of a tape
+
 // The segments of one warp, streamed through a ring of chunks in shared memory. The ring is filled ahead of use as far
 // as it is deep, whatever the warp is doing: across matrices, layers and, with `endless`, tokens.
 struct Tape {
@@ -62,12 +73,24 @@ struct Tape {
       ahead = 0;
     }
     const uint32_t size = bytes - ahead < kChunkBytes ? bytes - ahead : kChunkBytes;
-    copy_chunk(ring + target * kChunkBytes, source + ahead, size, full + target);
+    copy_chunk(ring + target * kChunkBytes, place(ahead), size, full + target);
+    prefetch(ahead + kPrefetchChunks * kChunkBytes);
     ahead += size;
   }
 
-  DEVICE void start() {
-    ahead = slot = parity = at = 0;
+  // `byte` begins a chunk
+  DEVICE const char* place(uint32_t byte) const { return source + static_cast<uint64_t>(byte) * kTapeStride; }
+
+  DEVICE void prefetch(uint32_t byte) const {
+    if (kPrefetchChunks == 0 || thread_index() % 32 != 0) return;
+    if (endless && byte >= bytes) byte -= bytes;
+    if (byte < bytes) prefetch_l2(place(byte), bytes - byte < kChunkBytes ? bytes - byte : kChunkBytes);
+  }
+
+  // from this byte on
+  DEVICE void start(uint32_t first = 0) {
+    slot = parity = 0;
+    at = first % kChunkBytes, ahead = first - at;
     if (thread_index() % 32 == 0) {
       for (int i = 0; i < kChunks; ++i) init_full(full + i);
       fence_full();
@@ -81,7 +104,7 @@ struct Tape {
   template <int Count>
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
-    if (at == 0) wait_full(full + slot, parity);
+    if (at == 0 || (kInterleaved && !endless)) wait_full(full + slot, parity);  // which may start within a chunk
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
     wait_full(full + (last ? 0 : slot + 1), parity ^ last);

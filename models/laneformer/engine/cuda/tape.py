@@ -5,7 +5,8 @@ packing is one gather a matrix, on the GPU when the tensors are there.
 
     W[row, column] of a lane -> [strip][step][row of segments][thread][8 numbers]
 
-With `mma_columns` a segment is a tile of 16 x 16, in the order that columns.cuh describes and reads.
+With `interleaved` the chunks of a block's tapes lie in turn: [block][chunk][warp]. With `mma_columns` a segment is a
+tile of 16 x 16, in the order that columns.cuh describes and reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from .geometry import OPS, TILE, Geometry, Matrix
+from .geometry import OPS, SEGMENT_BYTES, TILE, Geometry, Matrix
 
 LaneMatrix = Callable[[str, int, int], torch.Tensor]  # (op, layer, lane) -> (rows, columns), 16-bit
 
@@ -83,8 +84,29 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
     )
 
 
+def tape_bytes(geometry: Geometry) -> int:
+    """Of the buffer of a device's tapes."""
+    if not geometry.interleaved:
+        return int(tape_starts(geometry)[-1])
+    return geometry.blocks * geometry.warps * geometry.tape_chunks * geometry.chunk_bytes
+
+
+def pieces(geometry: Geometry, tape: int, start: int, size: int) -> Iterator[slice]:
+    """Where `size` numbers of an interleaved tape lie, from its `start` on: a slice for each chunk that they touch."""
+    (block, warp), numbers = divmod(tape, geometry.warps), geometry.chunk_bytes // 2
+    while size:
+        chunk, offset = divmod(start, numbers)
+        count = min(size, numbers - offset)
+        place = ((block * geometry.tape_chunks + chunk) * geometry.warps + warp) * numbers + offset
+        yield slice(place, place + count)
+        start, size = start + count, size - count
+
+
 def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice, slice]]]]:
-    """For each matrix (op, layer, lane of the device): where each warp's numbers are in its tapes, and in `order`."""
+    """For each matrix (op, layer, lane of the device): where each warp's numbers are in its tapes, and in `order`.
+
+    A warp has one pair of slices, or one for each chunk where tapes are interleaved.
+    """
     warps, starts = geometry.warps_per_lane, (tape_starts(geometry) // 2).astype(np.int64)
     at = starts[:-1].copy()
     for op, layer in steps(geometry):
@@ -93,17 +115,23 @@ def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice
             pairs = []
             for warp in range(warps):
                 tape, size = lane * warps + warp, first[warp + 1] - first[warp]
-                pairs.append((slice(at[tape], at[tape] + size), slice(first[warp], first[warp + 1])))
+                if geometry.interleaved:
+                    here = first[warp]
+                    for there in pieces(geometry, tape, int(at[tape] - starts[tape]), size):
+                        pairs.append((there, slice(here, here := here + there.stop - there.start)))
+                else:
+                    pairs.append((slice(at[tape], at[tape] + size), slice(first[warp], first[warp + 1])))
                 at[tape] += size
             yield op, layer, lane, pairs
 
 
 def pack(geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torch.device | str) -> torch.Tensor:
     """The tapes of the lanes `first_lane`, ... of one device: int16 (numbers,)."""
-    tapes = torch.zeros(int(tape_starts(geometry)[-1]) // 2, dtype=torch.int16, device=device)
+    tapes = torch.zeros(tape_bytes(geometry) // 2, dtype=torch.int16, device=device)
     orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))).to(device) for op in OPS}
+    size = SEGMENT_BYTES // 2
     for op, layer, lane, pairs in places(geometry):
         numbers = matrices(op, layer, first_lane + lane).to(device).view(torch.int16).flatten()[orders[op]]
-        for there, here in pairs:
-            tapes[there] = numbers[here]
+        segments = np.concatenate([np.arange(there.start, there.stop, size) for there, _ in pairs]) // size
+        tapes.view(-1, size)[torch.from_numpy(segments).to(device)] = numbers.view(-1, size)
     return tapes

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from ...config import NORMS
+from ...config import BIASED, HEAD_NORMS, NORMS
 from ...model import Laneformer, LaneformerLayer
 from .geometry import OPS, SEGMENT_BYTES, Geometry
 from .memory import PARTS, TORCH_TYPES, DeviceMemory, joined
@@ -42,9 +42,21 @@ class TapeModel:
         for i, layer in enumerate(self._plain.layers):
             norms = {f"{norm}.weight": self._norms[len(NORMS) * i + n] for n, norm in enumerate(NORMS)}
             matrices = {f"{name}.weight": values for name, values in self._layer.items()}
-            layer.load_state_dict({**matrices, **norms}, assign=True)
+            layer.load_state_dict({**matrices, **norms, **self._of_attention(i)}, assign=True)
         self._segments = [segment_places(geometry, memory.device) for memory in memories]
         self._numbers = [{op: number_places(geometry, op, m.device) for op in OPS} for m in memories]
+
+    def _of_attention(self, layer: int) -> dict[str, torch.Tensor]:
+        """Biases and norms of heads, where a layer has them."""
+        found: dict[str, torch.Tensor] = {}
+        if self.config.attention_bias:
+            counts = [self._layer[name].shape[1] for name in BIASED]
+            parts = self._memories[0].biases[layer].to(self.dtype).split(counts, 1)
+            found |= {f"{name}.bias": part for name, part in zip(BIASED, parts, strict=True)}
+        if self.config.qk_norm:
+            scales = self._memories[0].head_norms[layer].to(self.dtype)
+            found |= {f"{name}.weight": scale for name, scale in zip(HEAD_NORMS, scales, strict=True)}
+        return found
 
     def layers(self) -> Iterator[LaneformerLayer]:
         for i, layer in enumerate(self._plain.layers):
@@ -53,7 +65,9 @@ class TapeModel:
             yield layer  # type: ignore[misc]
 
     def head(self) -> torch.Tensor:
-        """(L, V / L, D), read anew."""
+        """(L, V / L, D); read anew, unless it is the embedding."""
+        if self.config.tie_word_embeddings:
+            return self.embedding.view(self.config.head_shape)
         weight = torch.empty(self.config.head_shape, dtype=self.dtype, device=self.embedding.device)
         self._read(OPS[-1], 0, [weight])
         return weight

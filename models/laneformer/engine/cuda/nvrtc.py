@@ -1,0 +1,91 @@
+"""NVIDIA's run-time compilers on this machine, and the newest one whose code the driver loads.
+
+A machine may have several: PyTorch's, those of pip packages, a toolkit's. NVRTC 13 writes machine code in a format (ELF
+ABI 8) that drivers for CUDA 12 do not know, so the driver's version decides; cuda-bindings would always take the
+compiler of its own version. The calls are NVRTC's C interface (nvrtc.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as c
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PLACES = ("nvidia/*/lib", "torch/lib", "lib", "lib64", "targets/*/lib")  # in packages, environments and toolkits
+BY_NAME = ("libnvrtc.so.13", "libnvrtc.so.12")  # where the loader looks
+
+
+class Nvrtc:
+    """One libnvrtc. `version`: such as (13, 0); `architectures`: the numbers of those that it compiles for."""
+
+    def __init__(self, library: str):
+        """OSError or AttributeError where it cannot be loaded."""
+        self.path, self._library = library, c.CDLL(library)
+        major, minor, count = c.c_int(), c.c_int(), c.c_int()
+        self._library.nvrtcVersion(c.byref(major), c.byref(minor))
+        self._library.nvrtcGetNumSupportedArchs(c.byref(count))
+        numbers = (c.c_int * count.value)()
+        self._library.nvrtcGetSupportedArchs(numbers)
+        self.version, self.architectures = (major.value, minor.value), frozenset(numbers)
+
+    def compile(self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str) -> bytes:
+        """Machine code (a cubin); RuntimeError with the compiler's log."""
+        given = [f"--gpu-architecture={architecture}", "--std=c++17", *options, *(f"-I{path}" for path in includes)]
+        program = c.c_void_p()
+        self._library.nvrtcCreateProgram(c.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+        try:
+            arguments = (c.c_char_p * len(given))(*(text.encode() for text in given))
+            if self._library.nvrtcCompileProgram(program, len(given), arguments):
+                raise RuntimeError(self._get("ProgramLog", program).rstrip(b"\0").decode())
+            return self._get("CUBIN", program)
+        finally:
+            self._library.nvrtcDestroyProgram(c.byref(program))
+
+    def _get(self, what: str, program: c.c_void_p) -> bytes:
+        size = c.c_size_t()
+        getattr(self._library, f"nvrtcGet{what}Size")(program, c.byref(size))
+        content = c.create_string_buffer(size.value)
+        getattr(self._library, f"nvrtcGet{what}")(program, content)
+        return content.raw
+
+
+@functools.cache
+def compilers() -> tuple[Nvrtc, ...]:
+    """Those that are installed, the newest first."""
+    found: dict[tuple[int, int], Nvrtc] = {}
+    for path in libraries():
+        with contextlib.suppress(OSError, AttributeError):  # a file that is not for this machine, a dangling link
+            compiler = Nvrtc(path)
+            found.setdefault(compiler.version, compiler)
+    return tuple(found[version] for version in sorted(found, reverse=True))
+
+
+def libraries() -> Iterator[str]:
+    toolkits = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")]
+    roots = [*sys.path, sys.prefix, *toolkits, *map(str, Path("/usr/local").glob("cuda*"))]
+    for root in dict.fromkeys(filter(None, roots)):
+        for place in PLACES:
+            yield from map(str, sorted(Path(root).glob(f"{place}/libnvrtc[.-][!b]*")))  # libnvrtc-builtins is a part
+    yield from BY_NAME
+
+
+def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
+    """The newest compiler for an architecture such as "sm_90a" whose code a driver (such as 12040) loads; None: any.
+
+    RuntimeError: what is installed, and what to install.
+    """
+    number = int("".join(filter(str.isdigit, architecture)))
+    for compiler in compilers():
+        if (driver is None or compiler.version[0] <= driver // 1000) and number in compiler.architectures:
+            return compiler
+    there = ", ".join(f"{major}.{minor}" for major, minor in (compiler.version for compiler in compilers()))
+    limit = "" if driver is None else f" and the driver, which loads code of CUDA {driver // 1000} at most"
+    package = "nvidia-cuda-nvrtc-cu12" if driver is not None and driver < 13000 else "nvidia-cuda-nvrtc"
+    raise RuntimeError(
+        f"no compiler (NVRTC) here fits {architecture}{limit}; installed: {there or 'none'}: "
+        f"pip install --upgrade {package}"
+    )
