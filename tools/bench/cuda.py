@@ -2,10 +2,11 @@
 
     PYTHONPATH=models:. python3 -m tools.bench cuda --out docs/benchmarks/DATE-gpu-decode.md
 
-Needs Python with torch (CUDA), transformers, cuda-bindings and NVRTC, and this checkout; nothing is installed or built. The steps
-run in a process of their own (tools.bench.cuda_steps), each within its own time limit, the most important ones first: a
-crash or a hang costs only its step, and a step that no time is left for is reported as not measured. The report is
-written after every step. Speeds stand below the verdict of the correctness check. The last line of stdout is JSON.
+Needs Python with torch (CUDA), transformers, cuda-bindings and NVRTC, and this checkout; nothing is installed or
+built. The steps run in a process of their own (tools.bench.cuda_steps), each within its own time limit, the most
+important ones first: a crash or a hang costs only its step, and a step that no time is left for is reported as not
+measured. The report is written after every step. Speeds stand below the verdict of the correctness check. The last
+line of stdout is JSON.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 
 #include "machine.h"
 #include "order.h"
+#include "races.h"
 
 // ---- the language ----
 
@@ -164,6 +165,7 @@ SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* f
   } else if (b.slot != to || b.source != source || b.bytes != bytes) {
     fail("copy_chunk: the lanes of the warp differ in what they copy");
   }
+  see_copy(to, bytes, int(index_of(full)), b.phase + 1);
   b.lanes |= 1u << me->lane;
   if (machine->copies_by_lane_0 ? me->lane == 0 : b.lanes == ~0u) machine->send(b);
   if (b.lanes == ~0u) b.lanes = 0;
@@ -175,6 +177,7 @@ SLOW void wait_full(uint64_t* full, uint32_t parity) {
   if ((barrier_at(full).phase & 1) == parity) emulator::machine->wait(emulator::Wait::barrier, full, parity);
   emulator::Barrier& b = barrier_at(full);
   if (!b.in_flight) b.unawaited = false;
+  emulator::see_wait(int(emulator::index_of(full)), b.phase);
 }
 DEVICE void prefetch_l2(const void* at, uint32_t bytes) {}
 DEVICE void wait_for_previous() {}
@@ -242,6 +245,7 @@ inline int launch(void (*start)(), int grids, int blocks, int threads, int share
   Machine emulated(grids, blocks, threads, shared, seed, flags);
   machine = &emulated;
   report = {}, words.clear();
+  begin_plain();
   emulated.run(start);
   report.steps = emulated.steps;
   ranges.clear(), words.clear();

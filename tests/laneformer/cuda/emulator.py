@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-DEMULATED")
+FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-DEMULATED")
+SEES_PLAIN = ("-fsanitize=thread", "-DSEES_PLAIN")  # races.h takes the place of the sanitizer's library
 MISSING = (
     "the CUDA emulator needs g++" if shutil.which("g++") is None
     else "the CUDA emulator needs an x86-64 CPU" if platform.machine() not in ("x86_64", "AMD64")
@@ -41,16 +42,18 @@ class Report:
     steps: int
 
 
-def build(source: str, include_dirs: Sequence[Path], defines: Mapping[str, object], cache_dir: Path) -> ctypes.CDLL:
+def build(
+    source: str, include_dirs: Sequence[Path], defines: Mapping[str, object], cache_dir: Path, races: bool = False
+) -> ctypes.CDLL:
     """The library of one translation unit, from `cache_dir` if the same was built before.
 
-    The unit includes emulator.h and ends with EMULATE(kernel, Params) for each kernel. RuntimeError: with the
-    compiler's message.
+    The unit includes emulator.h and ends with EMULATE(kernel, Params) for each kernel. races: it also checks accesses
+    of plain data (races.h), for some five times the processor time. RuntimeError: with the compiler's message.
     """
     if MISSING:
         raise RuntimeError(MISSING)
     folders = [FOLDER, *include_dirs]
-    options = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
+    options = [*FLAGS, *(SEES_PLAIN if races else ()), *(f"-D{name}={value}" for name, value in defines.items())]
     command = ["g++", *options, *(f"-I{f}" for f in folders)]
     included = [p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cuh", ".cu")]
     # what the folders hold, not where they are: a copy of the sources is the same build
@@ -61,8 +64,17 @@ def build(source: str, include_dirs: Sequence[Path], defines: Mapping[str, objec
         cache_dir.mkdir(parents=True, exist_ok=True)
         unit, unfinished = library.with_suffix(f".{os.getpid()}.cpp"), library.with_suffix(f".{os.getpid()}.so")
         unit.write_text(source)
-        done = subprocess.run([*command, str(unit), "-o", str(unfinished)], capture_output=True, text=True)
+        assembled = unit.with_suffix(".o")
+        steps = (
+            [*command, "-c", str(unit), "-o", str(assembled)],
+            ["g++", "-shared", str(assembled), "-o", str(unfinished)],
+        )
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True)
+            if done.returncode:
+                break
         unit.unlink()
+        assembled.unlink(missing_ok=True)
         if done.returncode:
             raise RuntimeError(f"the emulated kernels do not compile:\n{done.stderr}")
         unfinished.rename(library)
@@ -85,11 +97,13 @@ def launch(
     seed: int = 0,
     watchdog: bool = False,
     names: Mapping[str, tuple[int, int]] | None = None,
+    plain: Mapping[str, tuple[int, int]] | None = None,
 ) -> Report:
     """Run one grid, or one for each of `params` side by side, to the end.
 
     params: laid out as the kernel's Params. threads: of a block, a multiple of 32. seed: of the order in which threads
-    run and of the delay of copies. names: {name: (address, bytes)} of word buffers, for messages. watchdog: a
+    run and of the delay of copies. names: {name: (address, bytes)} of word buffers, for messages; plain: the same of
+    buffers beside shared memory whose accesses are checked, where the library was built for that. watchdog: a
     launch in which nothing can go on is left to the kernel's own time-out: the clock runs on, faster and faster.
     EmulationError: what went wrong, with the place and the seed.
     """
@@ -98,6 +112,8 @@ def launch(
         raise ValueError(f"threads: {threads}; give a multiple of 32")
     for name, (address, size) in (names or {}).items():
         library.emulator_name(name.encode(), ctypes.c_void_p(address), ctypes.c_uint64(size))
+    for name, (address, size) in (plain or {}).items():
+        library.emulator_plain(name.encode(), ctypes.c_void_p(address), ctypes.c_uint64(size))
     message = ctypes.create_string_buffer(16384)
     kind = type(grids[0])  # the others' may be an equal class
     failed = getattr(library, f"emulate_{kernel}")(
@@ -109,3 +125,10 @@ def launch(
     figures = (ctypes.c_uint64 * 4)()
     library.emulator_report(figures)
     return Report(*figures)
+
+
+def plain_accesses(library: ctypes.CDLL) -> tuple[int, int]:
+    """Checked reads and writes of plain data in the last launch, counted in 4 bytes."""
+    figures = (ctypes.c_uint64 * 2)()
+    library.emulator_plain_report(figures)
+    return figures[0], figures[1]

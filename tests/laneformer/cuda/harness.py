@@ -82,9 +82,9 @@ class Emulated:
 
     def __init__(
         self, config: LaneformerConfig, cache: Path, *, dtype: str = "bf16", version: str = "persistent",
-        machine: Machine = SMALL, seed: int = 0, **shape: Any,
+        machine: Machine = SMALL, seed: int = 0, races: bool = False, **shape: Any,
     ):  # fmt: skip
-        self.config, self.version = config, version
+        self.config, self.version, self.races = config, version, races
         self.model = random_model(config, dtype, seed)
         self.geometry: Geometry = plan(config, dtype, machine, **{"warps": 2, **shape})
         self.memories = [
@@ -95,7 +95,7 @@ class Emulated:
     def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         """The kernels of this text, which includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
-        return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, cache)
+        return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, cache, self.races)
 
     def arguments(self, ids: list[int], position: int, max_tokens: int, **options: Any) -> list[ctypes.Structure]:
         inboxes = [memory.inbox for memory in self.memories]
@@ -106,8 +106,9 @@ class Emulated:
         shape = {"threads": 32 * self.geometry.warps, "shared_bytes": self.geometry.shared_bytes, "seed": seed}
         if self.version == "persistent":
             emulator.launch(
-                self.library, "decode", arguments, blocks=self.geometry.blocks, names=self.buffers(), **shape, **options
-            )
+                self.library, "decode", arguments, blocks=self.geometry.blocks, names=self.buffers(),
+                plain=self.plain(), **shape, **options,
+            )  # fmt: skip
         else:
             self._replay(arguments[0], shape)
         memory = self.memories[0]
@@ -120,6 +121,11 @@ class Emulated:
         """{name: (address, bytes)} of the words, for the emulator's messages."""
         words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
         return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()}
+
+    def plain(self) -> dict[str, tuple[int, int]]:
+        """The same of the keys and values, where their accesses are checked."""
+        caches = {f"keys and values {m.index}": m.kv for m in self.memories if self.races}
+        return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in caches.items()}
 
     def forget(self) -> None:
         """Words as new; keys and values that nobody has written are no numbers."""

@@ -136,7 +136,7 @@ class LoopDecoder:
 
     def start(
         self, ids: Sequence[int], max_tokens: int, stops: Sequence[int] = (), sampling: Any = None,
-        reuse_prefix: bool = True,
+        reuse_prefix: bool = True, request: Any = None, made: int = 0,
     ) -> None:  # fmt: skip
         assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings
         self.asked.append((list(ids), max_tokens, list(stops), sampling, reuse_prefix))

@@ -269,21 +269,6 @@ def test_logits_come_in_blocks(engine, monkeypatch):
 # ---- options ----
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"presence_penalty": -0.5}, {"logit_bias": {1: 2.0}},
-        {"min_new_tokens": 3}, {"logprobs": 0},
-    ],
-)  # fmt: skip
-def test_options_that_it_has_not_are_refused_by_name(engine, options):
-    name = next(iter(options))
-    with pytest.raises(ValueError, match=f"{name} = .*does not have this option; use device = 'cpu'"):
-        engine.generate_detailed(PROMPT, **options)
-    with pytest.raises(ValueError, match=name):
-        engine.stream_detailed(PROMPT, **options)  # at the call, not at the first token
-
-
 def test_too_many_stop_ids(engine):
     with pytest.raises(ValueError, match="17 stop ids; the CUDA engine takes at most 16"):
         engine.generate(PROMPT, stop_ids=range(17))
@@ -398,10 +383,9 @@ def test_the_command_line(tmp_path, capsys):
     main([*arguments, "cuda"])
     with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
         assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=9) + "\n"
-    for flags, message in ((["--threads", "2"], "threads = 2"), (["--presence-penalty", "0.5"], "presence_penalty")):
-        with pytest.raises(SystemExit) as stop:
-            main([*arguments, "cuda", *flags])
-        assert (stop.value.code, message in capsys.readouterr().err) == (2, True)
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "cuda", "--threads", "2"])
+    assert (stop.value.code, "threads = 2" in capsys.readouterr().err) == (2, True)
 
 
 def test_bench_measures_the_decoder(capsys, monkeypatch):

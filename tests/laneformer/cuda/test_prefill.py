@@ -81,13 +81,13 @@ def test_positions_out_of_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("mma_columns", [0, 8])
+@pytest.mark.parametrize("cut", [{}, {"mma_columns": 8}, {"interleaved": True}], ids=["rows", "tiles", "interleaved"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_weight_comes_back_from_the_tapes(name: str, mma_columns: int) -> None:
+def test_every_weight_comes_back_from_the_tapes(name: str, cut: dict[str, Any]) -> None:
     """Bit for bit, in every cut; and what it costs is one layer."""
     shape = SHAPES[name]
     try:
-        geometry = plan(shape.model, shape.dtype, shape.machine(), mma_columns=mma_columns, **shape.plan)
+        geometry = plan(shape.model, shape.dtype, shape.machine(), **cut, **shape.plan)
     except ValueError:
         pytest.skip("this shape has no tiles")
     tensors = tensors_of(random_model(shape.model, shape.dtype), shape.dtype)

@@ -236,6 +236,39 @@ def test_the_whole_kernel_draws_from_its_logits(cuda_builds: Path, filters: dict
     assert again == tokens
 
 
+CHANGES: list[Any] = [
+    {"logit_bias": {1: 4.0, 90: 9.5}, "temperature": 1.0, "seed": 4, "top_k": 30, "top_p": 0.9},
+    {"repetition_penalty": 0.7, "frequency_penalty": 1.9, "logit_bias": {3: 2.0}, "min_new_tokens": 3, "min_p": 0.05,
+     "temperature": 2.0, "seed": 8},
+    pytest.param({"repetition_penalty": 1.6}, marks=pytest.mark.slow),
+    pytest.param({"frequency_penalty": 1.5, "presence_penalty": 0.5}, marks=pytest.mark.slow),
+    pytest.param({"min_new_tokens": 5}, marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("version", ["persistent", "graph"])
+def test_the_cpu_changes_logits_alike(cuda_builds: Path, version: str, changes: dict[str, Any]) -> None:
+    """From the same logits the C++ core makes the same tokens, whose like have come before in prompt and output."""
+    emulated = Emulated(small_config(), cuda_builds, version=version, blocks_per_lane=2)
+    ids, made = [5, 17, 60, 5], 8
+    plain, _ = emulated.read(ids, made)
+    emulated.forget()
+    stops = plain[1:3] if "min_new_tokens" in changes else []
+    request = GenerationOptions(max_new_tokens=made, stop_ids=stops, **changes).request([ids], 96)
+    options: dict[str, Any] = {
+        "sampling": request.sampling,
+        "changes": emulated.memories[0].changes(request, ids, 0),
+        "stops": stops,
+    }
+    tokens, logits = emulated.read(ids, made, **options)
+    for step, token in enumerate(tokens):
+        position = len(ids) - 1 + step
+        assert token == _core.sample(logits[position].numpy(), request, ids, tokens[:step], position)
+    assert tokens != plain
+    assert len(tokens) >= changes.get("min_new_tokens", made)
+
+
 def test_a_model_of_nan_gives_a_token(cuda_builds: Path) -> None:
     emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
     for memory in emulated.memories:

@@ -55,6 +55,43 @@ def test_the_kernels_give_the_cpu_engines_tokens(emulated, cpu_tokens):
         assert emulated.statistics.reused_tokens == 0
 
 
+REQUESTS: list[Any] = [
+    {"temperature": 1.5, "seed": 3, "top_p": 0.8, "logprobs": 2, "frequency_penalty": 1.0, "min_new_tokens": 6},
+    pytest.param({"logprobs": 3}, marks=pytest.mark.slow),
+    pytest.param({"logprobs": 0, "repetition_penalty": 1.5, "presence_penalty": 0.8}, marks=pytest.mark.slow),
+    pytest.param({"temperature": 1.5, "seed": 6, "top_k": 9, "logit_bias": {7: 3.0}}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("options", REQUESTS, ids=str)
+def test_every_option_as_the_cpu_has_it(emulated, cpu_tokens, options, monkeypatch):
+    """Tokens and log-probabilities; with these a launch makes four tokens, and the next goes on where it ended."""
+    monkeypatch.setattr(cuda_decoder, "SCORED_AT_ONCE", 4)
+    options = {"max_new_tokens": 10, **options}
+    if "min_new_tokens" in options:
+        options["stop_ids"] = cpu_tokens[3]
+    with Engine(CONFIG, TENSORS, threads=1, kv_dtype="bf16", math="exact") as engine:  # as the kernels compute
+        expected = engine.generate_detailed(LONG_PROMPT[:3], **options)
+    found = emulated.generate_detailed(LONG_PROMPT[:3], **options)
+    assert (found.ids, found.finish_reason) == (expected.ids, expected.finish_reason)
+    for ours, theirs in zip(found.tokens, expected.tokens, strict=True):
+        assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
+        # 64 products of a head's row, in fp32, in another order: as in test_decoder.py
+        bound = 64 * 2**-24 * 200
+        assert ours.logprob == (theirs.logprob if theirs.logprob is None else pytest.approx(theirs.logprob, abs=bound))
+        np.testing.assert_allclose([x for _, x in ours.top], [x for _, x in theirs.top], rtol=0, atol=bound)
+    assert emulated.statistics.passes == 3 + len(found.ids) - 1
+    assert list(emulated.stream_detailed(LONG_PROMPT[:3], **options)) == found.tokens
+
+
+def test_a_cancelled_request_with_scores_starts_no_more(emulated, cpu_tokens, monkeypatch):
+    monkeypatch.setattr(cuda_decoder, "SCORED_AT_ONCE", 2)
+    stream = emulated.stream_detailed(LONG_PROMPT[:3], max_new_tokens=10, logprobs=1)
+    assert next(stream).id == cpu_tokens[3][0]
+    stream.close()
+    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+
+
 def test_a_text_that_goes_on_is_not_read_again(emulated, cpu_tokens):
     tokens = cpu_tokens[15]
     emulated.generate(LONG_PROMPT, max_new_tokens=4, reuse_prefix=False)

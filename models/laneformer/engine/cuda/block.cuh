@@ -31,6 +31,7 @@ struct Decode {
   int* published;          // host memory: how many of them are there
   float* logits;           // (prompt_count + max_tokens - 1, V) of this device's lanes, or null
   Sampling sampling;
+  Changes changes;
   uint64_t limit_ns;
   Graph* graph;            // of the graph version: device memory
   uint32_t epoch;          // tokens that these words have seen before
@@ -124,7 +125,7 @@ struct Block {
         words + kStreamAt + module * kHidden, epoch_of(layer), kStream, watch, [&](int i) { return scale[i / 2]; },
         [&](int i, float a, float b, float2 s) {
           wide[i] = a * s.x, wide[i + 1] = b * s.y;
-          squares += a * a + b * b;
+          squares = fmaf(a, a, fmaf(b, b, squares));
         });
     return inverse_rms(squares, per_warp);
   }
@@ -135,7 +136,7 @@ struct Block {
     for (int i = 2 * thread_index(); i < kHidden; i += 2 * kThreads) {
       const float2 h = embedding_pair(p.weights, token, i), s = scale[i / 2];
       wide[i] = h.x * s.x, wide[i + 1] = h.y * s.y;
-      squares += h.x * h.x + h.y * h.y;
+      squares = fmaf(h.x, h.x, fmaf(h.y, h.y, squares));
     }
     const int first = Matrix<kOutput>::first_row(owner());
     for (int r = own_thread(); r < Matrix<kOutput>::row_count(owner()) && first + r < kHidden; r += kOwnThreads) {
@@ -209,55 +210,65 @@ struct Block {
 
   DEVICE void attention(int layer) {
     widen(kQkvWords);
-    for (int unit = group; unit < kAttentionUnits; unit += kBlocksPerLane) {
-      const int head = unit / kSplits, split = unit % kSplits;
-      uint16_t* slots = kv_slots(p.weights, kv_lane(), layer, head, split);
+    for (int unit = group; kAttentionUnits == kBlocksPerLane || unit < kAttentionUnits; unit += kBlocksPerLane) {
+      const int head = unit / kSplits, slot = warp * kKeysAtOnce + thread / kKeyThreads;
+      const Keys keys(p.weights, kv_lane(), layer, head, unit % kSplits, position);
+      KeyValue first;  // of this warp: on their way while the query is awaited
+      keys.load(0, slot, first.key), keys.load(1, slot, first.value);
       take_head_scales(layer, head);
-      take_query(layer, head);
-      if (position % kSplits == split) take_key(layer, head, slots + position / kSplits % kKvSlots[layer] * 2 * kHeadDim);
+      take_new(layer, head, keys);
       sync_block();
 #pragma unroll 1
-      for (int g = 0; g < kGroup; ++g)
-        attend(slots, layer, position, split, query + g * kHeadDim, wide + (warp * kGroup + g) * kPartialWords);
+      for (int g = 0; g < kGroup; g += kHeadsAtOnce)
+        attend(keys, first, reinterpret_cast<const uint4*>(narrow), query + g * kHeadDim,
+               wide + (warp * kGroup + g) * kPartialWords);
       sync_block();
-      publish_partial(layer, head, split);
-      if (kAttentionUnits > kBlocksPerLane) sync_block();  // before the next unit's query
+      publish_partial(layer, head, unit % kSplits);
+      if (kAttentionUnits <= kBlocksPerLane) break;
+      sync_block();  // before the next unit's query
     }
   }
 
-  DEVICE void take_query(int layer, int head) {
+  // The queries of a KV head, and in `narrow` the new position's key and value. The block that owns the position keeps
+  // them: it alone writes and later reads them.
+  DEVICE void take_new(int layer, int head, const Keys& keys) {
+    constexpr int kQuery = kGroup * kHeadDim;
+    static_assert(kHeadDim <= kNarrow);
     const float2* turn = turns(layer);
     const float scale = rsqrtf(static_cast<float>(kHeadDim));
-    gather<kGroup * kHeadDim>(
-        words + kQkvAt + head * kGroup * kHeadDim, epoch_of(layer), kQkvWords, watch,
-        [&](int i) { return turn[i % kHeadDim / 2]; },
+    const int query_at = head * kQuery, key_at = (kHeads + head) * kHeadDim - kQuery, value_at = key_at + (kKvHeads - 1) * kHeadDim;
+    uint32_t *fresh = reinterpret_cast<uint32_t*>(narrow), *kept = reinterpret_cast<uint32_t*>(keys.slots + keys.newest * 2 * kHeadDim);
+    gather_from<kQuery + 2 * kHeadDim>(
+        [&](int i) { return words + kQkvAt + (i < kQuery ? query_at : i < kQuery + kHeadDim ? key_at : value_at) + i; },
+        epoch_of(layer), kQkvWords, watch, [&](int i) { return turn[i % kHeadDim / 2]; },
         [&](int i, float a, float b, float2 t) {
-          const float2 q = rotate(head_normed(layer, i / kHeadDim, i % kHeadDim, {a, b}), t);
-          query[i] = q.x * scale, query[i + 1] = q.y * scale;
+          if (i < kQuery) {
+            const float2 q = rotate(head_normed(layer, i / kHeadDim, i % kHeadDim, {a, b}), t);
+            query[i] = q.x * scale, query[i + 1] = q.y * scale;
+            return;
+          }
+          const float2 k = rotate(head_normed(layer, kGroup, i % kHeadDim, {a, b}), t);
+          const uint32_t pair = i < kQuery + kHeadDim ? pack_halves(k.x, k.y) : pack_halves(a, b);
+          fresh[(i - kQuery) / 2] = pair;
+          if (keys.fresh >= 0) kept[(i - kQuery) / 2] = pair;
         });
-  }
-
-  // this block owns the new position: it alone writes and later reads its key and value
-  DEVICE void take_key(int layer, int head, uint16_t* slot) {
-    const float2* turn = turns(layer);
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(slot);
-    const Word* key = words + kQkvAt + (kHeads + head) * kHeadDim;
-    gather<kHeadDim>(
-        key, epoch_of(layer), kQkvWords, watch, [&](int i) { return turn[i / 2]; },
-        [&](int i, float a, float b, float2 t) {
-          const float2 k = rotate(head_normed(layer, kGroup, i, {a, b}), t);
-          pairs[i / 2] = pack_halves(k.x, k.y);
-        });
-    gather<kHeadDim>(key + kKvHeads * kHeadDim, epoch_of(layer), kQkvWords, watch,
-                     [&](int i, float a, float b) { pairs[(kHeadDim + i) / 2] = pack_halves(a, b); });
   }
 
   DEVICE void publish_partial(int layer, int head, int split) {
     for (int i = thread_index(); i < kGroup * kPartialWords; i += kThreads) {
       const int g = i / kPartialWords, e = i % kPartialWords;
-      const float value =
-          merged<kWarps>(e, [&](int w, int element) { return wide[(w * kGroup + g) * kPartialWords + element]; });
-      store_word(words + kPartialAt + ((head * kGroup + g) * kSplits + split) * kPartialWords + e, value, epoch_of(layer));
+      const float* parts = wide + g * kPartialWords;
+      float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, parts[w * kGroup * kPartialWords + kHeadDim]);
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const float own = parts[w * kGroup * kPartialWords + kHeadDim];
+        const float part = own == -INFINITY ? 0.0f : parts[w * kGroup * kPartialWords + e];
+        sum = fmaf(part, expf(own - finite_top(top)), sum);
+      }
+      store_word(words + kPartialAt + ((head * kGroup + g) * kSplits + split) * kPartialWords + e,
+                 e == kHeadDim ? top : sum, epoch_of(layer));
     }
   }
 
@@ -375,19 +386,20 @@ struct Block {
     return sum;
   }
 
-  // the logits of this block's rows, and what the sampler makes of them
-  DEVICE Candidate score(int step, float scale) {
+  // The logits of this block's rows after `input`, the token of this step, and what the sampler makes of them.
+  DEVICE Candidate score(int step, int input, float scale) {
     multiply<kHead>(tape, lane_warp, wide, out);
-    return scored(step, scale);
+    return scored(step, input, scale);
   }
 
-  DEVICE Candidate scored(int step, float scale) {
+  DEVICE Candidate scored(int step, int input, float scale) {
     Candidate best = no_candidate();
     const int first = Matrix<kHead>::first_row(owner());
     for (int r = own_thread(); r < Matrix<kHead>::row_count(owner()); r += kOwnThreads) {
       const int token = lane * kVocab + first + r;
-      const float logit = out[r] * scale;
+      float logit = out[r] * scale;
       if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
+      if (p.changes.any()) logit = change(logit, token, input, step + 1 - p.prompt_count);
       const float score = sampling().score(logit, position, token);
       if (sampling().filters()) {  // who draws is there
         store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);
@@ -396,6 +408,20 @@ struct Block {
       best = better(best, {score, token});
     }
     return best;
+  }
+
+  // A thread changes the same tokens' logits at every step, so it alone counts them. `made`: new tokens before this step.
+  DEVICE float change(float logit, int token, int input, int made) const {
+    int* times = p.changes.times ? p.changes.times + token : nullptr;
+    if (times && token == input && made > 0) *times = *times < 0 ? 1 : *times + 1;
+    logit = changed(logit, token, p.changes);
+    return made < p.changes.min_new_tokens && is_stop(token) ? -INFINITY : logit;
+  }
+
+  DEVICE bool is_stop(int token) const {
+    for (int i = 0; i < p.stop_count; ++i)
+      if (p.stops[i] == token) return true;
+    return false;
   }
 
   // best words are there twice: lanes that share nothing else could be a token apart
@@ -413,12 +439,13 @@ struct Block {
   // the best of all blocks, the same in every thread of every block
   DEVICE int take_best(bool& cancelled) {
     const Word* words_of_all = own_inbox() + best_at();
+    const Word cancel = load_word(words_of_all + 1);
     Candidate best = no_candidate();
     gather<2 * kBlocks>(words_of_all, token_epoch + 1, kBest, watch, [&](int, float score, float bits) {
       best = better(best, {score, static_cast<int>(bits_of(bits) & ~kCancelled)});
     });
     best = best_of_block(best, candidates);
-    const float first = wait_word(load_word(words_of_all + 1), words_of_all + 1, token_epoch + 1, kBest, watch);
+    const float first = wait_word(cancel, words_of_all + 1, token_epoch + 1, kBest, watch);
     cancelled = bits_of(first) & kCancelled;
     return best.token;
   }

@@ -41,7 +41,7 @@ DEVICE float2 embedding_pair(const Weights& weights, int token, int i) {
 }
 
 DEVICE float2 rotate(float2 pair, float2 turn) {
-  return {pair.x * turn.x - pair.y * turn.y, pair.x * turn.y + pair.y * turn.x};
+  return {fmaf(pair.x, turn.x, -(pair.y * turn.y)), fmaf(pair.x, turn.y, pair.y * turn.x)};
 }
 
 DEVICE float silu(float gate) { return gate / (1.0f + expf(-gate)); }
@@ -76,6 +76,9 @@ DEVICE int spread_sum(float* sum, int thread) {
   }
 }
 
+// what to measure exponents from, also where nothing has been seen yet
+DEVICE float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
+
 // ---- attention: the keys of a KV head are dealt to `kSplits` blocks, position by position ----
 
 constexpr int kGroup = kHeads / kKvHeads;  // query heads of a KV head
@@ -98,73 +101,123 @@ DEVICE void unpack8(uint4 w, float (&x)[8]) {
   x[4] = low_half(w.z), x[5] = high_half(w.z), x[6] = low_half(w.w), x[7] = high_half(w.w);
 }
 
-// Adds one key and value of weight exp(score) to a softmax under way.
-DEVICE void absorb(float score, const uint4* value, float& top, float& weight, float (&sum)[kKeyChunks * 8]) {
-  const float above = fmaxf(top, score);
-  const float keep = top == above ? 1.0f : expf(top - above), add = score == above ? 1.0f : expf(score - above);
-  top = above, weight = weight * keep + add;
-#pragma unroll
-  for (int c = 0; c < kKeyChunks; ++c) {
-    float v[8];
-    unpack8(value[c], v);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) sum[c * 8 + e] = sum[c * 8 + e] * keep + add * v[e];
-  }
-}
+constexpr int kKeyNumbers = 8 * kKeyChunks;                                               // all of them
 
-// The keys of one split that a warp holds, for one query head: out [d + 2] in shared memory. q is scaled already.
-DEVICE void attend(const uint16_t* slots, int layer, int position, int split, const float* q, float* out) {
-  const int warp = thread_index() / 32, thread = here(thread_index()) % 32, part = thread % kKeyThreads;
-  const int owned = own_positions(position, split), held = owned < kKvSlots[layer] ? owned : kKvSlots[layer];
-  float top = -INFINITY, weight = 0.0f, sum[kKeyChunks * 8] = {};
-  for (int first = warp * kKeysAtOnce; first < held; first += kWarps * kKeysAtOnce) {
-    const int slot = first + thread / kKeyThreads;
-    const int last = owned - 1, back = (last % kKvSlots[layer] - slot + kKvSlots[layer]) % kKvSlots[layer];
-    const int at = (last - back) * kSplits + split;  // the position in this slot
-    const bool seen = slot < held && (kWindows[layer] == 0 || at > position - kWindows[layer]);
-    const uint4* key = reinterpret_cast<const uint4*>(slots + (seen ? slot : 0) * 2 * kHeadDim) + part;
-    uint4 value[kKeyChunks];
-    float score = 0.0f;
+// query heads that share a pass over the keys: what registers have room for
+DEVICE constexpr int heads_at_once() {
+  int heads = kGroup;
+  while (kGroup % heads || (heads > 1 && heads * kKeyNumbers > 64)) --heads;
+  return heads;
+}
+constexpr int kHeadsAtOnce = heads_at_once();
+
+// The keys and values of one split, which a block has to itself. The new one is not in its slot when the others are read.
+struct Keys {
+  uint16_t* slots;
+  int layer, position, split, owned, held, newest, fresh;  // `fresh`: the slot of the new position, or -1
+
+  DEVICE Keys(const Weights& weights, int lane, int layer, int head, int split, int position)
+      : slots(kv_slots(weights, lane, layer, head, split)), layer(layer), position(position), split(split) {
+    owned = own_positions(position, split), held = owned < kKvSlots[layer] ? owned : kKvSlots[layer];
+    newest = (owned - 1) % kKvSlots[layer], fresh = position % kSplits == split ? newest : -1;
+  }
+
+  DEVICE bool sees(int slot) const {
+    const int back = newest - slot + (slot > newest ? kKvSlots[layer] : 0);
+    const int at = (owned - 1 - back) * kSplits + split;  // the position in this slot
+    return slot < held && (kWindows[layer] == 0 || at > position - kWindows[layer]);
+  }
+
+  // this thread's share of a key, or with 1 of its value; left as it is where it is not seen
+  DEVICE void load(int value, int slot, uint4 (&chunks)[kKeyChunks]) const {
+    if (slot == fresh || !sees(slot)) return;
+    take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);
+  }
+
+  DEVICE static void take(const uint4* from, uint4 (&chunks)[kKeyChunks]) {
 #pragma unroll
-    for (int c = 0; c < kKeyChunks; ++c) value[c] = key[kHeadDim / 8 + c * kKeyThreads];
+    for (int c = 0; c < kKeyChunks; ++c) chunks[c] = from[c * kKeyThreads + here(thread_index()) % kKeyThreads];
+  }
+};
+
+struct KeyValue {
+  uint4 key[kKeyChunks] = {}, value[kKeyChunks] = {};
+};
+
+struct Softmax {  // under way, of one head over some keys: values weigh exp(score - top)
+  float top = -INFINITY, weight = 0.0f, sum[kKeyNumbers] = {};
+
+  // Makes room for a key, and returns the weight of its value: 0 with the score -infinity, that of one not seen.
+  DEVICE float weigh(float score, float& keep) {
+    const float above = fmaxf(top, score), base = finite_top(above), add = expf(score - base);
+    keep = expf(top - base), top = above, weight = fmaf(weight, keep, add);
+    return add;
+  }
+
+  // over the warp's groups of threads, to out [d + 2]
+  DEVICE void finish(int thread, float* out) {
+    float all = top;
+    for (int mask = kKeyThreads; mask < 32; mask *= 2) all = fmaxf(all, shuffle_xor(all, mask));
+    const float share = expf(top - finite_top(all));
+    weight *= share;
+    for (int mask = kKeyThreads; mask < 32; mask *= 2) weight += shuffle_xor(weight, mask);
+#pragma unroll
+    for (int e = 0; e < kKeyNumbers; ++e) sum[e] *= share;
+    const int first = spread_sum<kKeyThreads, 32, kKeyNumbers>(sum, thread);
+    if (thread == 0) out[kHeadDim] = all, out[kHeadDim + 1] = weight;
+    if (first < 0) return;
+#pragma unroll
+    for (int i = 0; i < spread_count(32 / kKeyThreads, kKeyNumbers); ++i) {
+      const int e = first + i;
+      out[(e / 8 * kKeyThreads + thread % kKeyThreads) * 8 + e % 8] = sum[i];
+    }
+  }
+};
+
+// What a warp holds of these keys, for the next kHeadsAtOnce query heads: out [head][d + 2]; q is scaled. `now`: the
+// warp's first keys, loaded before q was there; `fresh`: the new key and value. A warp without keys leaves the maximum
+// alone.
+DEVICE void attend(const Keys& keys, KeyValue now, const uint4* fresh, const float* q, float* out) {
+  const int warp = here(thread_index()) / 32, thread = here(thread_index()) % 32, part = thread % kKeyThreads;
+  int first = warp * kKeysAtOnce;
+  if (first >= keys.held) {
+    if (thread < kHeadsAtOnce) out[thread * kPartialWords + kHeadDim] = -INFINITY;
+    return;
+  }
+  Softmax heads[kHeadsAtOnce];
+#pragma unroll 1
+  for (; first < keys.held; first += kWarps * kKeysAtOnce) {
+    const int slot = first + thread / kKeyThreads, next = slot + kWarps * kKeysAtOnce;
+    if (slot == keys.fresh) keys.take(fresh, now.key), keys.take(fresh + kHeadDim / 8, now.value);
+    float score[kHeadsAtOnce];
+#pragma unroll
+    for (int h = 0; h < kHeadsAtOnce; ++h) {
+      score[h] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kKeyChunks; ++c) {
+        const float4* x = reinterpret_cast<const float4*>(q + h * kHeadDim + (c * kKeyThreads + part) * 8);
+        score[h] = dot8(now.key[c], x[0], x[1], score[h]);
+      }
+    }
+    const bool seen = keys.sees(slot);
+    float keep[kHeadsAtOnce], add[kHeadsAtOnce];
+#pragma unroll
+    for (int h = 0; h < kHeadsAtOnce; ++h) {
+      for (int mask = kKeyThreads / 2; mask; mask /= 2) score[h] += shuffle_xor(score[h], mask);
+      add[h] = heads[h].weigh(seen ? score[h] : -INFINITY, keep[h]);
+    }
 #pragma unroll
     for (int c = 0; c < kKeyChunks; ++c) {
-      const float4* x = reinterpret_cast<const float4*>(q + (c * kKeyThreads + part) * 8);
-      score = dot8(key[c * kKeyThreads], x[0], x[1], score);
+      float v[8];
+      unpack8(now.value[c], v);
+#pragma unroll
+      for (int i = 0; i < 8 * kHeadsAtOnce; ++i) {
+        float& sum = heads[i % kHeadsAtOnce].sum[c * 8 + i / kHeadsAtOnce];
+        sum = fmaf(add[i % kHeadsAtOnce], v[i / kHeadsAtOnce], sum * keep[i % kHeadsAtOnce]);
+      }
     }
-    for (int mask = kKeyThreads / 2; mask; mask /= 2) score += shuffle_xor(score, mask);
-    if (seen) absorb(score, value, top, weight, sum);
+    keys.load(0, next, now.key), keys.load(1, next, now.value);
   }
-  // over the warp's groups of threads, in a fixed tree
-#pragma unroll 1
-  for (int mask = kKeyThreads; mask < 32; mask *= 2) {
-    const float other_top = shuffle_xor(top, mask), above = fmaxf(top, other_top);
-    const float keep = top == above ? 1.0f : expf(top - above), add = other_top == above ? 1.0f : expf(other_top - above);
-    weight = weight * keep + shuffle_xor(weight, mask) * add;
-    top = above;
 #pragma unroll
-    for (int e = 0; e < kKeyChunks * 8; ++e) sum[e] = sum[e] * keep + shuffle_xor(sum[e], mask) * add;
-  }
-  if (thread < kKeyThreads) {
-    for (int c = 0; c < kKeyChunks; ++c)
-      for (int e = 0; e < 8; ++e) out[(c * kKeyThreads + part) * 8 + e] = sum[c * 8 + e];
-    if (thread == 0) out[kHeadDim] = top, out[kHeadDim + 1] = weight;
-  }
-}
-
-// Element e of the softmax over `count` partial ones, as far as it goes (not yet divided); [d] is the maximum, and
-// [d + 1] the weight. part(i, e) reads element e of the i-th.
-template <int Count, class Read>
-DEVICE float merged(int e, Read part) {
-  float top = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < Count; ++i) top = fmaxf(top, part(i, kHeadDim));
-  if (e == kHeadDim) return top;
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < Count; ++i) {
-    const float own = part(i, kHeadDim);
-    if (own != -INFINITY) sum += part(i, e) * (own == top ? 1.0f : expf(own - top));
-  }
-  return sum;
+  for (int h = 0; h < kHeadsAtOnce; ++h) heads[h].finish(thread, out + h * kPartialWords);
 }

@@ -24,10 +24,8 @@ from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder
 
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
-CPU_ONLY = (
-    "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "min_new_tokens", "logprobs",
-    "masked",
-)  # fmt: skip
+CPU_ONLY = ("masked",)
+SCORED_AT_ONCE = 16  # new tokens whose logits are kept: with `logprobs` a launch makes no more
 
 
 class CudaDecoder(OneAtATime):
@@ -81,6 +79,7 @@ class CudaDecoder(OneAtATime):
         self._outputs: list[list[int]] = []
         self._running = self._cancelled = False
         self._reused = self._passes = 0
+        self._before: list[int] = []  # new tokens of launches before this one
 
     refused_options = CPU_ONLY
 
@@ -124,6 +123,7 @@ class CudaDecoder(OneAtATime):
     def start(self, request: Request) -> None:
         self._request, self._outputs, self._cancelled, self._sharing = request, [], False, []
         self._reused = self._passes = 0
+        self._scores = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
         try:
             if request.score_from:
                 self._score(request)
@@ -136,14 +136,26 @@ class CudaDecoder(OneAtATime):
             raise RequestFailed(f"the GPU has no memory for this request: {error}") from None
 
     def _start_next(self) -> None:
-        r = self._request
-        ids = r.prompts[len(self._outputs)]
-        room = self.gpu.config.max_position_embeddings - len(ids) + 1
-        sampling = Sampling.from_buffer_copy(r.sampling)
-        sampling.seed = r.seeds[len(self._outputs)] if r.seeds else sampling.seed
-        self.gpu.start(ids, min(r.max_new_tokens, room), r.stop_ids, sampling, r.reuse_prefix)
+        """The next prompt."""
         self._outputs.append([])
+        self._launch()
+
+    def _launch(self) -> None:
+        """All new tokens that are left of this prompt; with `logprobs`, some of them."""
+        r, number, self._before = self._request, len(self._outputs) - 1, self._outputs[-1]
+        sampling = Sampling.from_buffer_copy(r.sampling)
+        sampling.seed = r.seeds[number] if r.seeds else sampling.seed
+        left, made = self._most_new() - len(self._before), len(self._before)
+        self.gpu.start(
+            [*r.prompts[number], *self._before], left if r.logprobs is None else min(left, SCORED_AT_ONCE), r.stop_ids,
+            sampling, r.reuse_prefix or made > 0, request=r, made=made,
+        )  # fmt: skip
         self._running = True
+
+    def _most_new(self) -> int:
+        """New tokens after the prompt under way, unless a stop id comes."""
+        room = self.gpu.config.max_position_embeddings - len(self._request.prompts[len(self._outputs) - 1]) + 1
+        return min(self._request.max_new_tokens, room)
 
     def poll(self, from_index: int, timeout_s: float, until_done: bool) -> tuple[list[int], bool]:
         """The first prompt's tokens from an index on, when there are any, all have ended, or the time is up."""
@@ -163,15 +175,15 @@ class CudaDecoder(OneAtATime):
             if self._sharing:
                 self._share()
                 return
-            self._outputs[-1], finished = self.gpu.poll()
+            tokens, finished = self.gpu.poll()
         except Exception:  # a hang, or the driver's: there is nothing left to wait for
             self._running = False
             raise
+        if self._request.logprobs is None or finished:
+            self._outputs[-1] = self._before + tokens
         if finished:
             self._running = False
-            self._count()
-            if not self._cancelled and len(self._outputs) < len(self._request.prompts):
-                self._start_next()
+            self._finish(tokens)
 
     def _share(self) -> None:
         """One pass for all prompts; between two of them a request can end."""
@@ -181,10 +193,27 @@ class CudaDecoder(OneAtATime):
         self._outputs, self._passes = [s.tokens for s in self._sharing], self.side_by_side.passes
         self._running = not (self._cancelled or all(s.finished for s in self._sharing))
 
-    def _count(self) -> None:
-        prompt, made = self._request.prompts[len(self._outputs) - 1], len(self._outputs[-1])
-        self._reused += self.gpu.reused
-        prefilled = len(prompt) - self.gpu.read_tokens - self.gpu.reused
+    def _finish(self, tokens: list[int]) -> None:
+        """A launch has ended: score its tokens, start the next one."""
+        r = self._request
+        self._count(len(tokens))
+        if r.logprobs is not None and len(self._outputs) == 1:
+            self._keep(scores_of(self.gpu.new_logits(len(tokens)), tokens, r.logprobs))
+        if self._cancelled:
+            return
+        if tokens and tokens[-1] not in r.stop_ids and len(self._outputs[-1]) < self._most_new():
+            self._launch()
+        elif len(self._outputs) < len(r.prompts):
+            self._start_next()
+
+    def _keep(self, scores: tuple[torch.Tensor, ...]) -> None:
+        pairs = zip(self._scores, scores, strict=True)
+        self._scores = tuple(np.concatenate((old, new.numpy())) for old, new in pairs)  # type: ignore[assignment]
+
+    def _count(self, made: int) -> None:
+        read = len(self._request.prompts[len(self._outputs) - 1]) + len(self._before)
+        self._reused += 0 if self._before else self.gpu.reused
+        prefilled = read - self.gpu.read_tokens - self.gpu.reused
         self._passes += -(-prefilled // CHUNK_TOKENS) + self.gpu.read_tokens + max(made - 1, 0)
 
     def cancel(self) -> None:
@@ -208,15 +237,15 @@ class CudaDecoder(OneAtATime):
             self._logits = torch.cat([block.cpu() for block in blocks]).numpy()
         else:
             targets = iter(ids[first:])
-            parts = [scores_of(b, list(itertools.islice(targets, len(b))), r.logprobs or 0) for b in blocks]
-            nothing = torch.empty(0), torch.empty(0, dtype=torch.int32), torch.empty(0)
-            self._scores = tuple(torch.cat(part).numpy() for part in zip(nothing, *parts, strict=True))
+            for block in blocks:
+                self._keep(scores_of(block, list(itertools.islice(targets, len(block))), r.logprobs or 0))
         self._reused, self._passes = self.gpu.reused, -(-(len(read) - self.gpu.reused) // CHUNK_TOKENS)
 
     def scores(self, from_index: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         logprobs, top_ids, top_logprobs = self._scores
-        assert (from_index, count) == (0, len(logprobs)), "scores are read whole"
-        return logprobs, top_ids, top_logprobs
+        top, last = self._request.logprobs or 0, from_index + count
+        flat = slice(top * from_index, top * last)
+        return logprobs[from_index:last], top_ids[flat], top_logprobs[flat]
 
     def logits(self) -> np.ndarray:
         return self._logits

@@ -95,11 +95,11 @@ DEVICE float wait_word(Word word, const Word* at, uint32_t epoch, Exchange excha
   return words[0].value;
 }
 
-// sink(i, value of word i, value of word i + 1, beside(i)) for all even i below Count; the block's threads share the
-// pairs. Each thread has all of its loads under way before it looks at the first, those of `beside` too: they need not
+// sink(i, value of word i, value of word i + 1, beside(i)) for all even i below Count; at(i) is where they are. The block's threads
+// share the pairs. Each thread has all of its loads under way before it looks at the first, those of `beside` too: they need not
 // wait for the words.
-template <int Count, class Beside, class Sink>
-DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const Watch& watch, Beside beside, Sink sink) {
+template <int Count, class At, class Beside, class Sink>
+DEVICE void gather_from(At at, uint32_t epoch, Exchange exchange, const Watch& watch, Beside beside, Sink sink) {
   constexpr int kRounds = (Count + 2 * kThreads - 1) / (2 * kThreads);
   const int first = 2 * here(thread_index());
   const auto place = [&](int round) { return 2 * kThreads * round + first; };
@@ -109,12 +109,17 @@ DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const W
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     pairs[round] = known_pair(0.0f, epoch);
-    if (there(round)) known[round] = beside(place(round)), look_at(words + place(round), pairs[round]);
+    if (there(round)) known[round] = beside(place(round)), look_at(at(place(round)), pairs[round]);
   }
-  wait_all(pairs, there, [&](int round) { return words + place(round); }, epoch, exchange, watch);
+  wait_all(pairs, there, [&](int round) { return at(place(round)); }, epoch, exchange, watch);
 #pragma unroll
   for (int round = 0; round < kRounds; ++round)
     if (there(round)) sink(place(round), pairs[round].a.value, pairs[round].b.value, known[round]);
+}
+
+template <int Count, class Beside, class Sink>
+DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const Watch& watch, Beside beside, Sink sink) {
+  gather_from<Count>([&](int i) { return words + i; }, epoch, exchange, watch, beside, sink);
 }
 
 template <int Count, class Sink>

@@ -197,7 +197,9 @@ class Geometry:
 
     @property
     def narrow(self) -> int:
-        return max(self.config.hidden_size, self.config.intermediate_size) // self.config.num_lanes
+        """float32 numbers of the narrow input buffer, which also holds a new key and value in 16 bits."""
+        c = self.config
+        return max(c.query_size // c.num_lanes, c.intermediate_size // c.num_lanes, c.head_dim)
 
     @property
     def fixed_shared_bytes(self) -> int:
@@ -205,7 +207,8 @@ class Geometry:
         query = self.group * self.config.head_dim + self.config.qk_norm * (self.group + 1)
         if self.mma_columns:  # passes.cu: inputs, sums, rows of the stream and a scale of each column
             column = self.column_stride + self.most_sums + self.most_rows("output", "down") + 1
-            return 4 * (query + self.mma_columns * column + self.warps) + 8 * self.warps
+            fresh = self.config.head_dim
+            return 4 * (query + fresh + self.mma_columns * column + self.warps) + 8 * self.warps
         per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
         return 4 * (self.wide + self.narrow + query + self.warps * per_warp) + 8 * self.warps
 
@@ -346,16 +349,9 @@ def plan(
     most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident)
     if warps is not None and not 1 <= warps <= most_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
-    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
-        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
-    if not 0 <= mma_columns <= MOST_COLUMNS:
-        raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
+    check_tapes(chunk_bytes, mma_columns, interleaved, prefetch_chunks)
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
-    if interleaved and mma_columns:
-        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({mma_columns})")
-    if prefetch_chunks < 0:
-        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
         options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
@@ -382,6 +378,17 @@ def plan(
         f"{least.fixed_shared_bytes} go to activations; use "
         + ("fewer warps or smaller chunks" if warps or chunk_bytes else "another GPU or the CPU engine")
     )
+
+
+def check_tapes(chunk_bytes: int | None, mma_columns: int, interleaved: bool, prefetch_chunks: int) -> None:
+    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
+        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
+    if not 0 <= mma_columns <= MOST_COLUMNS:
+        raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
+    if interleaved and mma_columns:
+        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({mma_columns})")
+    if prefetch_chunks < 0:
+        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
 
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:

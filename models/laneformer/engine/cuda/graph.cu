@@ -85,7 +85,7 @@ KERNEL(join_now)(const __grid_constant__ Decode p) {
 KERNEL(head)(const __grid_constant__ Decode p) {
   Step step = Step::begin<kHead>(p);
   const float scale = step.take_stream(1, kLayers - 1, 2 * kLayers);
-  step.publish_best(step.score(p.graph->step, scale), 0);
+  step.publish_best(step.score(p.graph->step, p.graph->token, scale), 0);
 }
 
 // one block

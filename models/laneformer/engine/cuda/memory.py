@@ -7,7 +7,7 @@ while a kernel runs (new tokens, the stop flag, the report of a hang) is pinned 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConfig
 from ...tensors import STORED_TYPES, Tensor
-from ..decoder import Sampling
+from ..decoder import Request, Sampling
 from ..folder import rope_tables
 from .geometry import DTYPES, MOST_STOPS, Geometry
 from .tape import LaneMatrix, pack, tape_starts
@@ -41,6 +41,16 @@ class Column(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int) for name in ("token", "position", "sequence")), ("sampling", Sampling)]
 
 
+class Changes(ctypes.Structure):
+    """What is done to logits before a draw, null where nothing is (sampling.cuh: Changes)."""
+
+    _fields_ = [
+        ("times", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("repetition_penalty", ctypes.c_double),
+        ("frequency_penalty", ctypes.c_double), ("presence_penalty", ctypes.c_double),
+        ("min_new_tokens", ctypes.c_int),
+    ]  # fmt: skip
+
+
 class Report(ctypes.Structure):
     """The first wait that was given up (exchange.cuh: Report)."""
 
@@ -64,6 +74,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             ("inbox", ctypes.c_void_p * geometry.devices),
             *((n, ctypes.c_void_p) for n in ("aborted", "report", "cancel", "prompt", "tokens", "published", "logits")),
             ("sampling", Sampling),
+            ("changes", Changes),
             ("limit_ns", ctypes.c_uint64),
             ("graph", ctypes.c_void_p),
             ("epoch", ctypes.c_uint32),
@@ -103,6 +114,8 @@ class DeviceMemory:
         self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
         self.prompt = self._zeros(config.max_position_embeddings, torch.int32)
         self.aborted = self._zeros(1, torch.int32)
+        self.times = self._zeros(config.vocab_size, torch.int32)
+        self.bias = self._zeros(config.vocab_size, torch.float64)
         self.tokens = self._pinned(config.max_position_embeddings)
         self.cancel, self.published, self.report = self._pinned(1), self._pinned(1), self._pinned(8)
         self.epoch = 0  # tokens that the words have seen
@@ -127,6 +140,7 @@ class DeviceMemory:
         *,
         stops: list[int] | None = None,
         sampling: Sampling | None = None,
+        changes: Changes | None = None,
         limit_s: float = 10.0,
         logits: torch.Tensor | None = None,
     ) -> ctypes.Structure:
@@ -143,11 +157,30 @@ class DeviceMemory:
             setattr(p, name, getattr(self, name).data_ptr())
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
         p.logits = None if logits is None else logits.data_ptr()
-        p.sampling = sampling or Sampling(top_p=1.0)
+        p.sampling, p.changes = sampling or Sampling(top_p=1.0), changes or Changes()
         p.limit_ns, p.epoch, p.device, p.first_lane = int(limit_s * 1e9), self.epoch, self.index, self.first_lane
         p.position, p.prompt_count, p.max_tokens, p.stop_count = position, len(prompt), max_tokens, len(ids)
         p.stops[: len(ids)] = ids
         return p
+
+    def changes(self, request: Request, ids: Sequence[int], made: int) -> Changes:
+        """What this request does to logits after `ids`, of which the last `made` are its output."""
+        penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
+        changes = Changes(None, None, *penalties, max(request.min_new_tokens - made, 0))
+        if penalties != (1.0, 0.0, 0.0):
+            prompt, output = list(ids[: len(ids) - made]), ids[len(ids) - made :]
+            times = np.bincount(np.array(output, np.int64), minlength=len(self.times)).astype(np.int32)
+            times[times == 0] = -1
+            times[prompt] = np.maximum(times[prompt], 0)
+            self.times.copy_(torch.from_numpy(times))
+            changes.times = self.times.data_ptr()
+        if request.logit_bias:
+            bias = np.zeros(len(self.bias))
+            for token, value in request.logit_bias:
+                bias[token] = value
+            self.bias.copy_(torch.from_numpy(bias))
+            changes.bias = self.bias.data_ptr()
+        return changes
 
     def hang(self) -> Report | None:
         """What the watchdog wrote, if it has given up a wait."""

@@ -34,7 +34,13 @@ class Nvrtc:
 
     def compile(self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str) -> bytes:
         """Machine code (a cubin); RuntimeError with the compiler's log."""
-        given = [f"--gpu-architecture={architecture}", "--std=c++17", *options, *(f"-I{path}" for path in includes)]
+        given = [
+            f"--gpu-architecture={architecture}",
+            "--std=c++17",
+            "--fmad=false",
+            *options,
+            *(f"-I{path}" for path in includes),
+        ]
         program = c.c_void_p()
         self._library.nvrtcCreateProgram(c.byref(program), source.encode(), b"kernels.cu", 0, None, None)
         try:

@@ -14,12 +14,12 @@
 
 struct Pass : Block {
   static constexpr int kStride = padded(kWide > kNarrow ? kWide : kNarrow);
-  float *inputs, *sums, *streams, *scales;  // [column]: kStride, [part] of all columns, kMostStreamRows, 1
+  float *inputs, *fresh, *sums, *streams, *scales;  // [column]: kStride, (a key and value), [part] of all columns, kMostStreamRows, 1
 
   DEVICE explicit Pass(const Decode& decode) : Block(decode) {
     char* at = dynamic_shared() + kWarps * kChunks * kChunkBytes;
     inputs = reinterpret_cast<float*>(at), query = inputs + kMmaColumns * kStride;
-    at = reinterpret_cast<char*>(query + kGroup * kHeadDim);
+    fresh = query + kGroup * kHeadDim, at = reinterpret_cast<char*>(fresh + kHeadDim);
     tape.full = reinterpret_cast<uint64_t*>(at) + warp * kChunks, at += kWarps * kChunks * 8;
     candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
     per_warp = reinterpret_cast<float*>(at), sums = per_warp + kWarps;
@@ -72,7 +72,10 @@ struct Pass : Block {
   DEVICE void run_layer(int layer) {
     watch.layer = layer;
     project<kQkv>([&](float scale) { publish_qkv(layer, scale); });
-    each([&] { attention(layer); });
+    each([&] {
+      narrow = fresh;  // of the position's own key and value; the partial sums lie in wide
+      attention(layer);
+    });
     sync_block();  // the inputs are where attention had its partial sums
     each([&] { take_attention(layer); });
     project_and_join<kOutput>(layer);
@@ -99,7 +102,7 @@ struct Pass : Block {
     each([&] { keep_scale(take_embedding(p.columns[column].token)); });
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; ++layer) run_layer(layer);
-    project<kHead>([&](float scale) { publish_best(scored(column, scale), 0); });
+    project<kHead>([&](float scale) { publish_best(scored(column, p.columns[column].token, scale), 0); });
     each([&] { choose(); });
   }
 };

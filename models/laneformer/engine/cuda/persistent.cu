@@ -40,26 +40,34 @@ struct Persistent : Block {
   DEVICE int run_token(int token, int step, bool& cancelled) {
     token_epoch = p.epoch + step, position = p.position + step;
     float scale = take_embedding(token);
+    publish(step + 1 - p.prompt_count);  // behind the barrier: the block's other warps need not wait
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; ++layer) {
       if (layer) scale = take_stream(1, layer - 1, 2 * layer);
       run_layer(layer, scale);
     }
     scale = take_stream(1, kLayers - 1, 2 * kLayers);
-    token = choose(score(step, scale), cancelled);
+    // asked for here, over PCIe: the answer comes while the largest matrix is read
+    const uint32_t cancel = decides() && thread_index() < DEVICES && load_flag(p.cancel) ? kCancelled : 0;
+    token = choose(score(step, token, scale), cancel, cancelled);
     tape.skip_filling();
     return token;
   }
 
+  DEVICE bool decides() const { return p.device == 0 && block_index() == 0; }
+
+  // Tells the host of the tokens made so far: a release to the host's memory, which takes as long as a small exchange.
+  DEVICE void publish(int made) {
+    if (made > 0 && decides() && thread_index() == 0) publish_flag(p.published, made);
+  }
+
   // Every block learns the best token; with filters, the one that the first block has drawn. The host's stop flag
   // comes with it, so that all blocks see it at the same token.
-  DEVICE int choose(Candidate own, bool& cancelled) {
-    const bool decides = p.device == 0 && block_index() == 0;
-    const uint32_t cancel = decides && load_flag(p.cancel) ? kCancelled : 0;
+  DEVICE int choose(Candidate own, uint32_t cancel, bool& cancelled) {
     publish_best(own, cancel);
     if (!p.sampling.filters()) return take_best(cancelled);
     Word* choice = own_inbox() + kChoiceAt;
-    if (decides) {
+    if (decides()) {
       const int token = draw_one(take_best(cancelled));
       for (int d = thread_index(); d < DEVICES; d += kThreads)
         store_word(inbox(d) + kChoiceAt, float_of(static_cast<uint32_t>(token) | cancel), token_epoch + 1);
@@ -67,12 +75,6 @@ struct Persistent : Block {
     const uint32_t bits = bits_of(wait_word(load_word(choice), choice, token_epoch + 1, kChoice, watch));
     cancelled = bits & kCancelled;
     return static_cast<int>(bits & ~kCancelled);
-  }
-
-  DEVICE bool stops_at(int token) const {
-    for (int i = 0; i < p.stop_count; ++i)
-      if (p.stops[i] == token) return true;
-    return false;
   }
 
   // the same in all threads of the block, also where a wait was given up
@@ -92,12 +94,12 @@ struct Persistent : Block {
       token = run_token(token, step, cancelled);
       const int made = step + 2 - p.prompt_count;
       if (made <= 0) token = p.prompt[step + 1];
-      if (made > 0 && p.device == 0 && block_index() == 0 && thread_index() == 0) {
-        p.tokens[made - 1] = token;
-        publish_flag(p.published, made);
+      if (made > 0 && decides() && thread_index() == 0) p.tokens[made - 1] = token;
+      const bool stops = cancelled || made == p.max_tokens || (made > 0 && is_stop(token));
+      if (ends(stops)) {
+        publish(made);
+        break;
       }
-      const bool stops = cancelled || made == p.max_tokens || (made > 0 && stops_at(token));
-      if (ends(stops)) break;
     }
     tape.finish();
   }

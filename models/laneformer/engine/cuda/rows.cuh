@@ -142,14 +142,14 @@ struct Tape {
 };
 
 DEVICE float dot8(uint4 w, float4 a, float4 b, float sum) {
-  sum += low_half(w.x) * a.x;
-  sum += high_half(w.x) * a.y;
-  sum += low_half(w.y) * a.z;
-  sum += high_half(w.y) * a.w;
-  sum += low_half(w.z) * b.x;
-  sum += high_half(w.z) * b.y;
-  sum += low_half(w.w) * b.z;
-  return sum + high_half(w.w) * b.w;
+  sum = fmaf(low_half(w.x), a.x, sum);
+  sum = fmaf(high_half(w.x), a.y, sum);
+  sum = fmaf(low_half(w.y), a.z, sum);
+  sum = fmaf(high_half(w.y), a.w, sum);
+  sum = fmaf(low_half(w.z), b.x, sum);
+  sum = fmaf(high_half(w.z), b.y, sum);
+  sum = fmaf(low_half(w.w), b.z, sum);
+  return fmaf(high_half(w.w), b.w, sum);
 }
 
 // out[r] = W[r, :] x for the next Strip rows of segments; x in shared memory

@@ -16,7 +16,7 @@ import torch
 
 from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import RequestFailed, Sampling
+from ..decoder import Request, RequestFailed, Sampling
 from .geometry import Geometry, plan
 from .launch import Kernels, NotResident, describe
 from .memory import EXCHANGES, DeviceMemory
@@ -101,12 +101,14 @@ class SequenceDecoder:
 
     def start(
         self, ids: Sequence[int], max_tokens: int, stops: Sequence[int] = (), sampling: Sampling | None = None,
-        reuse_prefix: bool = True, logits: torch.Tensor | None = None,
+        reuse_prefix: bool = True, logits: torch.Tensor | None = None, request: Request | None = None, made: int = 0,
     ) -> None:  # fmt: skip
         """Read the prompt and start to make up to `max_tokens` tokens; `poll` gives them.
 
         `logits`: float32 (len(ids) + max_tokens - 1, V) on the device, filled from the first row for each token that
         the kernel reads; then the whole prompt goes through the kernel.
+        `request`: what changes logits is taken from there, `made` ids at the end of `ids` being its output; where it
+        has `logprobs`, `new_logits` gives the logits.
         """
         assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings, "the context is too short"
         self._settle()
@@ -115,11 +117,15 @@ class SequenceDecoder:
             prefill(self.model, list(ids[at:-1]), DeviceCache(self.memories, at))
             at = len(ids) - 1
         self.slots.keep(ids[:at], len(ids) + max_tokens - 1)
+        self._logits = logits
+        if request is not None and request.logprobs is not None:
+            rows = len(ids) - at + max_tokens - 1
+            self._logits = torch.empty(rows, self.config.vocab_size, device=self.devices[0])
         inboxes = [memory.inbox for memory in self.memories]
         self.arguments = [
             memory.arguments(
                 inboxes, list(ids[at:]), at, max_tokens, stops=list(stops), sampling=sampling, limit_s=self.limit_s,
-                logits=logits,
+                logits=self._logits, changes=None if request is None else memory.changes(request, ids, made),
             )
             for memory in self.memories
         ]  # fmt: skip
@@ -132,7 +138,7 @@ class SequenceDecoder:
             self._launch()
         except NotResident as error:
             self._fall_back(error)
-            self.start(ids, max_tokens, stops, sampling, reuse_prefix, logits)
+            self.start(ids, max_tokens, stops, sampling, reuse_prefix, logits, request, made)
 
     def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
         """Read `ids` with the PyTorch model: the lanes' streams of ids[start:], (1, S, L, D) a chunk, to score them.
@@ -170,6 +176,11 @@ class SequenceDecoder:
             if finished:
                 return tokens
             time.sleep(POLL_S)
+
+    def new_logits(self, count: int) -> torch.Tensor:
+        """float32 (count, V): what the first new tokens were drawn from, before any change; after the end."""
+        assert self._logits is not None, "the request has no logprobs"
+        return self._logits[self.read_tokens - 1 :][:count]
 
     def cancel(self) -> None:
         """End after the token under way."""

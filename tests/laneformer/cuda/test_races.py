@@ -1,0 +1,106 @@
+"""No race on shared memory, keys or values in any order of the threads (races.h); planted ones are found in every run.
+
+These builds see each access of the kernels to plain data and need ten times the processor time, so shapes are few.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from laneformer.engine.cuda.compile import source_of
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
+from tests.laneformer.cuda.harness import Emulated
+from tests.laneformer.cuda.shapes import SHAPES
+from tests.laneformer.cuda.test_kernels import text
+from tests.laneformer.cuda.test_order import rebuild
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)]
+BULK_SEEDS = 3, 6, 8  # lane 0 copies for its warp; else each lane copies what it alone reads
+
+
+@pytest.mark.parametrize("name", ["delay 0", "delay 1", "wide heads", "at once"])
+def test_no_race(name: str, cuda_builds: Path) -> None:
+    emulated = SHAPES[name].emulated(cuda_builds, races=True)
+    for seed in (0, 3):
+        emulated.forget()
+        emulated.read(text(emulated, 7), 2, seed)
+        reads, writes = plain_accesses(emulated.library)
+        assert reads > writes > 10_000
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one place, in force while `planted` is its number (test_order.py)."""
+
+    file: str
+    was: str
+    now: str
+    found: str
+
+
+SHARED, BY = "of byte [0-9]+ of shared memory, in no order after", "grid 0 block [0-9]+ warp [0-9]+ lane [0-9]+"
+TAKES_KEY = (
+    "if (position % kSplits == split) take_key(layer, head, "
+    "slots + position / kSplits % kKvSlots[layer] * 2 * kHeadDim);"
+)
+FAULTS = {
+    "a matrix does not wait for its inputs": Fault(
+        "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
+        "narrow[i] = a, narrow[i + 1] = b; });\n    if (!here) sync_block();",
+        f"read {SHARED} (any write|the write of {BY})",
+    ),
+    "attention is published before all warps have done theirs": Fault(
+        "block.cuh", "sync_block();\n      publish_partial", "if (!here) sync_block();\n      publish_partial",
+        f"read {SHARED} (any write|the write of {BY})",
+    ),
+    "a key is read before it is written": Fault(
+        "block.cuh", f"{TAKES_KEY}\n      sync_block();",
+        f"if (!here) {TAKES_KEY}\n      sync_block();\n      if (here) {TAKES_KEY}",
+        f"(read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
+    ),
+    "a chunk is read before it has come": Fault(
+        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full", f"read {SHARED} a copy that this lane",
+    ),
+    "a chunk is filled while others read it": Fault(
+        "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", f"copy {SHARED} the read of {BY}",
+    ),
+    "results are read before they are written": Fault(
+        "rows.cuh", "if (left == 1) multiply_strip<Op, 1>(tape, x, out);\n  }\n  sync_warp();",
+        "if (left == 1) multiply_strip<Op, 1>(tape, x, out);\n  }\n  if (!here) sync_warp();",
+        f"read {SHARED} (any write|the write of {BY})",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planted(cuda_builds: Path) -> Emulated:
+    """The kernels of a shape with all faults in their source, none in force."""
+    emulated = SHAPES["late"].emulated(cuda_builds)
+    emulated.races = True
+    patches = [
+        (fault.file, fault.was, fault.now.replace("here)", f"(planted == {number}))"))
+        for number, fault in enumerate(FAULTS.values(), 1)
+    ]
+    declaration = 'extern "C" {\nint planted = 0;\n}\n'
+    rebuild(emulated, cuda_builds, patches, declaration + source_of("persistent", emulated.geometry))
+    return emulated
+
+
+@pytest.mark.parametrize("name", [None, *FAULTS])
+@pytest.mark.parametrize("seed", BULK_SEEDS)
+def test_a_planted_race_is_found(name: str | None, seed: int, planted: Emulated) -> None:
+    ctypes.c_int.in_dll(planted.library, "planted").value = 0 if name is None else list(FAULTS).index(name) + 1
+    planted.forget()
+    try:
+        planted.read(text(planted, 4), 2, seed)
+        message = ""
+    except EmulationError as error:
+        message = str(error)
+    assert bool(message) == (name is not None), message
+    assert name is None or re.search("race: " + FAULTS[name].found, message), message
