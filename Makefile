@@ -40,6 +40,13 @@ $(VENV)/transformers-4.57: | setup
 	$(BIN)/pip install -q --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
 	mv $@.part $@
 
+# the CUDA kernels are also compiled with older NVRTCs that users have
+$(VENV)/nvrtc-12.9: PACKAGE := nvidia-cuda-nvrtc-cu12
+$(VENV)/nvrtc-13.0: PACKAGE := nvidia-cuda-nvrtc
+$(VENV)/nvrtc-%: | setup
+	$(BIN)/pip install -q --no-deps --target $@.part "$(PACKAGE)==$*.*"
+	mv $@.part $@
+
 # the dashboard is tested in a real browser
 browser:
 	@command -v chromium >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends chromium) \
@@ -105,7 +112,8 @@ test: lint structure browser
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
 # what tests need beyond the set-up; without it they skip themselves
-extras: browser slurm bwrap spin $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2)
+extras: browser slurm bwrap spin $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
+	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras
 	$(PYTEST) $(SELECT) --durations 40 --durations-min 5

@@ -30,6 +30,7 @@ from records.files import code_version, write_atomically
 from tools.bench.harness import ROOT, Candidate, Result, cell, command_line, table
 
 RESERVE_S = 5.0  # to write the report
+KEPT = Path("build/bench-cuda.json")
 HOP_US = 2.0  # assumed: a word to another GPU and back into its reader's poll over NVLink
 START = """# Decode speed on one GPU
 
@@ -52,29 +53,36 @@ class Step:
     first_of: str | None = None
 
 
-STEPS = (
-    Step("machine", 10, 60), Step("first_persistent", 15, 60, "persistent"), Step("first_graph", 15, 40, "graph"),
-    Step("probe", 10, 60), Step("correctness", 40, 220), Step("decode", 10, 90), Step("baselines", 20, 80),
-    Step("fp16", 20, 60), Step("lane_alone", 15, 50), Step("sanitizer", 20, 60),
-    Step("compiled", 45, 120),
+STEPS = (  # the limits and RESERVE_S are nine minutes together
+    Step("machine", 5, 10), Step("prepare", 10, 120), Step("tiny_persistent", 5, 10, "persistent"),
+    Step("tiny_graph", 5, 10, "graph"), Step("tiny", 5, 15), Step("300m", 10, 30), Step("sanitizer", 15, 40),
+    Step("load", 10, 45), Step("first_persistent", 5, 10, "persistent"), Step("first_graph", 5, 10, "graph"),
+    Step("probe", 5, 15), Step("correctness", 20, 80), Step("decode", 10, 45), Step("baselines", 15, 45),
+    Step("fp16", 10, 20), Step("lane_alone", 10, 15), Step("compiled", 10, 15),
 )  # fmt: skip
+MOST_SHARES = 3  # of its limit that a step may take of what those before it have left over; the rest is for the others
 
 
 def measure(
     steps: Sequence[Step], worker: Any, total_s: float, save: Callable[[Result], None],
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.monotonic, kept: Result | None = None,
 ) -> Result:  # fmt: skip
-    """{step: {"result"}, {"error"} or {"not_measured"}}, saved after each; no step exceeds its limit."""
+    """{step: {"result"}, {"error"} or {"not_measured"}}, saved after each; none takes the time of those after it.
+
+    `kept`: of a run before; what has a result there is not measured again.
+    """
     end = clock() + total_s - RESERVE_S
-    done: Result = {}
-    for step in steps:
+    done: Result = {name: step for name, step in (kept or {}).items() if "result" in step}
+    to_do = [step for step in steps if step.name not in done]
+    for index, step in enumerate(to_do):
         start = clock()
         left = end - start
         if left < step.least_s:
             done[step.name] = {"not_measured": f"{max(0, left):.0f} s were left, it needs {step.least_s:.0f}"}
         else:
             print(f"{step.name}, {left:.0f} s left", file=sys.stderr, flush=True)
-            limit = min(left, step.most_s)
+            spare = left - sum(later.most_s for later in to_do[index + 1 :])
+            limit = min(left, max(step.most_s, min(spare, MOST_SHARES * step.most_s)))
             try:
                 done[step.name] = {"result": worker.ask(step.name, timeout_s=limit, seconds=limit)}
             except RuntimeError as error:
@@ -92,7 +100,12 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tools.bench cuda", description=__doc__, formatter_class=about)
     add = parser.add_argument
     add("--out", type=Path, help="Markdown file to write")
-    add("--json", type=Path, help="JSON file to write, with every figure")
+    add(
+        "--json",
+        type=Path,
+        default=KEPT,
+        help=f"JSON file with every figure, which an interrupted run goes on with (default {KEPT})",
+    )
     add("--minutes", type=float, default=9.0, help="time limit of the whole run (default 9)")
     add("--flavor", choices=sorted(FLAVORS), default="2b", help="shape of the model; weights are random")
     add("--dtype", choices=("bf16", "fp16"), default="bf16", help="element type of the weights")
@@ -112,6 +125,20 @@ def chosen_steps(names: str | None) -> list[Step]:
     return [step for step in STEPS if step.name in wanted]
 
 
+def kept_steps(path: Path, report: Result) -> Result:
+    """The steps of an unfinished run of the same command, code and GPU; none of them is lost."""
+    try:
+        before = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    same = all(before.get(key) == report[key] for key in ("command", "commit", "gpu"))
+    finished = all("result" in step for step in before["steps"].values())
+    if not same or (finished and before["finished"]):
+        return {}
+    print(f"going on with what {path} has; remove it to measure anew", file=sys.stderr)
+    return dict(before["steps"])
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = options_of(arguments)
     try:
@@ -126,11 +153,12 @@ def main(arguments: list[str] | None = None) -> None:
     report: Result = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command_line("cuda", arguments), "commit": options.commit or code_version(ROOT),
-        "flavor": options.flavor, "dtype": options.dtype, "steps": {},
+        "flavor": options.flavor, "dtype": options.dtype, "gpu": gpu_name(), "steps": {}, "finished": False,
     }  # fmt: skip
+    kept = kept_steps(options.json, report)
 
     def save(done: Result) -> None:
-        report["steps"] = done
+        report["steps"], report["finished"] = done, all(step.name in done for step in steps)
         for path, text in ((options.out, markdown(report)), (options.json, json.dumps(report, indent=1) + "\n")):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,10 +167,16 @@ def main(arguments: list[str] | None = None) -> None:
     command = ["-m", "tools.bench.cuda_steps", "--flavor", options.flavor, "--dtype", options.dtype]
     worker = Candidate("the CUDA engine", [*command, "--runs", str(options.runs)], quiet=False)
     try:
-        measure(steps, worker, 60 * options.minutes, save)
+        measure(steps, worker, 60 * options.minutes, save, kept=kept)
     finally:
         worker.close()
     print(json.dumps(report))
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0)
 
 
 def markdown(report: Result) -> str:
@@ -287,6 +321,13 @@ def facts_section(result: Result, steps: Result) -> str:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Result, Result], str]]] = {
+    "prepare": ("Kernels compiled", facts_section),
+    "tiny_persistent": ("The persistent kernel's first tokens, `tiny`", facts_section),
+    "tiny_graph": ("The graph's first tokens, `tiny`", facts_section),
+    "tiny": ("Correctness of `tiny`", facts_section),
+    "300m": ("Correctness of `300m`", facts_section),
+    "sanitizer": ("compute-sanitizer", facts_section),
+    "load": ("Weights packed and loaded", facts_section),
     "first_persistent": ("The persistent kernel's first tokens", facts_section),
     "first_graph": ("The graph's first tokens", facts_section),
     "probe": ("Read bandwidth", probe_section),
@@ -296,5 +337,4 @@ SECTIONS: dict[str, tuple[str, Callable[[Result, Result], str]]] = {
     "compiled": ("Transformers, compiled", baselines_section),
     "fp16": ("fp16", facts_section),
     "lane_alone": ("One lane on all multiprocessors", alone_section),
-    "sanitizer": ("compute-sanitizer", facts_section),
 }

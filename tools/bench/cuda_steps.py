@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import platform
 import shutil
@@ -26,9 +25,11 @@ from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import read_bandwidth
+from laneformer.engine.cuda.compile import VERSIONS
 from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.tensors import Tensor
 from tools.bench import harness
+from tools.bench.cuda_prepare import CUTS, FAULTS_FLAVOR, SMOKE_SHAPE, alone_blocks, one_lane, prepare, smoke_config
 from tools.bench.harness import alternate, serve
 from tools.check import cuda as check
 from tools.check.reference import TORCH_DTYPES, Weights, hf_model, random_weights, tensors_of
@@ -38,7 +39,7 @@ LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
 SANITIZER_LIMIT_S = 120.0  # the same wait in a kernel that runs a hundred times slower
 TRIAL_TOKENS = 128
 GREEDY_PROMPTS = 8
-FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
+SMALLER_RUNS = 10  # that must be bit-identical, of a smaller model
 PACKAGES = ("torch", "transformers", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy")
 QUERIES = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 Report = dict[str, Any]
@@ -79,7 +80,14 @@ class Session:
         if version in self.without:
             raise RuntimeError(f"the {version} version failed at its first tokens")
         dtype = next(iter(tensors.values())).dtype
-        return SequenceDecoder(config or self.config, tensors, dtype, (DEVICE,), version, limit_s, **shape)
+        decoder = SequenceDecoder(config or self.config, tensors, dtype, (DEVICE,), version, limit_s, **shape)
+        return as_asked(decoder, version)
+
+    def smaller(self, flavor: str) -> Session:
+        """The same for another model, which goes with the step."""
+        other = Session(flavor, self.dtype, min(self.runs, SMALLER_RUNS), self.without)
+        other.deadline = self.deadline
+        return other
 
     @functools.cache  # noqa: B019  (a session lives as long as its process)
     def decoder(self, version: str | None = None) -> SequenceDecoder:
@@ -89,6 +97,13 @@ class Session:
     @functools.cached_property
     def bandwidth(self) -> dict[str, float]:
         return read_bandwidth(self.decoder().memories[0])
+
+
+def as_asked(decoder: SequenceDecoder, version: str) -> SequenceDecoder:
+    """RuntimeError where another version decodes, so that no figure is of something else."""
+    if decoder.version != version:
+        raise RuntimeError(f"the {version} version cannot run here; {decoder.version} would decode instead")
+    return decoder
 
 
 def say(text: str) -> None:
@@ -139,20 +154,46 @@ def probe(session: Session) -> Report:
     }  # fmt: skip
 
 
-def first(session: Session, version: str) -> Report:
+def load(session: Session) -> Report:
+    """Weights made, packed and on the GPU, and kernels loaded, before anything of this model is measured."""
+    report: Report = {}
+    for version in VERSIONS:
+        start = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # is reported where its first tokens are
+            session.decoder(version)
+        report[f"{version}_s"] = round(time.monotonic() - start, 1)
+    return report
+
+
+def first(session: Session, version: str, flavor: str | None = None) -> Report:
     """A few tokens before anything else: a version that hangs or crashes here is left out of all later steps."""
-    decoder = session.decoder(version)
+    decoder = (session.smaller(flavor) if flavor else session).decoder(version)
     names = ("blocks_per_lane", "warps", "chunk_bytes", "chunks", "splits", "shared_bytes")
     geometry = {name: getattr(decoder.geometry, name) for name in names}
-    return {"tokens": check.greedy(decoder, [5], 8), "geometry": geometry}
+    tokens = check.greedy(decoder, [5], 8)
+    return {"tokens": tokens, "geometry": geometry, "version": as_asked(decoder, version).version}
+
+
+def verdict(session: Session) -> Report:
+    """All checks of both versions but the planted faults."""
+    truth = check.reference(session.config, session.weights, check.scored_length(session.config))
+    makers = {version: functools.partial(session.decoder, version) for version in VERSIONS}
+    return check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
+
+
+def smaller(session: Session, flavor: str) -> Report:
+    """The checks of a smaller model, which fail sooner."""
+    report = verdict(session.smaller(flavor))
+    Session.decoder.cache_clear()  # gives its memory back
+    torch.cuda.empty_cache()
+    failed = [name for name, held in report["passed"].items() if not held]
+    errors = {version: report[version].get("relative_error") for version in VERSIONS}
+    return {"holds": not failed, "failed": "; ".join(failed), "hf_bf16": report["hf_bf16"]["relative_error"], **errors}
 
 
 def correctness(session: Session) -> Report:
     """The verdict; speeds are shown beside it."""
-    truth = check.reference(session.config, session.weights, check.scored_length(session.config))
-    makers = {version: functools.partial(session.decoder, version) for version in ("persistent", "graph")}
-    report = check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
-    del truth
+    report = verdict(session)
     torch.cuda.empty_cache()
     say("planted faults")
     flavor = FAULTS_FLAVOR.get(session.flavor, session.flavor)
@@ -184,9 +225,9 @@ def sanitizer(session: Session) -> Report:
 
 def smoke(session: Session) -> None:
     """Greedy tokens by both versions of a small model; RuntimeError unless the tokens are equal."""
-    config = dataclasses.replace(session.config, num_hidden_layers=4, swa_layers=(0, 1))
+    config = smoke_config(session.config)
     tensors = {name: t for name, t in session.tensors.items() if not name.startswith(("layers.4.", "layers.5."))}
-    shape: dict[str, Any] = {"limit_s": SANITIZER_LIMIT_S, "blocks_per_lane": 4, "warps": 4}
+    shape: dict[str, Any] = {"limit_s": SANITIZER_LIMIT_S, **SMOKE_SHAPE}
     decoders = [session.make(version, config, tensors, **shape) for version in ("persistent", "graph")]
     made = [check.greedy(decoder, [5, 6, 7], 4) for decoder in decoders]
     if made[0] != made[1]:
@@ -252,12 +293,16 @@ def paired(makers: dict[str, Callable[[], Trial]], rounds: int, time_left: Calla
 
 
 def baselines(session: Session) -> Report:
-    """The graph of kernels, the kernel whose exchanges wait for all blocks, and Transformers."""
+    """The graph of kernels, Transformers, and the kernel cut in other ways (CUTS)."""
+
+    def cut(name: str) -> Callable[[], Trial]:
+        return lambda: trials_of(session.make("persistent", **CUTS[name]))
+
     makers = {
         "persistent": lambda: trials_of(session.decoder("persistent")),
         "graph": lambda: trials_of(session.decoder("graph")),
-        "wide_exchanges": lambda: trials_of(session.make("persistent", wide_exchanges=True)),
         "hf_generate": lambda: generate_of(session),
+        **{name: cut(name) for name in CUTS},
     }
     return paired(makers, 6, session.time_left)
 
@@ -284,8 +329,7 @@ def lane_alone(session: Session) -> Report:
     """One lane on all multiprocessors, as each GPU of a machine with one lane per GPU would run it."""
     config, rows = one_lane(session.config), []
     tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
-    multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    for blocks in dict.fromkeys((multiprocessors // 32 * 32, multiprocessors)):
+    for blocks in alone_blocks(DEVICE):
         decoder = session.make("persistent", config, tensors, blocks_per_lane=blocks)
         rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
     bytes_per_token = bench.weight_bytes(decoder.geometry) + decoder.config.cached_bytes(TRIAL_TOKENS / 2, 2)
@@ -296,23 +340,19 @@ def lane_alone(session: Session) -> Report:
     }  # fmt: skip
 
 
-def one_lane(config: LaneformerConfig) -> LaneformerConfig:
-    """A model that is one lane of `config`: its share of everything, the whole stream, the same head dimension."""
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    shares = {name: getattr(config, name) // config.num_lanes for name in names}
-    return LaneformerConfig.from_dict({**config.to_dict(), "head_dim": config.head_dim, "num_lanes": 1, **shares})
-
-
 def first_lane(name: str, tensor: Tensor) -> Tensor:
     whole = name.startswith("tok_embeddings") or name.endswith("norm.weight")
     return tensor if whole else Tensor(tensor.dtype, tensor.values[:1])
 
 
 STEPS: dict[str, Callable[[Session], Report]] = {
-    "machine": machine, "first_persistent": functools.partial(first, version="persistent"),
-    "first_graph": functools.partial(first, version="graph"), "probe": probe, "correctness": correctness,
-    "decode": decode, "baselines": baselines, "fp16": fp16, "lane_alone": lane_alone,
-    "sanitizer": sanitizer, "compiled": compiled,
+    "machine": machine, "prepare": lambda session: prepare(session, DEVICE),
+    **{f"tiny_{version}": functools.partial(first, version=version, flavor="tiny") for version in VERSIONS},
+    **{flavor: functools.partial(smaller, flavor=flavor) for flavor in ("tiny", "300m")},
+    "sanitizer": sanitizer, "load": load,
+    **{f"first_{version}": functools.partial(first, version=version) for version in VERSIONS},
+    "probe": probe, "correctness": correctness, "decode": decode, "baselines": baselines, "fp16": fp16,
+    "lane_alone": lane_alone, "compiled": compiled,
 }  # fmt: skip
 
 

@@ -70,10 +70,10 @@ class FakeDriver:
         )  # fmt: skip
 
 
-def image(version: str, geometry: Geometry, architecture: str, **options: Any) -> bytes:
-    """What fake_driver.c takes for machine code."""
+def image(version: str, geometry: Geometry, architecture: str, *, driver: int = 13000) -> bytes:
+    """What fake_driver.c takes for machine code; of an NVRTC for this driver."""
     resident = 2 if version == "graph" else 1
-    lines = [f"{''.join(c for c in architecture if c.isdigit())} 13"]
+    lines = [f"{''.join(c for c in architecture if c.isdigit())} {driver // 1000}"]
     for name in NAMES[version]:
         registers = min(255, REGISTERS // (32 * geometry.warps * (1 if name == "choose" else resident)) // 8 * 8)
         lines.append(f"{name} {registers} {ctypes.sizeof(argument_of(version, geometry))}")
@@ -169,11 +169,13 @@ def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "others are there", request(driver, decode())
     yield "others are there, wide", request(driver, decode(wide_exchanges=True))
     driver.use(H200)
-    launch.compile_cubin = lambda *given: image(*given).replace(b"decode 128", b"decode 255")  # type: ignore[assignment]
+    launch.compile_cubin = lambda *given, driver: image(*given).replace(b"decode 128", b"decode 255")  # type: ignore[assignment]
     yield "too many registers", request(driver, decode())
     yield "too many registers, shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
     launch.compile_cubin = image  # type: ignore[assignment]
-    driver.use(H200, driver=12080)
+    driver.use(H200, driver=12020)
+    yield "an older driver", request(driver, decode())
+    launch.compile_cubin = lambda *given, driver: image(*given)  # type: ignore[assignment]
     yield "an image that is too new", request(driver, decode())
 
 

@@ -171,5 +171,7 @@ def test_without_a_graph_it_is_an_error(made: dict[str, Any], case: str) -> None
     assert "use whole GPUs" in request["error"]
 
 
-def test_an_image_that_the_driver_does_not_know(made: dict[str, Any]) -> None:
+def test_the_compiler_is_chosen_for_the_driver(made: dict[str, Any]) -> None:
+    """Its version is asked for; what it does not know it refuses."""
+    assert kernels_and_attributes(made["requests"]["an older driver"]) == [("decode", [[COOPERATIVE, 1]])]
     assert "CUDA_ERROR_INVALID_IMAGE" in made["requests"]["an image that is too new"]["error"]

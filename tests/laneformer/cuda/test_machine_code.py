@@ -21,14 +21,15 @@ from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import Geometry, plan
 from laneformer.engine.cuda.memory import decode_structure
+from laneformer.engine.cuda.nvrtc import compilers
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
 from tests.laneformer.cuda.test_compile import small
 
-pytest.importorskip("cuda.bindings.nvrtc")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"),
     pytest.mark.skipif(sass.tools() is None, reason="nvdisasm comes with Triton: pip install triton"),
 ]
 
@@ -39,7 +40,7 @@ MACHINES = {
 }  # fmt: skip
 WORDS = {"lane_words", "inbox"}
 # by whom else these are written while the kernel runs: a cache that is not coherent would show old values
-WRITTEN = WORDS | {"kv", "graph", "logits", "tokens", "published", "report", "aborted", "cancel"}
+WRITTEN = WORDS | {"kv", "graph", "logits", "tokens", "published", "report", "aborted", "cancel", "times"}
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class Limits:
 
 
 LIMITS = {
-    "sm_80": Limits(stack_bytes=480, local=32, instructions=7500),
-    "sm_86": Limits(stack_bytes=480, local=36, instructions=7500),
-    "sm_89": Limits(stack_bytes=448, local=12, instructions=6400),
-    "sm_90a": Limits(stack_bytes=416, local=12, instructions=6300),
-    "sm_100a": Limits(stack_bytes=984, local=24, instructions=7800),
-    "sm_120a": Limits(stack_bytes=888, local=42, instructions=7800),
+    "sm_80": Limits(stack_bytes=464, local=28, instructions=7800),
+    "sm_86": Limits(stack_bytes=528, local=48, instructions=8000),
+    "sm_89": Limits(stack_bytes=480, local=32, instructions=7400),
+    "sm_90a": Limits(stack_bytes=352, local=8, instructions=6800),
+    "sm_100a": Limits(stack_bytes=1032, local=64, instructions=8800),
+    "sm_120a": Limits(stack_bytes=1032, local=64, instructions=8800),
 }
 
 
@@ -92,9 +93,12 @@ def pointer_fields(structure: type[ctypes.Structure], at: int = 0) -> dict[str, 
 
 
 def compiled(version: str, geometry: Geometry, architecture: str, folder: Path) -> dict[str, Compiled]:
-    folder.mkdir(parents=True, exist_ok=True)
     cubin = folder / f"{version}-{architecture}.cubin"
     cubin.write_bytes(compile_cubin(version, geometry, architecture, Path("build/cubins").absolute()))
+    return read(version, geometry, cubin)
+
+
+def read(version: str, geometry: Geometry, cubin: Path) -> dict[str, Compiled]:
     kernels, resources = sass.read_kernels(cubin), sass.read_resources(cubin)
     assert kernels.keys() == resources.keys() == {*KERNELS[version]}
     return {name: Compiled(kernel, resources[name], geometry) for name, kernel in kernels.items()}
@@ -202,7 +206,7 @@ def test_the_persistent_kernel(architecture: str, tmp_path: Path) -> None:
     spills_are_few(c, LIMITS[architecture])
 
 
-@pytest.mark.parametrize(("flavor", "devices", "stack_bytes", "local"), [("2b", 8, 416, 24), ("300m", 1, 400, 8)])
+@pytest.mark.parametrize(("flavor", "devices", "stack_bytes", "local"), [("2b", 8, 480, 40), ("300m", 1, 440, 24)])
 def test_the_persistent_kernel_for_others(
     flavor: str, devices: int, stack_bytes: int, local: int, tmp_path: Path
 ) -> None:
@@ -212,7 +216,7 @@ def test_the_persistent_kernel_for_others(
     every_gate(c, "decode")
     words_are_whole(c)
     registers_suffice(c)
-    spills_are_few(c, Limits(stack_bytes, local, 7800))
+    spills_are_few(c, Limits(stack_bytes, local, 8800))
 
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])
@@ -223,7 +227,8 @@ def test_the_kernels_of_the_graph(architecture: str, tmp_path: Path) -> None:
         every_gate(c, name)
         registers_suffice(c, 1 if name == "choose" else 2)
         if name != "choose":
-            assert sum(this.name in ("LDL", "STL") for this in c.kernel.code) <= 8, name
+            local = sum(this.name in ("LDL", "STL") for this in c.kernel.code)
+            assert local <= (200 if name == "attention" else 8), name  # the attention of 64 registers does spill
 
 
 # ---- planted faults ----
@@ -245,7 +250,7 @@ TWO_STORES = """const_cast<volatile Word*>(at)->value = value;
 DEVICE void unused(Word* at, uint64_t bits) {
   asm volatile("""
 LOAD_ALL = """uint4 there[Strip];
-    for (int r = 0; r < Strip; ++r) there[r] = tape.peek(r);
+    for (int r = 0; r < Strip; ++r) there[r] = tape.peek(r, thread);
     tape.drop(Strip);
     for (int r = 0; r < Strip; ++r) sum[r] = dot8(there[r], a, b, sum[r]);
   }"""
@@ -263,12 +268,15 @@ FAULTS = {
         nothing_stale_is_read, "non-coherent", {},
     ),
     "keys are loaded as what never changes": Fault(
-        "decode.cuh", "dot8(key[c * kKeyThreads], x", "dot8(__ldg(key + c * kKeyThreads), x",
+        "decode.cuh", "take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);",
+        "for (int c = 0; c < kKeyChunks; ++c) chunks[c] = __ldg(reinterpret_cast<const uint4*>(slots + "
+        "(2 * slot + value) * kHeadDim) + c * kKeyThreads + here(thread_index()) % kKeyThreads);",
         nothing_stale_is_read, "non-coherent", {},
     ),
     "a slot is filled while its values are under way": Fault(
         "rows.cuh",
-        "for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r), a, b, sum[r]);\n    tape.drop(Strip);\n  }",
+        "for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r, thread), a, b, sum[r]);\n"
+        "    tape.drop(Strip);\n  }",
         LOAD_ALL, slots_are_consumed, "not awaited before", {},
     ),
     "the host's structure is another": Fault(

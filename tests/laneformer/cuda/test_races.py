@@ -45,10 +45,6 @@ class Fault:
 
 
 SHARED, BY = "of byte [0-9]+ of shared memory, in no order after", "grid 0 block [0-9]+ warp [0-9]+ lane [0-9]+"
-TAKES_KEY = (
-    "if (position % kSplits == split) take_key(layer, head, "
-    "slots + position / kSplits % kKvSlots[layer] * 2 * kHeadDim);"
-)
 FAULTS = {
     "a matrix does not wait for its inputs": Fault(
         "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
@@ -59,13 +55,14 @@ FAULTS = {
         "block.cuh", "sync_block();\n      publish_partial", "if (!here) sync_block();\n      publish_partial",
         f"read {SHARED} (any write|the write of {BY})",
     ),
-    "a key is read before it is written": Fault(
-        "block.cuh", f"{TAKES_KEY}\n      sync_block();",
-        f"if (!here) {TAKES_KEY}\n      sync_block();\n      if (here) {TAKES_KEY}",
+    "the new key is read where it is being written": Fault(
+        "decode.cuh", "if (slot == fresh || !sees(slot)) return;",
+        "if ((slot == fresh && !(here)) || !sees(slot)) return;",
         f"(read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full", f"read {SHARED} a copy that this lane",
+        "rows.cuh", "if (at == 0 || (kInterleaved && !endless)) wait_full",
+        "if (!(here) && (at == 0 || (kInterleaved && !endless))) wait_full", f"read {SHARED} a copy that this lane",
     ),
     "a chunk is filled while others read it": Fault(
         "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", f"copy {SHARED} the read of {BY}",

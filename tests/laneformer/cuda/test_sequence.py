@@ -56,7 +56,7 @@ def test_the_kernels_give_the_cpu_engines_tokens(emulated, cpu_tokens):
 
 
 REQUESTS: list[Any] = [
-    {"temperature": 1.5, "seed": 3, "top_p": 0.8, "logprobs": 2, "frequency_penalty": 1.0, "min_new_tokens": 6},
+    {"temperature": 1.5, "seed": 3, "top_p": 0.8, "logprobs": 2, "frequency_penalty": -2.0, "min_new_tokens": 6},
     pytest.param({"logprobs": 3}, marks=pytest.mark.slow),
     pytest.param({"logprobs": 0, "repetition_penalty": 1.5, "presence_penalty": 0.8}, marks=pytest.mark.slow),
     pytest.param({"temperature": 1.5, "seed": 6, "top_k": 9, "logit_bias": {7: 3.0}}, marks=pytest.mark.slow),

@@ -58,6 +58,71 @@ def test_every_step_gets_its_time_and_the_last_ones_what_is_left() -> None:
     assert "c" not in late.asked
 
 
+def test_an_interrupted_run_goes_on() -> None:
+    """What failed is tried again; the time of what is there is for the others."""
+    worker = TimedWorker(clock := Clock(), {"b": 1, "c": 1})
+    steps = [Step("a", 1, 30), Step("b", 1, 20), Step("c", 1, 10)]
+    kept = {"a": {"result": {"x": 1}}, "b": {"error": "killed"}}
+    done = cuda.measure(steps, worker, 60 + cuda.RESERVE_S, lambda d: None, clock, kept)
+    assert done["a"] == kept["a"]
+    assert worker.asked == {"b": 50, "c": 30}  # not of the last one's 10; no more than three times its own
+    assert "result" in done["b"]
+
+
+def test_the_limits_are_nine_minutes() -> None:
+    assert sum(step.most_s for step in cuda.STEPS) + cuda.RESERVE_S <= 9 * 60
+    names = [step.name for step in cuda.STEPS]
+    order = ["prepare", "tiny", "300m", "sanitizer", "load", "correctness", "decode"]
+    assert sorted(order, key=names.index) == order
+
+
+def test_what_is_kept_is_of_the_same_run(tmp_path: Path) -> None:
+    report = {"command": "x", "commit": "abc", "gpu": "H200", "steps": {"a": {"result": 1}}, "finished": False}
+    path = tmp_path / "kept.json"
+    assert cuda.kept_steps(path, report) == {}
+    path.write_text(json.dumps(report))
+    assert cuda.kept_steps(path, report) == report["steps"]
+    assert all(cuda.kept_steps(path, {**report, key: "other"}) == {} for key in ("command", "commit", "gpu"))
+    path.write_text(json.dumps({**report, "finished": True}))
+    assert cuda.kept_steps(path, report) == {}, "a run that has everything is measured anew"
+    path.write_text(json.dumps({**report, "finished": True, "steps": {"a": {"error": "hang"}}}))
+    assert cuda.kept_steps(path, report) == {"a": {"error": "hang"}}
+    path.write_text("half a fi")
+    assert cuda.kept_steps(path, report) == {}
+
+
+def test_one_command_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second run of a command whose first was killed in a step asks for the rest alone."""
+    asked: list[str] = []
+
+    class Worker:
+        def __init__(self, *given: Any, **options: Any):
+            self.command = list[str]()
+
+        def ask(self, step: str, timeout_s: float, seconds: float) -> dict[str, Any]:
+            asked.append(step)
+            if asked == ["prepare", "tiny_graph"]:
+                raise KeyboardInterrupt
+            return {"units": 1}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(cuda, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(cuda, "gpu_name", lambda: "H200")
+    monkeypatch.setattr(cuda, "Candidate", Worker)
+    monkeypatch.chdir(tmp_path)
+    command = ["--out", "page.md", "--steps", "prepare,tiny_graph", "--commit", "abc"]
+    with pytest.raises(KeyboardInterrupt):
+        cuda.main(command)
+    assert "| units | 1 |" in Path("page.md").read_text()
+    cuda.main(command)
+    assert asked == ["prepare", "tiny_graph", "tiny_graph"]
+    assert "going on with what build/bench-cuda.json has" in capsys.readouterr().err
+    cuda.main(command)
+    assert asked[3:] == ["prepare", "tiny_graph"]
+
+
 def test_a_version_whose_first_tokens_fail_is_left_out() -> None:
     worker = TimedWorker(clock := Clock(), {"first": 100})
     cuda.measure([Step("first", 1, 20, "graph")], worker, 60, lambda d: None, clock)

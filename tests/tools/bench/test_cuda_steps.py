@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,12 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.geometry import H200, Machine, plan
+from laneformer.engine.cuda.geometry import H200, Geometry, Machine, plan
 from laneformer.engine.cuda.memory import DeviceMemory
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
-from tools.bench import cuda, cuda_steps
+from tools.bench import cuda, cuda_prepare, cuda_steps
+from tools.bench.cuda_prepare import CUTS
 from tools.bench.cuda_steps import Session, first_lane, one_lane, paired
 from tools.check.reference import plain_model, random_weights, tensors_of
 
@@ -28,7 +31,13 @@ CONFIG = LaneformerConfig(
 )  # fmt: skip
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PROPERTIES = SimpleNamespace(
-    name="NVIDIA H200", multi_processor_count=132, L2_cache_size=50 << 20, total_memory=141 << 30, major=9, minor=0
+    name="NVIDIA H200",
+    multi_processor_count=132,
+    L2_cache_size=50 << 20,
+    total_memory=141 << 30,
+    major=9,
+    minor=0,
+    shared_memory_per_block_optin=227 << 10,
 )
 
 
@@ -76,9 +85,12 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
     monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
+    monkeypatch.setattr(Session, "smaller", lambda self, flavor: self)
+    monkeypatch.setattr(cuda_prepare, "compile_cubin", lambda *unit: None)
     session = Session("tiny", "bf16", runs=3)
     session.config, session.deadline = CONFIG, time.monotonic() + 600
     return session
@@ -88,17 +100,57 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     monkeypatch.setattr(cuda_steps.shutil, "which", lambda name: None)
     results = {name: {"result": step(session)} for name, step in cuda_steps.STEPS.items()}
     steps = json.loads(json.dumps(results))  # as the worker hands them over
+    assert steps["prepare"]["result"]["late"] == steps["prepare"]["result"]["failed"] == "none"
+    assert steps["300m"]["result"]["holds"]
+    assert steps["tiny_graph"]["result"]["version"] == "graph"
     assert steps["correctness"]["result"]["failed"] == []
     assert steps["correctness"]["result"]["holds"]
     assert set(steps["decode"]["result"]["depths"]) == {"0", "160", "256"}
     assert steps["baselines"]["result"]["failed"] == {}
-    assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "wide_exchanges", "hf_generate"}
+    assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "hf_generate", *CUTS}
     assert steps["compiled"]["result"]["failed"] == {}
     assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
     head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
     page = cuda.markdown({**head, "steps": steps})
     assert "not measured" not in page
     assert "compute-sanitizer is not on the PATH" in page
+
+
+@pytest.mark.slow
+def test_everything_is_compiled_at_once_and_what_is_late_is_named(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every unit in a process of its own; neither a crash nor a hang stops the others."""
+
+    def compile_cubin(version: str, geometry: Geometry, architecture: str, cache: None, driver: int | None) -> None:
+        if version == "probe":
+            time.sleep(600)
+        if geometry.config.num_lanes == 1:
+            os._exit(9)
+        (tmp_path / f"{version} {architecture} {geometry.dtype} {os.getpid()}").touch()
+
+    monkeypatch.setattr(cuda_prepare, "compile_cubin", compile_cubin)
+    session.deadline = time.monotonic() + cuda_prepare.RESERVE_S + 15
+    report = cuda_steps.STEPS["prepare"](session)
+    made = sorted(path.name.rpartition(" ")[0] for path in tmp_path.iterdir())
+    assert report["late"].startswith("probe")
+    assert report["failed"].count("persistent") == 2  # one lane on 128 and on 132 blocks
+    assert set(made) == {"graph sm_90a bf16", "persistent sm_90a bf16", "persistent sm_90a fp16"}
+    assert len(made) == report["units"] - 3
+
+
+def test_no_figure_is_of_a_version_that_was_not_asked_for(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = cuda_steps.SequenceDecoder
+
+    def falls_back(*given: Any, **shape: Any) -> Any:
+        decoder = make(*given, **shape)
+        decoder.version = "graph"
+        return decoder
+
+    monkeypatch.setattr(cuda_steps, "SequenceDecoder", falls_back)
+    with pytest.raises(RuntimeError, match="the persistent version cannot run here; graph would decode instead"):
+        cuda_steps.STEPS["first_persistent"](session)
+    assert cuda_steps.STEPS["first_graph"](session)["version"] == "graph"
 
 
 def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +168,7 @@ def test_without_the_persistent_kernel_the_graph_is_measured(session: Session) -
         cuda_steps.STEPS["first_persistent"](session)
     assert {row["version"] for row in cuda_steps.decode(session)["depths"].values()} == {"graph"}
     trials = cuda_steps.baselines(session)
-    assert set(trials["failed"]) == {"persistent", "wide_exchanges"}
+    assert set(trials["failed"]) == {"persistent", *CUTS}
     assert set(trials["tokens_per_s"]) == {"graph", "hf_generate"}
     found = cuda_steps.correctness(session)
     assert found["failed"] == ["persistent: runs"]

@@ -74,12 +74,19 @@ struct Block {
   DEVICE int own_thread() const { return kMmaColumns ? thread_index() : thread; }
 
   DEVICE explicit Block(const Decode& decode) : p(decode) {
-    warp = thread_index() / 32, thread = thread_index() % 32;
-    local_lane = block_index() / kBlocksPerLane, group = block_index() % kBlocksPerLane;
-    lane = p.first_lane + local_lane, lane_warp = group * kWarps + warp;
-    words = p.lane_words + static_cast<int64_t>(local_lane) * kLaneWords;
+    locate();
     exchanges = p.epoch * (5 * kLayers);
     watch = {p.aborted, p.report, p.limit_ns, lane, 0};
+  }
+
+  // Where this thread is, and what is its own. Each step of a layer computes it anew: kept over all of them, it takes
+  // registers that the sums need.
+  DEVICE void locate() {
+    const int index = here(thread_index()), block = here(block_index());
+    warp = index / 32, thread = index % 32;
+    local_lane = block / kBlocksPerLane, group = block % kBlocksPerLane;
+    lane = watch.lane = p.first_lane + local_lane, lane_warp = group * kWarps + warp;
+    words = p.lane_words + static_cast<int64_t>(local_lane) * kLaneWords;
     char* at = dynamic_shared();
     tape.ring = at + warp * kChunks * kChunkBytes, at += kWarps * kChunks * kChunkBytes;
     wide = reinterpret_cast<float*>(at), narrow = wide + kWide, query = narrow + kNarrow;  // 16-aligned: float4
@@ -236,8 +243,10 @@ struct Block {
     static_assert(kHeadDim <= kNarrow);
     const float2* turn = turns(layer);
     const float scale = rsqrtf(static_cast<float>(kHeadDim));
-    const int query_at = head * kQuery, key_at = (kHeads + head) * kHeadDim - kQuery, value_at = key_at + (kKvHeads - 1) * kHeadDim;
-    uint32_t *fresh = reinterpret_cast<uint32_t*>(narrow), *kept = reinterpret_cast<uint32_t*>(keys.slots + keys.newest * 2 * kHeadDim);
+    const int query_at = head * kQuery, key_at = (kHeads + head) * kHeadDim - kQuery;
+    const int value_at = key_at + (kKvHeads - 1) * kHeadDim;
+    uint32_t* fresh = reinterpret_cast<uint32_t*>(narrow);
+    uint32_t* kept = reinterpret_cast<uint32_t*>(keys.slots + keys.newest * 2 * kHeadDim);
     gather_from<kQuery + 2 * kHeadDim>(
         [&](int i) { return words + kQkvAt + (i < kQuery ? query_at : i < kQuery + kHeadDim ? key_at : value_at) + i; },
         epoch_of(layer), kQkvWords, watch, [&](int i) { return turn[i % kHeadDim / 2]; },

@@ -103,10 +103,10 @@ DEVICE void unpack8(uint4 w, float (&x)[8]) {
 
 constexpr int kKeyNumbers = 8 * kKeyChunks;                                               // all of them
 
-// query heads that share a pass over the keys: what registers have room for
+// query heads that share a pass over the keys: what registers have room for (half of them with two blocks at once)
 DEVICE constexpr int heads_at_once() {
   int heads = kGroup;
-  while (kGroup % heads || (heads > 1 && heads * kKeyNumbers > 64)) --heads;
+  while (kGroup % heads || (heads > 1 && heads * kKeyNumbers > (GRAPH ? 32 : 64))) --heads;
   return heads;
 }
 constexpr int kHeadsAtOnce = heads_at_once();

@@ -123,7 +123,7 @@ class CudaDecoder(OneAtATime):
     def start(self, request: Request) -> None:
         self._request, self._outputs, self._cancelled, self._sharing = request, [], False, []
         self._reused = self._passes = 0
-        self._scores = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
+        self._scores: tuple[np.ndarray, ...] = tuple(np.empty(0, t) for t in (np.float32, np.int32, np.float32))
         try:
             if request.score_from:
                 self._score(request)
@@ -208,7 +208,7 @@ class CudaDecoder(OneAtATime):
 
     def _keep(self, scores: tuple[torch.Tensor, ...]) -> None:
         pairs = zip(self._scores, scores, strict=True)
-        self._scores = tuple(np.concatenate((old, new.numpy())) for old, new in pairs)  # type: ignore[assignment]
+        self._scores = tuple(np.concatenate((old, new.numpy())) for old, new in pairs)
 
     def _count(self, made: int) -> None:
         read = len(self._request.prompts[len(self._outputs) - 1]) + len(self._before)

@@ -29,6 +29,12 @@ def describe(device: torch.device) -> Machine:
     return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin, architecture)
 
 
+def architecture_name(device: torch.device) -> str:
+    """What NVRTC calls it, such as sm_90a: with all instructions of this GPU."""
+    number = describe(device).architecture
+    return f"sm_{number}" + ("a" if number >= 90 else "")
+
+
 class Kernels:
     """The kernels of one version (one of compile.UNITS) on one GPU."""
 
@@ -40,8 +46,7 @@ class Kernels:
         self.architecture = describe(device).architecture
         # The driver then promises that all blocks are resident at once; but two such launches may not overlap.
         self.cooperative = version in ("persistent", "passes") and not shared
-        name = f"sm_{self.architecture}" + ("a" if self.architecture >= 90 else "")
-        cubin = compile_cubin(version, geometry, name, driver=driver_version())
+        cubin = compile_cubin(version, geometry, architecture_name(device), driver=driver_version())
         torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         self._kernels: dict[str, Any] = {}

@@ -25,16 +25,16 @@ struct Persistent : Block {
   }
 
   DEVICE void run_layer(int layer, float scale) {
-    watch.layer = layer, warp = here(warp), thread = here(thread), lane_warp = here(lane_warp);
+    watch.layer = layer, locate();
     prefetch_keys(layer);
     project_qkv(layer, scale);
-    attention(layer);
-    take_attention(layer);
-    project_and_join<kOutput>(layer);
-    scale = take_stream(0, layer, 2 * layer + 1);
-    project_gate_up(layer, scale);
-    take_activation(layer);
-    project_and_join<kDown>(layer);
+    locate(), attention(layer);
+    locate(), take_attention(layer);
+    locate(), project_and_join<kOutput>(layer);
+    locate(), scale = take_stream(0, layer, 2 * layer + 1);
+    locate(), project_gate_up(layer, scale);
+    locate(), take_activation(layer);
+    locate(), project_and_join<kDown>(layer);
   }
 
   DEVICE int run_token(int token, int step, bool& cancelled) {
@@ -43,10 +43,10 @@ struct Persistent : Block {
     publish(step + 1 - p.prompt_count);  // behind the barrier: the block's other warps need not wait
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; ++layer) {
-      if (layer) scale = take_stream(1, layer - 1, 2 * layer);
+      if (layer) locate(), scale = take_stream(1, layer - 1, 2 * layer);
       run_layer(layer, scale);
     }
-    scale = take_stream(1, kLayers - 1, 2 * kLayers);
+    locate(), scale = take_stream(1, kLayers - 1, 2 * kLayers);
     // asked for here, over PCIe: the answer comes while the largest matrix is read
     const uint32_t cancel = decides() && thread_index() < DEVICES && load_flag(p.cancel) ? kCancelled : 0;
     token = choose(score(step, token, scale), cancel, cancelled);

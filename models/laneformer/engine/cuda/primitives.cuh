@@ -127,7 +127,9 @@ DEVICE void fence_full() {
 // All threads of a warp start one copy; `full` completes its phase when the bytes (a multiple of 16) are there.
 DEVICE void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* full) {
 #if __CUDA_ARCH__ >= 900
-  if (thread_index() % 32 != 0) return;
+  uint32_t elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, -1; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  if (!elected) return;
   uint64_t once;  // weights are read once a token: they must not push words and keys out of the L2
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes)

@@ -111,10 +111,10 @@ struct Tape {
   }
 
   // 8 numbers of this thread from a segment that is there
-  DEVICE uint4 peek(int segment) const {
+  DEVICE uint4 peek(int segment, int thread = thread_index() % 32) const {
     uint32_t byte = slot * kChunkBytes + at + segment * kSegmentBytes;
     if (byte >= kChunks * kChunkBytes) byte -= kChunks * kChunkBytes;
-    return *reinterpret_cast<const uint4*>(ring + byte + thread_index() % 32 * 16);
+    return *reinterpret_cast<const uint4*>(ring + byte + thread * 16);
   }
 
   // the first segments have been read; a chunk that is used up is filled with what comes next
@@ -156,7 +156,7 @@ DEVICE float dot8(uint4 w, float4 a, float4 b, float sum) {
 template <int Op, int Strip>
 DEVICE void multiply_strip(Tape& tape, const float* x, float* out) {
   using M = Matrix<Op>;
-  const int thread = thread_index() % 32;
+  const int thread = here(thread_index()) % 32;
   const float4* columns = reinterpret_cast<const float4*>(x) + thread % M::kRowThreads;
   float sum[Strip] = {};
 #pragma unroll 1
@@ -164,7 +164,7 @@ DEVICE void multiply_strip(Tape& tape, const float* x, float* out) {
     const float4 a = columns[0], b = columns[M::kRowThreads];
     tape.need<Strip>();
 #pragma unroll
-    for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r), a, b, sum[r]);
+    for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r, thread), a, b, sum[r]);
     tape.drop(Strip);
   }
 #pragma unroll

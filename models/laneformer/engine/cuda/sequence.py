@@ -64,14 +64,11 @@ class SequenceDecoder:
 
     def _build(self, version: str) -> None:
         """Kernels and memory. NotResident: the persistent version's blocks would not all run at once."""
-        machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
-        machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing)
-        resident = 2 if version == "graph" else 1  # two, so that kernels overlap
         self.version = version
-        self.geometry: Geometry = plan(
-            self.config, self.dtype, machine, devices=len(self.devices), resident=resident, **self._shape
-        )
+        self.geometry = geometry_for(self.config, self.dtype, self.devices, version, **self._shape)
+        sharing = most_shared(self.devices)
         self.kernels = [Kernels(version, self.geometry, device, sharing > 1) for device in self.devices]
+        self.memories: list[DeviceMemory] = []
         names = {step[0] for step in graph_kernels(self.geometry)} if version == "graph" else {"decode"}
         for kernels in self.kernels:
             if version == "persistent":
@@ -246,6 +243,20 @@ class SequenceDecoder:
     def _reset(self) -> None:
         for memory in self.memories:
             memory.reset_words()
+
+
+def geometry_for(
+    config: LaneformerConfig, dtype: str, devices: Sequence[torch.device], version: str, **shape: Any
+) -> Geometry:
+    """The plan for these GPUs; two blocks of the graph version are resident, so that kernels overlap."""
+    machine = describe(devices[0])
+    machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // most_shared(devices))
+    return plan(config, dtype, machine, devices=len(devices), resident=2 if version == "graph" else 1, **shape)
+
+
+def most_shared(devices: Sequence[torch.device]) -> int:
+    """How often the GPU is named that is named most often."""
+    return max(map(list(devices).count, devices))
 
 
 def graph_kernels(geometry: Geometry) -> list[tuple[str, int, int, int]]:

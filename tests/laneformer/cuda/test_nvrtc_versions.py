@@ -1,0 +1,63 @@
+"""The kernels compile with older compilers that users have, beside the newest one, which all other tests use.
+
+`make extras` installs each in a folder of its own. Each is loaded in a fresh process, as a user's would be.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda.compile import compile_cubin
+from laneformer.engine.cuda.geometry import Geometry, plan
+from laneformer.engine.cuda.nvrtc import Nvrtc
+from tests.laneformer.cuda import sass
+from tests.laneformer.cuda.test_compile import small
+from tests.laneformer.cuda.test_machine_code import LIMITS, MACHINES, every_gate, read, spills_are_few, words_are_whole
+
+ROOT = Path(__file__).resolve().parents[3]
+LIBRARIES = {"12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "13.0": "nvidia/cu13/lib/libnvrtc.so.13"}
+UNITS = [("persistent", "sm_80"), ("persistent", "sm_120a"), ("graph", "sm_89"), ("graph", "sm_100a")]
+
+
+def large() -> Geometry:
+    return plan(LaneformerConfig.from_flavor("2b"), "bf16", MACHINES["sm_90a"])
+
+
+def compile_all(library: str, version: str, folder: str) -> None:
+    """In a process of its own: cubins of a small model for all, and of `2b` for an H200, into `folder`."""
+    compiler = Nvrtc(library)
+    assert ".".join(map(str, compiler.version)) == version
+    for unit, architecture in UNITS:
+        cubin = compile_cubin(unit, small(), architecture, Path("build/cubins"), compiler=compiler)
+        (Path(folder) / f"{unit}-{architecture}.cubin").write_bytes(cubin)
+    cubin = compile_cubin("persistent", large(), "sm_90a", Path("build/cubins"), compiler=compiler)
+    (Path(folder) / "2b.cubin").write_bytes(cubin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", LIBRARIES)
+def test_an_older_compiler(version: str, tmp_path: Path) -> None:
+    """Compiles every version, and its machine code passes the gates that that of the newest does."""
+    library = ROOT / ".venv" / f"nvrtc-{version}" / LIBRARIES[version]
+    if not library.is_file():
+        pytest.skip(f"make extras brings NVRTC {version}")
+    program = (
+        "import sys; from tests.laneformer.cuda.test_nvrtc_versions import compile_all; compile_all(*sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, str(library), version, str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=500)
+    assert len(list(tmp_path.glob("*.cubin"))) == len(UNITS) + 1
+    if sass.tools() is None:
+        return
+    for unit, architecture in UNITS:
+        for name, c in read(unit, small(), tmp_path / f"{unit}-{architecture}.cubin").items():
+            every_gate(c, name)
+    c = read("persistent", large(), tmp_path / "2b.cubin")["decode"]
+    every_gate(c, "decode")
+    words_are_whole(c)
+    spills_are_few(c, LIMITS["sm_90a"])
