@@ -6,6 +6,7 @@ their own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from laneformer.engine import Engine
 from laneformer.engine.cuda.compile import INCLUDES, source_of
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import plan
-from laneformer.engine.cuda.memory import DeviceMemory
+from laneformer.engine.cuda.memory import Column, DeviceMemory
+from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
 from laneformer.engine.cuda.slots import Slots
 from laneformer.model import rope_table, run_layers
@@ -164,3 +166,25 @@ class LoopDecoder:
         rope, masks = rope_table(self.config, positions), self.model.masks(positions, positions)
         embedding = self.plain.tok_embeddings(torch.tensor([ids]))
         yield run_layers(self.plain.layers, self.config, embedding, rope, masks)[:, start:]
+
+
+class LoopPasses(PassDecoder):
+    """Passes of up to five columns: of each, the PyTorch model's greedy token."""
+
+    def __init__(self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = ()):
+        self.config, self.passes = config, 0
+        self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), mma_columns=5)
+        self.model: Laneformer = plain_model(config, tensors, dtype)
+        self.caches: dict[int, list[int]] = {}
+
+    @torch.inference_mode()
+    def run(self, columns: Sequence[Column], logits: torch.Tensor | None = None) -> list[int]:
+        self.passes += 1
+        assert 1 <= len(columns) <= 5
+        tokens = []
+        for column in columns:
+            ids = self.caches.get(column.sequence, [])
+            assert len(ids) >= column.position, "keys and values are missing"
+            ids = self.caches[column.sequence] = [*ids[: column.position], column.token]
+            tokens.append(int(self.model(torch.tensor([ids]))[0, -1].float().argmax()))
+        return tokens

@@ -52,6 +52,13 @@ def test_variants_compile(tmp_path: Path, variant: dict[str, Any]) -> None:
     compile_cubin("persistent", geometry, "sm_90a", tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "columns"), [("sm_80", 4), ("sm_90a", 8), ("sm_120a", 4)])
+def test_passes_of_the_2b_model_compile(tmp_path: Path, architecture: str, columns: int) -> None:
+    geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", H200, mma_columns=columns)
+    assert b".text.pass" in compile_cubin("passes", geometry, architecture, tmp_path)
+
+
 def test_the_2b_model_compiles_for_an_h200(tmp_path: Path) -> None:
     """The real thing: registers for 512 threads."""
     cubin = compile_cubin("persistent", plan(LaneformerConfig.from_flavor("2b"), "bf16", H200), "sm_90a", tmp_path)

@@ -21,7 +21,7 @@ from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.options import batch_seeds
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import LoopDecoder, gpu_of
+from tests.laneformer.cuda.stand_ins import LoopDecoder, LoopPasses, gpu_of
 from tests.laneformer.engine.assets import byte_tokenizer, write_folder
 from tests.laneformer.engine.test_joined import collect, tokens_of
 
@@ -35,6 +35,7 @@ PROMPT = [5, 60, 7]
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a GPU."""
     monkeypatch.setattr(cuda_decoder, "SequenceDecoder", LoopDecoder)
+    monkeypatch.setattr(cuda_decoder, "PassDecoder", LoopPasses)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
@@ -129,8 +130,34 @@ def test_requests_join_one_after_the_other(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
 
 
-def test_a_batch_is_one_prompt_after_the_other(engine):
+def test_a_batch_shares_passes(engine):
+    """Five columns: seven sequences of seven tokens, of which two wait for a cache."""
+    prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11] * 9]
+    assert engine.generate_batch(prompts, max_new_tokens=7) == [greedy(prompt, 7) for prompt in prompts]
+    assert gpu_of(engine).asked == []
+    assert engine.statistics.passes < 20
+
+
+def test_drafts_share_passes(engine):
+    """33 ids in seven passes; in the last of them, two columns are left for drafts."""
+    prompt = (PROMPT + greedy(PROMPT, 12)) * 2 + PROMPT
+    right = greedy(prompt, 8)
+    assert engine.generate(prompt, max_new_tokens=8, speculate=4) == right
+    statistics = engine.statistics
+    assert statistics.proposed_tokens >= max(2, statistics.accepted_tokens)
+    assert statistics.passes == 7 + 7 - statistics.accepted_tokens
+    assert engine.generate(prompt, max_new_tokens=8, speculate=4, stop_ids=right[:1]) == right[:1]
+
+
+def test_where_passes_do_not_fit_a_batch_is_one_prompt_after_the_other(engine, monkeypatch):
+    def refuse(*arguments):
+        raise ValueError("no tiles")
+
+    monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
     prompts = [[1, 2], [3], [4, 5, 6]]
+    with pytest.warns(UserWarning, match="prompts do not share passes.*no tiles"):
+        assert engine.generate_batch(prompts[:2], max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts[:2]]
+    gpu_of(engine).asked.clear()
     assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
     assert [ids for ids, *_ in gpu_of(engine).asked] == prompts
     assert engine.statistics.passes == sum(len(prompt) + 4 for prompt in prompts)
@@ -175,7 +202,7 @@ def test_an_interrupted_wait_cancels(engine, expected, monkeypatch):
 
 def test_a_batch_draws_with_a_seed_for_each_prompt(engine):
     engine.generate_batch([PROMPT] * 3, max_new_tokens=2, temperature=1.0, seed=5)
-    assert [sampling.seed for *_, sampling, _ in gpu_of(engine).asked[-3:]] == batch_seeds(5, 3)
+    assert [s.sampling.seed for s in engine._open()._sharing] == batch_seeds(5, 3)
 
 
 def test_a_closed_engine_says_so(engine):

@@ -18,6 +18,8 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine, device
+from laneformer.engine.cuda.memory import Column
+from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda.stand_ins import gpu_of
@@ -76,6 +78,19 @@ def test_lanes_in_two_memories_give_the_same_tokens(tiny):
     assert decoder.wait() == tiny.generate(PROMPT, max_new_tokens=40)
 
 
+def test_a_column_has_the_same_bits_in_any_company():
+    """A pass's matrix products are an instruction's columns; no column may depend on another."""
+    passes = PassDecoder(TINY, tensors_of(weights_of(TINY)), "bf16")
+
+    def logits(columns: list[tuple[int, int, int]]) -> torch.Tensor:
+        rows = torch.empty(len(columns), TINY.vocab_size, device="cuda")
+        passes.run([Column(*column, Sampling(top_p=1.0)) for column in columns], rows)
+        return rows
+
+    alone = torch.cat([logits([(token, i, 0)]) for i, token in enumerate(PROMPT)])
+    assert torch.equal(logits([(9, 0, 2), *((token, i, 1) for i, token in enumerate(PROMPT)), (8, 0, 3)])[1:-1], alone)
+
+
 # ---- requests ----
 
 
@@ -87,6 +102,7 @@ def test_streams_batches_and_stops(tiny):
     detailed = tiny.generate_detailed(PROMPT, max_new_tokens=40, stop_ids=[stop])
     assert (detailed.ids, detailed.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
     assert tiny.generate_batch([PROMPT, PROMPT[:2]], max_new_tokens=9)[0] == tokens[:9]
+    assert tiny.generate(PROMPT, max_new_tokens=40, speculate=7) == tokens
     rest = TINY.max_position_embeddings - len(PROMPT) + 1
     assert len(tiny.generate(PROMPT, max_new_tokens=10**6)) == rest
 

@@ -4,7 +4,7 @@
 // a kernel of its own, where the order of kernels does. A warp owns rows of the stream (those that it computes of the
 // output and down matrices): it adds its lane's and the other lanes' partial outputs to them.
 #pragma once
-#include "rows.cuh"
+#include "columns.cuh"
 #include "exchange.cuh"
 #include "decode.cuh"
 #include "sampling.cuh"
@@ -14,6 +14,11 @@ static_assert(kHeads * kHeadDim <= kNarrow && kIntermediate <= kNarrow);
 struct Graph {  // what the persistent kernel has in registers and shared memory
   int token, position, step;
   float rows[kDeviceLanes * kHidden];  // the lanes' streams
+};
+
+struct Column {  // of a pass of several (passes.cu): a token at a position of a sequence
+  int token, position, sequence;
+  Sampling sampling;
 };
 
 struct Decode {
@@ -35,6 +40,10 @@ struct Decode {
   int device, first_lane, position, prompt_count, max_tokens, stop_count;
   int layer, module;       // of a kernel of the graph
   int stops[kMostStops];
+#if MMA_COLUMNS
+  int column_count;
+  Column columns[MMA_COLUMNS];
+#endif
 };
 
 struct Block {
@@ -50,10 +59,21 @@ struct Block {
   uint32_t token_epoch;
   uint32_t exchanges;  // of the ablation
   int position;
+  int column = 0, sequence = 0;  // those under way, of several
 
   DEVICE uint32_t epoch_of(int layer) const { return token_epoch * kLayers + layer + 1; }
-  DEVICE Word* inbox(int device) const { return p.inbox[device]; }
-  DEVICE Word* own_inbox() const { return p.inbox[p.device]; }
+  DEVICE Word* inbox(int device) const { return p.inbox[device] + static_cast<int64_t>(column) * kInboxWords; }
+  DEVICE Word* own_inbox() const { return inbox(p.device); }
+  DEVICE int kv_lane() const { return sequence * kDeviceLanes + local_lane; }
+#if MMA_COLUMNS
+  DEVICE const Sampling& sampling() const { return p.columns[column].sampling; }
+#else
+  DEVICE const Sampling& sampling() const { return p.sampling; }
+#endif
+  // Rows belong to a warp, or with several columns to the block: to whom, and which of its threads this one is.
+  static constexpr int kOwnThreads = kMmaColumns ? kThreads : 32;
+  DEVICE int owner() const { return kMmaColumns ? group : lane_warp; }
+  DEVICE int own_thread() const { return kMmaColumns ? thread_index() : thread; }
 
   DEVICE explicit Block(const Decode& decode) : p(decode) {
     locate();
@@ -128,8 +148,8 @@ struct Block {
       wide[i] = h.x * s.x, wide[i + 1] = h.y * s.y;
       squares = fmaf(h.x, h.x, fmaf(h.y, h.y, squares));
     }
-    const int first = Matrix<kOutput>::first_row(lane_warp);
-    for (int r = thread; r < Matrix<kOutput>::row_count(lane_warp) && first + r < kHidden; r += 32) {
+    const int first = Matrix<kOutput>::first_row(owner());
+    for (int r = own_thread(); r < Matrix<kOutput>::row_count(owner()) && first + r < kHidden; r += kOwnThreads) {
       const float2 pair = embedding_pair(p.weights, token, (first + r) / 2 * 2);
       rows[r] = (first + r) % 2 ? pair.y : pair.x;
     }
@@ -138,8 +158,12 @@ struct Block {
 
   DEVICE void project_qkv(int layer, float scale) {
     multiply<kQkv>(tape, lane_warp, wide, out);
-    const int first = Matrix<kQkv>::first_row(lane_warp);
-    for (int r = thread; r < Matrix<kQkv>::row_count(lane_warp); r += 32) {
+    publish_qkv(layer, scale);
+  }
+
+  DEVICE void publish_qkv(int layer, float scale) {
+    const int first = Matrix<kQkv>::first_row(owner());
+    for (int r = own_thread(); r < Matrix<kQkv>::row_count(owner()); r += kOwnThreads) {
       float value = out[r] * scale;
       if constexpr (kQkvBias) value = fmaf(out[r], scale, p.weights.biases[(layer * kLanes + lane) * kQkvRows + first + r]);
       store_word(words + kQkvAt + first + r, value, epoch_of(layer));
@@ -190,7 +214,7 @@ struct Block {
       const int split = unit % kSplits, owned = position < split ? 0 : (position - split) / kSplits;  // without the new one
       const int held = owned < kKvSlots[layer] ? owned : kKvSlots[layer];
       if (thread_index() == 0)
-        prefetch_l2(kv_slots(p.weights, local_lane, layer, unit / kSplits, split), held * 4 * kHeadDim);
+        prefetch_l2(kv_slots(p.weights, kv_lane(), layer, unit / kSplits, split), held * 4 * kHeadDim);
     }
   }
 
@@ -198,7 +222,7 @@ struct Block {
     widen(kQkvWords);
     for (int unit = group; kAttentionUnits == kBlocksPerLane || unit < kAttentionUnits; unit += kBlocksPerLane) {
       const int head = unit / kSplits, slot = warp * kKeysAtOnce + thread / kKeyThreads;
-      const Keys keys(p.weights, local_lane, layer, head, unit % kSplits, position);
+      const Keys keys(p.weights, kv_lane(), layer, head, unit % kSplits, position);
       KeyValue first;  // of this warp: on their way while the query is awaited
       keys.load(0, slot, first.key), keys.load(1, slot, first.value);
       take_head_scales(layer, head);
@@ -301,8 +325,12 @@ struct Block {
 
   DEVICE void project_gate_up(int layer, float scale) {
     multiply<kGateUp>(tape, lane_warp, wide, out);
-    Word* activation = words + kActivationAt + Matrix<kGateUp>::first_row(lane_warp) / 2;
-    for (int r = thread; r < Matrix<kGateUp>::row_count(lane_warp) / 2; r += 32)
+    publish_activation(layer, scale);
+  }
+
+  DEVICE void publish_activation(int layer, float scale) {
+    Word* activation = words + kActivationAt + Matrix<kGateUp>::first_row(owner()) / 2;
+    for (int r = own_thread(); r < Matrix<kGateUp>::row_count(owner()) / 2; r += kOwnThreads)
       store_word(activation + r, silu(out[2 * r] * scale) * (out[2 * r + 1] * scale), epoch_of(layer));
   }
 
@@ -318,18 +346,27 @@ struct Block {
   template <int Op>
   DEVICE void project_and_join(int layer) {
     constexpr int module = Op == kDown;
-    const bool now = kJoins[module][layer] == kPresent, later = kAddsDelayed[module][layer];
-    const int first = Matrix<Op>::first_row(lane_warp), count = Matrix<Op>::row_count(lane_warp);
+    const int first = Matrix<Op>::first_row(lane_warp);
     Word sent[kLanes] = {};
-    if (later && thread < count) look(sent, module, layer - kDelay, first + thread, 0.0f);
+    if (kAddsDelayed[module][layer] && thread < Matrix<Op>::row_count(lane_warp))
+      look(sent, module, layer - kDelay, first + thread, 0.0f);
     multiply<Op>(tape, lane_warp, narrow, out);
+    join<Op>(layer, sent, true);
+  }
+
+  // `looked`: the first of this thread's rows has been looked for
+  template <int Op>
+  DEVICE void join(int layer, Word (&sent)[kLanes], bool looked) {
+    constexpr int module = Op == kDown;
+    const bool now = kJoins[module][layer] == kPresent, later = kAddsDelayed[module][layer];
+    const int first = Matrix<Op>::first_row(owner()), count = Matrix<Op>::row_count(owner());
 #pragma unroll 1
-    for (int r = thread; r < count; r += 32) {
+    for (int r = own_thread(); r < count; r += kOwnThreads) {
       if (now || kBroadcasts[module][layer])
         for (int d = 0; d < DEVICES; ++d)
           store_word(inbox(d) + mail_at(module, layer, lane) + first + r, out[r], epoch_of(layer));
       if (GRAPH && now) continue;  // a kernel of its own joins, when all lanes have sent
-      if (later && r >= 32) look(sent, module, layer - kDelay, first + r, 0.0f);
+      if (later && (r >= kOwnThreads || !looked)) look(sent, module, layer - kDelay, first + r, 0.0f);
       join_row(module, layer, first, r, out[r], sent);
     }
   }
@@ -364,15 +401,19 @@ struct Block {
   // The logits of this block's rows after `input`, the token of this step, and what the sampler makes of them.
   DEVICE Candidate score(int step, int input, float scale) {
     multiply<kHead>(tape, lane_warp, wide, out);
+    return scored(step, input, scale);
+  }
+
+  DEVICE Candidate scored(int step, int input, float scale) {
     Candidate best = no_candidate();
-    const int first = Matrix<kHead>::first_row(lane_warp);
-    for (int r = thread; r < Matrix<kHead>::row_count(lane_warp); r += 32) {
+    const int first = Matrix<kHead>::first_row(owner());
+    for (int r = own_thread(); r < Matrix<kHead>::row_count(owner()); r += kOwnThreads) {
       const int token = lane * kVocab + first + r;
       float logit = out[r] * scale;
       if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
       if (p.changes.any()) logit = change(logit, token, input, step + 1 - p.prompt_count);
-      const float score = p.sampling.score(logit, position, token);
-      if (p.sampling.filters()) {  // who draws is there
+      const float score = sampling().score(logit, position, token);
+      if (sampling().filters()) {  // who draws is there
         store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);
         store_word(inbox(0) + kScoresAt + kAll + token, score, token_epoch + 1);
       }
@@ -423,6 +464,6 @@ struct Block {
 
   // `best`: what filters may leave out
   DEVICE int draw_one(int best) {
-    return draw(p.sampling, best, own_inbox() + kScoresAt, token_epoch + 1, per_warp, candidates, watch);
+    return draw(sampling(), best, own_inbox() + kScoresAt, token_epoch + 1, per_warp, candidates, watch);
   }
 };

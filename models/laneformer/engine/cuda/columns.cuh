@@ -3,9 +3,8 @@
 // Weights are cut into tiles of 16 x 16, a segment of the tape each, in the order in which an instruction wants them in
 // its threads' registers: thread t has rows t / 4 and t / 4 + 8 at columns 4 (t % 4) .. + 3, as {row, + 8, row, + 8} of
 // two each. An input is the sum of three 16-bit numbers, high, middle and low; in bf16 that is all of a float32. Each
-// has a sum of its own: side by side in the instruction's 8 columns where they have room (kMmaColumns <= 2), else in
-// three instructions. Both add up the same numbers in the same order, and what one column of an instruction becomes does
-// not depend on the others: a column gives the same bits alone and beside any others, at any place.
+// has an instruction and a sum of its own. What one column of an instruction becomes does not depend on the others, so a
+// column gives the same bits alone and beside any others, at any place.
 //
 // A block has whole rows. Its warps share the columns out, kParts[Op] parts of them, because rows alone would be too
 // few; the parts' sums are added in their order. How many parts there are is a matter of the matrix, not of the cut.
@@ -14,8 +13,6 @@
 
 constexpr int kPassColumns = kMmaColumns ? kMmaColumns : 1;
 constexpr int kTile = 16;
-constexpr bool kSideBySide = kMmaColumns <= 2;
-constexpr int kSums = kSideBySide ? 1 : 3;
 
 // Inputs are [column][padded(count)]: whole float4 at a time, eight threads of two columns then reach every bank once.
 DEVICE constexpr int padded(int count) { return (count + 31) / 32 * 32 + 16; }
@@ -36,40 +33,29 @@ DEVICE uint32_t take_leading(float& a, float& b) {
 template <int Op, int Strip>
 DEVICE void multiply_tiles(Tape& tape, const float* x, int stride, float* out, int rows) {
   const int thread = thread_index() % 32, g = thread / 4, c = thread % 4;
-  const int column = kSideBySide ? (g < 3 ? 0 : kPassColumns - 1) : g % kPassColumns;
-  const float* from = x + column * stride + 4 * c;
-  float sum[Strip][kSums][4] = {};
+  const float* from = x + g % kPassColumns * stride + 4 * c;  // columns that are not asked for compute another again
+  float sum[Strip][3][4] = {};
 #pragma unroll 1
   for (int step = 0; step < kColumns[Op] / kTile / kParts[Op]; ++step, from += kTile) {
     float4 v = *reinterpret_cast<const float4*>(from);
     uint2 b[3];
 #pragma unroll
     for (int i = 0; i < 3; ++i) b[i].x = take_leading(v.x, v.y), b[i].y = take_leading(v.z, v.w);
-    if (kSideBySide) b[0] = g % 3 == 0 ? b[0] : g % 3 == 1 ? b[1] : b[2];
     tape.need<Strip>();
 #pragma unroll
     for (int r = 0; r < Strip; ++r) {
       const uint4 a = tape.peek(r);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) multiply_tile(sum[r][i], a, b[i]);
+      for (int i = 0; i < 3; ++i) multiply_tile(sum[r][i], a, b[i]);
     }
     tape.drop(Strip);
   }
 #pragma unroll
   for (int r = 0; r < Strip; ++r)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* to = out + r * kTile + half * 8 + g;
-      const float first = sum[r][0][2 * half], second = sum[r][0][2 * half + 1];
-      if constexpr (kSideBySide) {  // columns 0 1 2, 3 4 5 of the instruction; thread c has 2c and 2c + 1
-        const float next = shuffle_xor(first, 1), before = shuffle_xor(second, 3);
-        if (c == 0) to[0] = first + second + next;
-        if (c == 2 && kPassColumns == 2) to[rows] = before + first + second;
-      } else {
-        if (2 * c < kPassColumns) to[2 * c * rows] = first + sum[r][1][2 * half] + sum[r][2][2 * half];
-        if (2 * c + 1 < kPassColumns)
-          to[(2 * c + 1) * rows] = second + sum[r][1][2 * half + 1] + sum[r][2][2 * half + 1];
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int column = 2 * c + i % 2, row = r * kTile + i / 2 * 8 + g;
+      if (column < kPassColumns) out[column * rows + row] = sum[r][0][i] + sum[r][1][i] + sum[r][2][i];
     }
 }
 

@@ -17,7 +17,7 @@ from .nvrtc import Nvrtc, compiler_for
 FOLDER = Path(__file__).parent
 INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
 VERSIONS = ("persistent", "graph")
-UNITS = (*VERSIONS, "probe")
+UNITS = (*VERSIONS, "passes", "probe")
 
 
 def source_of(version: str, geometry: Geometry) -> str:

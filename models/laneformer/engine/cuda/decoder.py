@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,6 +18,8 @@ from ..decoder import CUDA, Request, RequestFailed, Sampling
 from ..joined import OneAtATime
 from ..options import in_range
 from .geometry import DTYPES, MOST_STOPS
+from .launch import NotResident
+from .passes import Decoding, PassDecoder, decodings, shares_passes
 from .prefill import CHUNK_TOKENS, logits_of
 from .sequence import POLL_S, SequenceDecoder
 
@@ -25,10 +29,12 @@ SCORED_AT_ONCE = 16  # new tokens whose logits are kept: with `logprobs` a launc
 
 
 class CudaDecoder(OneAtATime):
-    """Decodes on one or more GPUs that share the lanes; the prompts of a batch one after the other.
+    """Decodes on one or more GPUs that share the lanes.
 
     The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few new tokens,
-    and scores, go through PyTorch in 16 bits. `speculate` is accepted and has no effect.
+    and scores, go through PyTorch in 16 bits. The prompts of a batch, and draft tokens, share passes (passes.py), which
+    round a little differently, so ties may fall to the other side; where passes do not fit the model or the GPU, or an
+    option asks for more than they have, prompts come one after the other and `speculate` has no effect.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class CudaDecoder(OneAtATime):
         if cache_bytes is not None:
             cache_bytes = in_range("cache_bytes", cache_bytes, int, 0, 2**63)
         self.gpu = SequenceDecoder(config, tensors, dtype, devices, version, cache_bytes=cache_bytes)
+        self._tensors, self._devices = tensors, devices
+        self._sharing: list[Decoding] = []  # of a request whose columns share passes
         self._prepare_joined()
         self._request = Request([])
         self._outputs: list[list[int]] = []
@@ -89,6 +97,7 @@ class CudaDecoder(OneAtATime):
         self.cancel()
         if not self._running:
             del self.gpu
+            self.__dict__.pop("side_by_side", None)
         torch.cuda.empty_cache()
 
     @property
@@ -100,13 +109,27 @@ class CudaDecoder(OneAtATime):
     def weight_bytes(self) -> int:
         return sum(memory.weight_bytes for memory in self.gpu.memories)
 
+    @functools.cached_property
+    def side_by_side(self) -> PassDecoder | None:
+        """Made when it is first needed: it holds the weights once more, in tiles. None where it cannot run."""
+        if self.gpu.version != "persistent":  # it, too, needs all blocks at once
+            return None
+        try:
+            return PassDecoder(self.gpu.config, self._tensors, self.dtype, self._devices)
+        except (ValueError, NotResident, torch.OutOfMemoryError) as error:
+            warnings.warn(f"prompts do not share passes, drafts have no effect: {error}", stacklevel=2)
+            return None
+
     def start(self, request: Request) -> None:
-        self._request, self._outputs, self._cancelled = request, [], False
+        self._request, self._outputs, self._cancelled, self._sharing = request, [], False, []
         self._reused = self._passes = 0
         self._scores: tuple[np.ndarray, ...] = tuple(np.empty(0, t) for t in (np.float32, np.int32, np.float32))
         try:
             if request.score_from:
                 self._score(request)
+            elif shares_passes(request) and self.side_by_side:
+                self._sharing = decodings(request, self.gpu.config.max_position_embeddings)
+                self.side_by_side.passes, self._running = 0, True
             else:
                 self._start_next()
         except torch.OutOfMemoryError as error:
@@ -149,6 +172,9 @@ class CudaDecoder(OneAtATime):
         if not self._running:
             return
         try:
+            if self._sharing:
+                self._share()
+                return
             tokens, finished = self.gpu.poll()
         except Exception:  # a hang, or the driver's: there is nothing left to wait for
             self._running = False
@@ -158,6 +184,14 @@ class CudaDecoder(OneAtATime):
         if finished:
             self._running = False
             self._finish(tokens)
+
+    def _share(self) -> None:
+        """One pass for all prompts; between two of them a request can end."""
+        assert self.side_by_side is not None
+        if not self._cancelled and not all(s.finished for s in self._sharing):
+            self.side_by_side.advance(self._sharing)
+        self._outputs, self._passes = [s.tokens for s in self._sharing], self.side_by_side.passes
+        self._running = not (self._cancelled or all(s.finished for s in self._sharing))
 
     def _finish(self, tokens: list[int]) -> None:
         """A launch has ended: score its tokens, start the next one."""
@@ -191,9 +225,8 @@ class CudaDecoder(OneAtATime):
         return self._outputs
 
     def statistics(self) -> dict[str, int]:
-        return {
-            "reused_tokens": self._reused, "passes": self._passes, "proposed_tokens": 0, "accepted_tokens": 0,
-        }  # fmt: skip
+        drafts = {f"{kind}_tokens": sum(getattr(s, kind) for s in self._sharing) for kind in ("proposed", "accepted")}
+        return {"reused_tokens": self._reused, "passes": self._passes, **drafts}
 
     def _score(self, r: Request) -> None:
         """Scores of ids[score_from:], or with `keep_logits` the logits after every id; all before this returns."""

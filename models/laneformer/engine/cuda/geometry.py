@@ -164,7 +164,8 @@ class Geometry:
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
         context = self.config.max_position_embeddings
-        return -(-min(self.config.window(layer) or context, context) // self.splits)
+        more = MOST_COLUMNS - 1 if self.mma_columns else 0  # that drafts write before they turn out wrong
+        return -(-min((self.config.window(layer) or context) + more, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
         """Numbers of keys and values that one lane keeps of a layer."""
@@ -177,6 +178,11 @@ class Geometry:
     def most_rows(self, *ops: str) -> int:
         """Rows of a matrix that the busiest owner has."""
         return max(-(-m.units // self.owners) * m.unit_rows for m in map(self.matrix, ops))
+
+    @property
+    def column_stride(self) -> int:
+        """float32 numbers from one column's inputs to the next's (columns.cuh: padded)."""
+        return -(-max(self.wide, self.narrow) // 32) * 32 + 16
 
     @property
     def most_sums(self) -> int:
@@ -198,8 +204,12 @@ class Geometry:
     @property
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring and its barriers."""
-        per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
         query = self.group * self.config.head_dim + self.config.qk_norm * (self.group + 1)
+        if self.mma_columns:  # passes.cu: inputs, sums, rows of the stream and a scale of each column
+            column = self.column_stride + self.most_sums + self.most_rows("output", "down") + 1
+            fresh = self.config.head_dim
+            return 4 * (query + fresh + self.mma_columns * column + self.warps) + 8 * self.warps
+        per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
         return 4 * (self.wide + self.narrow + query + self.warps * per_warp) + 8 * self.warps
 
     @property
@@ -275,6 +285,7 @@ class Geometry:
         lines = [
             f"#define DEVICES {self.devices}",
             f"#define WEIGHTS_BF16 {int(self.dtype == 'bf16')}",
+            f"#define MMA_COLUMNS {self.mma_columns}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
             "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
             f"enum Join {braces(map(join_name, Join))};",
@@ -339,6 +350,8 @@ def plan(
     if warps is not None and not 1 <= warps <= most_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
     check_tapes(chunk_bytes, mma_columns, interleaved, prefetch_chunks)
+    if mma_columns and wide_exchanges:
+        raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
         options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)

@@ -36,7 +36,7 @@ def architecture_name(device: torch.device) -> str:
 
 
 class Kernels:
-    """The kernels of one version ("persistent", "graph" or "probe") on one GPU."""
+    """The kernels of one version (one of compile.UNITS) on one GPU."""
 
     def __init__(self, version: str, geometry: Geometry, device: torch.device, shared: bool = False):
         """`shared`: other launches wait for this one's blocks and run beside them on the same GPU."""
@@ -45,7 +45,7 @@ class Kernels:
         self.geometry, self.device, self.version = geometry, device, version
         self.architecture = describe(device).architecture
         # The driver then promises that all blocks are resident at once; but two such launches may not overlap.
-        self.cooperative = version == "persistent" and not shared
+        self.cooperative = version in ("persistent", "passes") and not shared
         cubin = compile_cubin(version, geometry, architecture_name(device), driver=driver_version())
         torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))

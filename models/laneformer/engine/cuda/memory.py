@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,12 @@ class Weights(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in WEIGHTS]
 
 
+class Column(ctypes.Structure):
+    """A token at a position of a sequence, of a pass of several (block.cuh: Column)."""
+
+    _fields_ = [*((name, ctypes.c_int) for name in ("token", "position", "sequence")), ("sampling", Sampling)]
+
+
 class Changes(ctypes.Structure):
     """What is done to logits before a draw, null where nothing is (sampling.cuh: Changes)."""
 
@@ -56,7 +63,9 @@ EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best
 
 
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
-    """The argument of all kernels for this geometry; it depends on the number of devices alone."""
+    """The argument of all kernels for this geometry; it depends on the numbers of devices and of columns alone."""
+    columns = geometry.mma_columns
+    of_a_pass: list[Any] = [("column_count", ctypes.c_int), ("columns", Column * columns)] if columns else []
 
     class Decode(ctypes.Structure):
         _fields_ = [
@@ -72,6 +81,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
             *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
             ("stops", ctypes.c_int * MOST_STOPS),
+            *of_a_pass,
         ]
 
     return Decode
@@ -90,16 +100,17 @@ class DeviceMemory:
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
         self.biases, self.head_norms = self._put(biases(config, tensors)), self._put(head_scales(config, tensors))
+        columns = max(1, geometry.mma_columns)  # each with words of its own, and each can be of a sequence of its own
         try:
-            self.kv = self._zeros(geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+            self.kv = self._zeros(columns * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
         except torch.OutOfMemoryError:
-            context, size = config.max_position_embeddings, 2 * geometry.lanes_per_device * geometry.kv_lane
+            context, size = config.max_position_embeddings, 2 * columns * geometry.lanes_per_device * geometry.kv_lane
             raise ValueError(
                 f"the GPU has no memory for the keys and values of {context} positions, {size / 1e9:.1f} GB; use a "
                 "smaller context_tokens"
             ) from None
-        self.lane_words = self._zeros(geometry.device_words, torch.int64)
-        self.inbox = self._zeros(geometry.inbox_words, torch.int64)
+        self.lane_words = self._zeros(columns * geometry.device_words, torch.int64)
+        self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
         self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
         self.prompt = self._zeros(config.max_position_embeddings, torch.int32)
         self.aborted = self._zeros(1, torch.int32)
@@ -178,9 +189,10 @@ class DeviceMemory:
 
     def kv_layer(self, layer: int, kv: torch.Tensor | None = None) -> torch.Tensor:
         """A layer's part of `kv` (None: of the current sequence): int16 (lanes, KV heads, splits, slots, 2, d)."""
-        g, kv = self.geometry, self.kv if kv is None else kv
+        g = self.geometry
         start = sum(g.kv_layer(i) for i in range(layer))
-        lanes = kv.view(g.lanes_per_device, g.kv_lane)[:, start : start + g.kv_layer(layer)]
+        sequence = (self.kv if kv is None else kv).view(-1, g.lanes_per_device, g.kv_lane)[0]  # of several: the first
+        lanes = sequence[:, start : start + g.kv_layer(layer)]
         return lanes.view(-1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim)
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
