@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from .geometry import Geometry
-from .nvrtc import Nvrtc, compiler_for
+from .nvrtc import OPTIONS, Nvrtc, compiler_for
 
 FOLDER = Path(__file__).parent
 INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
@@ -39,7 +39,7 @@ def compile_cubin(
     source, compiler = source_of(version, geometry), compiler or compiler_for(architecture, driver)
     sources = [path for folder in INCLUDES for pattern in ("*.cu*", "*.h") for path in sorted(folder.glob(pattern))]
     included = b"".join(path.read_bytes() for path in sources)
-    decides = repr((source, architecture, compiler.version)).encode() + included
+    decides = repr((source, architecture, OPTIONS, compiler.version)).encode() + included
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer" / "cubins"
     name = f"{version}-{architecture}-nvrtc{compiler.version[0]}.{compiler.version[1]}"
     kept = folder / f"{name}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"

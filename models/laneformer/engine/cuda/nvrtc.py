@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PLACES = ("nvidia/*/lib", "torch/lib", "lib", "lib64", "targets/*/lib")  # in packages, environments and toolkits
+OPTIONS = ("--std=c++17", "--fmad=false")  # of all units
 BY_NAME = ("libnvrtc.so.13", "libnvrtc.so.12")  # where the loader looks
 
 
@@ -37,13 +38,7 @@ class Nvrtc:
 
     def compile(self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str) -> bytes:
         """Machine code (a cubin); RuntimeError with the compiler's log."""
-        given = [
-            f"--gpu-architecture={architecture}",
-            "--std=c++17",
-            "--fmad=false",
-            *options,
-            *(f"-I{path}" for path in includes),
-        ]
+        given = [f"--gpu-architecture={architecture}", *OPTIONS, *options, *(f"-I{path}" for path in includes)]
         program = c.c_void_p()
         self._library.nvrtcCreateProgram(c.byref(program), source.encode(), b"kernels.cu", 0, None, None)
         try:
