@@ -263,12 +263,14 @@ FAULTS = {
         nothing_stale_is_read, "non-coherent", {},
     ),
     "keys are loaded as what never changes": Fault(
-        "decode.cuh", "dot8(key[c * kKeyThreads], x", "dot8(__ldg(key + c * kKeyThreads), x",
+        "decode.cuh", "take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);",
+        "chunks[0] = __ldg(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim));",
         nothing_stale_is_read, "non-coherent", {},
     ),
     "a slot is filled while its values are under way": Fault(
         "rows.cuh",
-        "for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r), a, b, sum[r]);\n    tape.drop(Strip);\n  }",
+        "for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r, thread), a, b, sum[r]);\n"
+        "    tape.drop(Strip);\n  }",
         LOAD_ALL, slots_are_consumed, "not awaited before", {},
     ),
     "the host's structure is another": Fault(

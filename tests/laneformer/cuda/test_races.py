@@ -45,10 +45,7 @@ class Fault:
 
 
 SHARED, BY = "of byte [0-9]+ of shared memory, in no order after", "grid 0 block [0-9]+ warp [0-9]+ lane [0-9]+"
-TAKES_KEY = (
-    "if (position % kSplits == split) take_key(layer, head, "
-    "slots + position / kSplits % kKvSlots[layer] * 2 * kHeadDim);"
-)
+TAKES_KEY = "take_new(layer, head, keys);"
 FAULTS = {
     "a matrix does not wait for its inputs": Fault(
         "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
@@ -62,10 +59,11 @@ FAULTS = {
     "a key is read before it is written": Fault(
         "block.cuh", f"{TAKES_KEY}\n      sync_block();",
         f"if (!here) {TAKES_KEY}\n      sync_block();\n      if (here) {TAKES_KEY}",
-        f"(read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
+        f"(read|write) {SHARED} (any write|the (read|write) of {BY})",
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full", f"read {SHARED} a copy that this lane",
+        "rows.cuh", "if (at == 0 || (kInterleaved && !endless)) wait_full", "if (at == 0 && !here) wait_full",
+        f"read {SHARED} a copy that this lane",
     ),
     "a chunk is filled while others read it": Fault(
         "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", f"copy {SHARED} the read of {BY}",
