@@ -52,12 +52,12 @@ class Limits:
 
 
 LIMITS = {
-    "sm_80": Limits(stack_bytes=480, local=32, instructions=7500),
-    "sm_86": Limits(stack_bytes=480, local=36, instructions=7500),
-    "sm_89": Limits(stack_bytes=448, local=12, instructions=6400),
-    "sm_90a": Limits(stack_bytes=416, local=12, instructions=6300),
-    "sm_100a": Limits(stack_bytes=984, local=24, instructions=7800),
-    "sm_120a": Limits(stack_bytes=888, local=42, instructions=7800),
+    "sm_80": Limits(stack_bytes=480, local=28, instructions=7800),
+    "sm_86": Limits(stack_bytes=480, local=36, instructions=8000),
+    "sm_89": Limits(stack_bytes=448, local=24, instructions=7200),
+    "sm_90a": Limits(stack_bytes=352, local=8, instructions=6900),
+    "sm_100a": Limits(stack_bytes=984, local=24, instructions=8700),
+    "sm_120a": Limits(stack_bytes=888, local=42, instructions=8800),
 }
 
 
