@@ -96,7 +96,7 @@ FAULTS = {
         "if (!here) sync_block();\n      publish_partial", "numbers", always=False,
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0 || (kInterleaved && !endless)) wait_full", "if (at == 0 && !here) wait_full",
+        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full",
         "nobody has waited for", always=False,
     ),
     "a chunk is filled while others read it": Fault(

@@ -61,8 +61,8 @@ FAULTS = {
         f"(read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0 || (kInterleaved && !endless)) wait_full",
-        "if (!(here) && (at == 0 || (kInterleaved && !endless))) wait_full", f"read {SHARED} a copy that this lane",
+        "rows.cuh", "if (at == 0) wait_full",
+        "if (at == 0 && !here) wait_full", f"read {SHARED} a copy that this lane",
     ),
     "a chunk is filled while others read it": Fault(
         "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", f"copy {SHARED} the read of {BY}",
