@@ -55,9 +55,9 @@ class Limits:
 LIMITS = {
     "sm_80": Limits(stack_bytes=464, local=28, instructions=7800),
     "sm_86": Limits(stack_bytes=528, local=48, instructions=8000),
-    "sm_89": Limits(stack_bytes=480, local=32, instructions=7400),
+    "sm_89": Limits(stack_bytes=432, local=20, instructions=6600),
     "sm_90a": Limits(stack_bytes=352, local=8, instructions=6800),
-    "sm_100a": Limits(stack_bytes=1032, local=64, instructions=8800),
+    "sm_100a": Limits(stack_bytes=952, local=8, instructions=8500),
     "sm_120a": Limits(stack_bytes=1032, local=64, instructions=8800),
 }
 
