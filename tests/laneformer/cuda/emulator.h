@@ -51,7 +51,7 @@ DEVICE float __fdividef(float a, float b) { return a / b; }
 // ---- threads ----
 
 DEVICE int block_index() { return emulator::my_block().index; }
-DEVICE int thread_index() { return emulator::my_warp().index * 32 + emulator::me->lane; }
+DEVICE int thread_index() { return emulator::my_warp().index * emulator::kLanes + emulator::me->lane; }
 DEVICE int here(int value) { return value; }
 DEVICE void sync_block() { emulator::machine->arrive(emulator::kBlockSync); }
 DEVICE void sync_warp() { emulator::machine->arrive(emulator::kWarpSync); }
@@ -59,7 +59,7 @@ DEVICE uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
 DEVICE float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 // Two sets of values: a fast lane comes to the next shuffle before a slow one has taken its value of this one.
 SLOW uint32_t emulated_shuffle(uint32_t value, int mask) {
-  if (mask < 0 || mask > 31) emulator::fail("shuffle_xor with mask " + std::to_string(mask) + "; allowed: 0 to 31");
+  if (mask < 0 || mask >= emulator::kLanes) emulator::fail("shuffle_xor with mask " + std::to_string(mask));
   emulator::Warp* warp = &emulator::my_warp();
   const int set = warp->time & 1, lane = emulator::me->lane;
   warp->exchanged[set][lane] = value;
@@ -157,26 +157,30 @@ SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* f
   if ((reinterpret_cast<uintptr_t>(slot) | reinterpret_cast<uintptr_t>(source) | bytes) % 16 || !bytes)
     fail(format("copy_chunk of %u bytes from %p to %p: all must be multiples of 16", bytes, source, slot));
   if (to < shared || to + bytes > shared + machine->shared_bytes) fail("copy_chunk to outside shared memory");
-  if (b.lanes >> me->lane & 1) fail(format("copy_chunk again, only lanes %08x came to the copy before", b.lanes));
+  if (b.lanes >> me->lane & 1) fail(format("copy_chunk again, only lanes %08llx came to the copy before", 1ull * b.lanes));
   if (b.lanes == 0) {
     if (b.unawaited) fail("copy_chunk to a barrier whose last copy nobody has waited for");
     b.slot = to, b.source = static_cast<const char*>(source), b.bytes = bytes, b.in_flight = b.unawaited = true;
+    b.number = ++my_warp().copies;
     memset(slot, 0xff, bytes);
   } else if (b.slot != to || b.source != source || b.bytes != bytes) {
     fail("copy_chunk: the lanes of the warp differ in what they copy");
   }
   see_copy(to, bytes, int(index_of(full)), b.phase + 1);
-  b.lanes |= 1u << me->lane;
-  if (machine->copies_by_lane_0 ? me->lane == 0 : b.lanes == ~0u) machine->send(b);
-  if (b.lanes == ~0u) b.lanes = 0;
+  b.lanes |= kOneLane << me->lane;
+  if (machine->copies_by_lane_0 ? me->lane == 0 : b.lanes == kAllLanes) machine->send(b);
+  if (b.lanes == kAllLanes) b.lanes = 0;
   ++machine->progress;
 }
+template <int Newer = 0>
 SLOW void wait_full(uint64_t* full, uint32_t parity) {
   emulator::maybe_pause();
   if (parity > 1) emulator::fail("wait_full with parity " + std::to_string(parity) + "; allowed: 0 and 1");
   if ((barrier_at(full).phase & 1) == parity) emulator::machine->wait(emulator::Wait::barrier, full, parity);
   emulator::Barrier& b = barrier_at(full);
   if (!b.in_flight) b.unawaited = false;
+  const uint32_t newer = emulator::my_warp().copies - b.number;
+  if (emulator::kLanes == 64 && newer < Newer) emulator::fail(emulator::format("wait_full<%d>: only %u copies are newer", Newer, newer));
   emulator::see_wait(int(emulator::index_of(full)), b.phase);
 }
 DEVICE void prefetch_l2(const void* at, uint32_t bytes) {}

@@ -103,7 +103,7 @@ class Emulated:
 
     def launch(self, arguments: list[ctypes.Structure], seed: int = 0, **options: Any) -> list[int]:
         """Run to the end; the new tokens."""
-        shape = {"threads": 32 * self.geometry.warps, "shared_bytes": self.geometry.shared_bytes, "seed": seed}
+        shape = {"threads": self.geometry.threads, "shared_bytes": self.geometry.shared_bytes, "seed": seed}
         if self.version == "persistent":
             emulator.launch(
                 self.library, "decode", arguments, blocks=self.geometry.blocks, names=self.buffers(),

@@ -63,9 +63,10 @@ struct Fiber {
 };
 struct Warp {
   int block, index;
-  uint32_t ready = ~0u, waiting = 0, arrived = 0, exited = 0;  // lanes
+  Lanes ready = kAllLanes, waiting = 0, arrived = 0, exited = 0;  // lanes
   int sync = kNone;
-  uint32_t time = 0;  // syncs so far
+  uint32_t time = 0;    // syncs so far
+  uint32_t copies = 0;  // begun
   uint32_t exchanged[2][kLanes];
   uint32_t fragments[2][kLanes][6];  // of a matrix product: each lane's a and b
   uint16_t releases[kLanes] = {};
@@ -80,7 +81,9 @@ struct Barrier {
   int block;
   char* slot = nullptr;
   const char* source = nullptr;
-  uint32_t bytes = 0, lanes = 0, phase = 0;  // lanes that came to the running copy; phases completed
+  uint32_t bytes = 0, phase = 0;  // phases completed
+  Lanes lanes = 0;                // that came to the running copy
+  uint32_t number = 0;            // of the copy, among its warp's
   bool in_flight = false, unawaited = false;  // begun, not there; begun, and nobody came back from a wait for it
   uint64_t due = 0;
 };
@@ -180,13 +183,13 @@ inline std::string name(int sync) {
 
 [[gnu::noinline]] inline void Machine::arrive(int sync) {
   Warp& w = my_warp();
-  if (w.exited) fail(format("diverged: comes to %s, lanes %08x have ended", name(sync).c_str(), w.exited));
+  if (w.exited) fail(format("diverged: comes to %s, lanes %08llx have ended", name(sync).c_str(), 1ull * w.exited));
   if (w.arrived && w.sync != sync)
-    fail(format("diverged: comes to %s, lanes %08x wait at %s", name(sync).c_str(), w.arrived, name(w.sync).c_str()));
+    fail(format("diverged: comes to %s, lanes %08llx wait at %s", name(sync).c_str(), 1ull * w.arrived, name(w.sync).c_str()));
   if (sync == kBlockSync && my_block().exited) fail("comes to sync_block, warps of its block have ended");
-  w.sync = sync, w.arrived |= 1u << me->lane, w.ready &= ~(1u << me->lane);
+  w.sync = sync, w.arrived |= kOneLane << me->lane, w.ready &= ~(kOneLane << me->lane);
   me->looked = 0, me->polled = nullptr;
-  if (w.arrived == ~0u) {
+  if (w.arrived == kAllLanes) {
     ++progress;
     if (sync != kBlockSync)
       release(w);
@@ -197,17 +200,17 @@ inline std::string name(int sync) {
 }
 inline void Machine::exit_fiber() {
   Warp& w = my_warp();
-  if (w.arrived) fail(format("diverged: ends, lanes %08x wait at %s", w.arrived, name(w.sync).c_str()));
-  w.ready &= ~(1u << me->lane), w.exited |= 1u << me->lane;
+  if (w.arrived) fail(format("diverged: ends, lanes %08llx wait at %s", 1ull * w.arrived, name(w.sync).c_str()));
+  w.ready &= ~(kOneLane << me->lane), w.exited |= kOneLane << me->lane;
   ++progress, --alive_;
-  if (w.exited == ~0u) ++my_block().exited;
-  if (w.exited == ~0u && my_block().arrived) fail("ends, warps of its block wait at sync_block");
+  if (w.exited == kAllLanes) ++my_block().exited;
+  if (w.exited == kAllLanes && my_block().arrived) fail("ends, warps of its block wait at sync_block");
   leave();
 }
 [[gnu::noinline]] inline void Machine::wait(Wait kind, const void* at, uint64_t bits) {
   Warp& w = my_warp();
   me->wait = kind, me->waits_for = {at, bits}, me->looked = 0;
-  w.ready &= ~(1u << me->lane), w.waiting |= 1u << me->lane, w.checked = ~0ull;
+  w.ready &= ~(kOneLane << me->lane), w.waiting |= kOneLane << me->lane, w.checked = ~0ull;
   leave();
 }
 inline void Machine::send(Barrier& barrier) {
@@ -246,7 +249,7 @@ inline void Machine::release(Warp& w) {
   if (joined != first)
     for (int i = 0; i < kLanes; ++i) lanes[i].known = joined;
   std::fill_n(w.releases, kLanes, 0);
-  ++w.time, w.arrived = 0, w.ready = ~0u;
+  ++w.time, w.arrived = 0, w.ready = kAllLanes;
 }
 inline void Machine::release_block(Block& block) {
   const int first = int(&block - blocks.data()) * warps_per_block;
@@ -301,8 +304,8 @@ inline bool Machine::can_go(const Fiber& f) const {
 inline bool Machine::runnable(Warp& w) {
   if (w.waiting && w.checked != changes) {
     const Fiber* lanes = &fibers[(&w - warps.data()) * kLanes];
-    for (uint32_t left = w.waiting; left; left &= left - 1) {
-      const uint32_t bit = left & -left;
+    for (Lanes left = w.waiting; left; left &= left - 1) {
+      const Lanes bit = left & -left;
       if (can_go(lanes[std::countr_zero(left)])) w.ready |= bit, w.waiting &= ~bit;
     }
     w.checked = changes;
@@ -333,12 +336,13 @@ inline Warp* Machine::next_warp() {
 // each ready lane (now and then: some) up to where it gives up its turn, in random order
 inline void Machine::take_turn(Warp& w) {
   const uint64_t draw = random();
-  uint32_t lanes = w.ready;
-  if (draw % 4 == 0 && lanes & uint32_t(draw >> 4)) lanes &= uint32_t(draw >> 4);
-  const int from = draw >> 36 & 31, stride = (draw >> 41 & 31) | 1;
+  const Lanes some = kLanes == 32 ? draw >> 4 : draw >> 4 ^ draw << 24;
+  Lanes lanes = w.ready;
+  if (draw % 4 == 0 && lanes & some) lanes &= some;
+  const int from = draw >> 36 & (kLanes - 1), stride = (draw >> 41 & (kLanes - 1)) | 1;
   Fiber* of_warp = &fibers[(&w - warps.data()) * kLanes];
   for (int i = 0; i < kLanes && error.empty(); ++i) {
-    const int lane = (from + i * stride) & 31;
+    const int lane = (from + i * stride) & (kLanes - 1);
     if (!(lanes >> lane & 1)) continue;
     me = &of_warp[lane];
     emulator_switch(&scheduler_, me->stack_pointer);
@@ -365,10 +369,10 @@ inline bool Machine::sweep() {
   if (flags & kWatchdog) clock_ns += 1000ull << std::min(sweeps_, 20);
   if (++sweeps_ > (flags & kWatchdog ? kWatchdogSweeps : kDeadSweeps)) return false;
   for (Warp& w : warps) {
-    for (uint32_t left = w.waiting; left; left &= left - 1) {
+    for (Lanes left = w.waiting; left; left &= left - 1) {
       const int lane = std::countr_zero(left);
       if (fibers[(&w - warps.data()) * kLanes + lane].wait != Wait::barrier)
-        w.ready |= 1u << lane, w.waiting &= ~(1u << lane);
+        w.ready |= kOneLane << lane, w.waiting &= ~(kOneLane << lane);
     }
   }
   return true;

@@ -12,7 +12,8 @@ namespace emulator {
 #define UNSEEN [[gnu::noinline, gnu::no_sanitize_thread]] inline
 
 struct Reads {  // of one warp, at its latest time: older ones lie before these
-  uint32_t time, lanes;
+  uint32_t time;
+  Lanes lanes;
   uint16_t releases[kLanes];
 };
 struct Granule {   // 4 bytes
@@ -85,7 +86,7 @@ UNSEEN void read_plain(Area& area, uint64_t i, const Stamp* known) {
   const Warp& w = all_warps[me->warp];
   Reads& mine = g.reads[w.index];
   if (mine.time != w.time) mine.lanes = 0;
-  mine.time = w.time, mine.lanes |= 1u << me->lane, mine.releases[me->lane] = w.releases[me->lane];
+  mine.time = w.time, mine.lanes |= kOneLane << me->lane, mine.releases[me->lane] = w.releases[me->lane];
   ++plain_reads;
 }
 UNSEEN void write_plain(Area& area, uint64_t i, const Stamp* known, const char* what) {
@@ -94,7 +95,7 @@ UNSEEN void write_plain(Area& area, uint64_t i, const Stamp* known, const char* 
   const int first = me->warp / block_warps * block_warps;
   for (int w = 0; w < block_warps; ++w) {
     const Reads& reads = g.reads[w];
-    for (uint32_t left = known[first + w].time > reads.time ? 0 : reads.lanes; left; left &= left - 1) {
+    for (Lanes left = known[first + w].time > reads.time ? 0 : reads.lanes; left; left &= left - 1) {
       const int lane = __builtin_ctz(left);
       if (!lies_before(known, first + w, lane, reads.time, reads.releases[lane]))
         race(area, i, what, "the read of " + place(first + w, lane));

@@ -71,7 +71,7 @@ struct Block {
   DEVICE const Sampling& sampling() const { return p.sampling; }
 #endif
   // Rows belong to a warp, or with several columns to the block: to whom, and which of its threads this one is.
-  static constexpr int kOwnThreads = kMmaColumns ? kThreads : 32;
+  static constexpr int kOwnThreads = kMmaColumns ? kThreads : kWarpThreads;
   DEVICE int owner() const { return kMmaColumns ? group : lane_warp; }
   DEVICE int own_thread() const { return kMmaColumns ? thread_index() : thread; }
 
@@ -85,8 +85,12 @@ struct Block {
   // registers that the sums need.
   DEVICE void locate() {
     const int index = here(thread_index()), block = here(block_index());
-    warp = index / 32, thread = index % 32;
+    warp = index / kWarpThreads, thread = index % kWarpThreads;
+#if LANES_ALTERNATE  // blocks go to the chiplets in turn: a lane's are then on one
+    local_lane = block % kDeviceLanes, group = block / kDeviceLanes;
+#else
     local_lane = block / kBlocksPerLane, group = block % kBlocksPerLane;
+#endif
     lane = watch.lane = p.first_lane + local_lane, lane_warp = group * kWarps + warp;
     words = p.lane_words + static_cast<int64_t>(local_lane) * kLaneWords;
     char* at = dynamic_shared();
@@ -178,12 +182,12 @@ struct Block {
   // Qwen 3: the queries of a KV head, and its key, are normed one by one before they are turned
   DEVICE void take_head_scales(int layer, int head) {
     if constexpr (kHeadNorms) {
-      constexpr int kRounds = (kHeadDim / 2 + 31) / 32;
+      constexpr int kRounds = (kHeadDim / 2 + kWarpThreads - 1) / kWarpThreads;
       WordPair pairs[kRounds];
       for (int h = warp; h <= kGroup; h += kWarps) {
         const Word* of_head = words + kQkvAt + (h < kGroup ? head * kGroup + h : kHeads + head) * kHeadDim;
-        const auto there = [&](int n) { return 64 * n + 2 * thread < kHeadDim; };
-        const auto at = [&](int n) { return of_head + 64 * n + 2 * thread; };
+        const auto there = [&](int n) { return 2 * (kWarpThreads * n + thread) < kHeadDim; };
+        const auto at = [&](int n) { return of_head + 2 * (kWarpThreads * n + thread); };
 #pragma unroll
         for (int n = 0; n < kRounds; ++n) {
           pairs[n] = known_pair(0.0f, epoch_of(layer));
@@ -194,7 +198,7 @@ struct Block {
 #pragma unroll
         for (int n = 0; n < kRounds; ++n)
           squares = fmaf(pairs[n].a.value, pairs[n].a.value, fmaf(pairs[n].b.value, pairs[n].b.value, squares));
-        for (int mask = 16; mask; mask /= 2) squares += shuffle_xor(squares, mask);
+        for (int mask = kWarpThreads / 2; mask; mask /= 2) squares += shuffle_xor(squares, mask);
         if (thread == 0) head_scales[h] = rsqrtf(squares / kHeadDim + kNormEps);
       }
       sync_block();
@@ -246,12 +250,15 @@ struct Block {
     static_assert(kHeadDim <= kNarrow);
     const float2* turn = turns(layer);
     const float scale = rsqrtf(static_cast<float>(kHeadDim));
-    const int query_at = head * kQuery, key_at = (kHeads + head) * kHeadDim - kQuery;
-    const int value_at = key_at + (kKvHeads - 1) * kHeadDim;
+    constexpr int kToValue = (kKvHeads - 1) * kHeadDim;
+    const int query_at = head * kQuery, to_key = (kHeads + head) * kHeadDim - kQuery - query_at;
     uint32_t* fresh = reinterpret_cast<uint32_t*>(narrow);
     uint32_t* kept = reinterpret_cast<uint32_t*>(keys.slots + keys.newest * 2 * kHeadDim);
     gather_from<kQuery + 2 * kHeadDim>(
-        [&](int i) { return words + kQkvAt + (i < kQuery ? query_at : i < kQuery + kHeadDim ? key_at : value_at) + i; },
+        [&](int i) {
+          const int there = query_at + (i < kQuery ? 0 : to_key) + (i < kQuery + kHeadDim ? 0 : kToValue);
+          return words + kQkvAt + there + i;
+        },
         epoch_of(layer), kQkvWords, watch, [&](int i) { return turn[i % kHeadDim / 2]; },
         [&](int i, float a, float b, float2 t) {
           if (i < kQuery) {

@@ -21,8 +21,8 @@ DEVICE const float* norm_scale(const Weights& weights, int index, int lane) {
 
 // the sum over the block, the same in every thread; a barrier
 DEVICE float block_sum(float value, float* per_warp) {
-  for (int mask = 16; mask; mask /= 2) value += shuffle_xor(value, mask);
-  if (thread_index() % 32 == 0) per_warp[thread_index() / 32] = value;
+  for (int mask = kWarpThreads / 2; mask; mask /= 2) value += shuffle_xor(value, mask);
+  if (thread_index() % kWarpThreads == 0) per_warp[thread_index() / kWarpThreads] = value;
   sync_block();
   float sum = 0.0f;
 #pragma unroll
@@ -94,7 +94,7 @@ DEVICE int own_positions(int position, int split) { return position < split ? 0 
 
 constexpr int kKeyThreads = row_threads_of(kHeadDim) < 4 ? row_threads_of(kHeadDim) : 4;  // that share one key
 constexpr int kKeyChunks = kHeadDim / 8 / kKeyThreads;                                    // of 8 numbers for each
-constexpr int kKeysAtOnce = 32 / kKeyThreads;
+constexpr int kKeysAtOnce = kWarpThreads / kKeyThreads;
 
 DEVICE void unpack8(uint4 w, float (&x)[8]) {
   x[0] = low_half(w.x), x[1] = high_half(w.x), x[2] = low_half(w.y), x[3] = high_half(w.y);
@@ -157,17 +157,17 @@ struct Softmax {  // under way, of one head over some keys: values weigh exp(sco
   // over the warp's groups of threads, to out [d + 2]
   DEVICE void finish(int thread, float* out) {
     float all = top;
-    for (int mask = kKeyThreads; mask < 32; mask *= 2) all = fmaxf(all, shuffle_xor(all, mask));
+    for (int mask = kKeyThreads; mask < kWarpThreads; mask *= 2) all = fmaxf(all, shuffle_xor(all, mask));
     const float share = expf(top - finite_top(all));
     weight *= share;
-    for (int mask = kKeyThreads; mask < 32; mask *= 2) weight += shuffle_xor(weight, mask);
+    for (int mask = kKeyThreads; mask < kWarpThreads; mask *= 2) weight += shuffle_xor(weight, mask);
 #pragma unroll
     for (int e = 0; e < kKeyNumbers; ++e) sum[e] *= share;
-    const int first = spread_sum<kKeyThreads, 32, kKeyNumbers>(sum, thread);
+    const int first = spread_sum<kKeyThreads, kWarpThreads, kKeyNumbers>(sum, thread);
     if (thread == 0) out[kHeadDim] = all, out[kHeadDim + 1] = weight;
     if (first < 0) return;
 #pragma unroll
-    for (int i = 0; i < spread_count(32 / kKeyThreads, kKeyNumbers); ++i) {
+    for (int i = 0; i < spread_count(kWarpThreads / kKeyThreads, kKeyNumbers); ++i) {
       const int e = first + i;
       out[(e / 8 * kKeyThreads + thread % kKeyThreads) * 8 + e % 8] = sum[i];
     }
@@ -178,7 +178,8 @@ struct Softmax {  // under way, of one head over some keys: values weigh exp(sco
 // warp's first keys, loaded before q was there; `fresh`: the new key and value. A warp without keys leaves the maximum
 // alone.
 DEVICE void attend(const Keys& keys, KeyValue now, const uint4* fresh, const float* q, float* out) {
-  const int warp = here(thread_index()) / 32, thread = here(thread_index()) % 32, part = thread % kKeyThreads;
+  const int warp = here(thread_index()) / kWarpThreads, thread = here(thread_index()) % kWarpThreads;
+  const int part = thread % kKeyThreads;
   int first = warp * kKeysAtOnce;
   if (first >= keys.held) {
     if (thread < kHeadsAtOnce) out[thread * kPartialWords + kHeadDim] = -INFINITY;

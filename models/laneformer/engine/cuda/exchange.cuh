@@ -30,7 +30,7 @@ DEVICE_CALL bool gives_up(Watch watch, uint64_t since, Exchange exchange, uint32
   if (load_flag(watch.aborted)) return true;
   if (now_ns() - since < watch.limit_ns) return false;
   if (set_first(watch.aborted)) {
-    *watch.report = {0, exchange, watch.layer, watch.lane, block_index(), thread_index() / 32, epoch};
+    *watch.report = {0, exchange, watch.layer, watch.lane, block_index(), thread_index() / kWarpThreads, epoch};
     publish_flag(&watch.report->set, 1);
   }
   return true;
@@ -57,7 +57,7 @@ DEVICE Word known_word(float value, uint32_t epoch) {
 }
 DEVICE WordPair known_pair(float a, uint32_t epoch) { return {known_word(a, epoch), known_word(0.0f, epoch)}; }
 
-DEVICE bool is_of(WordPair pair, uint32_t epoch) { return is_of(pair.a, epoch) & is_of(pair.b, epoch); }
+DEVICE bool is_of(WordPair pair, uint32_t epoch) { return static_cast<int>(is_of(pair.a, epoch)) & is_of(pair.b, epoch); }
 DEVICE void look_at(const Word* at, Word& word) { word = load_word(at); }
 DEVICE void look_at(const Word* at, WordPair& pair) { pair = load_words(at); }
 DEVICE void accept(const Word* at, const Word&, uint32_t epoch) { accept(at, epoch); }

@@ -20,10 +20,10 @@ from ...tensors import STORED_TYPES
 
 OPS = ("qkv", "output", "gate_up", "down", "head")
 DTYPES = tuple(name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2)  # 16 bits
-SEGMENT_BYTES = 512
+SEGMENT_BYTES = 512  # for a warp of 32 threads: 16 for each
 MOST_CHUNKS = 16  # deeper rings hide nothing more
 MOST_STOPS = 16
-MOST_WARPS = 32
+MOST_WARPS = 32  # of 32 threads; a block has half as many of 64
 MOST_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
 MOST_SPLITS = 16  # of the keys: each reader of the attention merges them all
 MOST_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
@@ -40,7 +40,9 @@ class Machine:
 
     multiprocessors: int
     shared_bytes: int
-    architecture: int  # 90 for sm_90
+    architecture: int  # 90 for sm_90, 942 for gfx942
+    warp_threads: int = 32
+    chiplets: int = 1  # with an L2 each; blocks are dealt to them in turn
 
     def shared_among(self, blocks: int) -> int:
         """The same for each of so many blocks that are resident together."""
@@ -48,6 +50,7 @@ class Machine:
 
 
 H200 = Machine(132, 227 * 1024, 90)
+MI300X = Machine(304, 64 * 1024, 942, warp_threads=64, chiplets=8)
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,16 @@ class Matrix:
     columns: int
     unit_rows: int
     parts: int = 1
+    warp_threads: int = 32
 
     @property
     def row_threads(self) -> int:
-        """Threads of a warp that share one row."""
+        """Threads of a warp that share one row; at most 32, so that its sum is the same where warps have 64."""
         return math.gcd(self.columns // 8, 32)
 
     @property
     def segment_rows(self) -> int:
-        return 32 // self.row_threads
+        return self.warp_threads // self.row_threads
 
     @property
     def steps(self) -> int:
@@ -107,6 +111,8 @@ class Geometry:
     mma_columns: int = 0  # positions of one pass, by matrix-multiply instructions; 0: one, by FMAs
     interleaved: bool = False  # the chunks of a block's warps lie in turn, so that a block reads at one place of memory
     prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
+    warp_threads: int = 32
+    alternate: bool = False  # block i is of lane i % lanes: neighbours are on different chiplets
 
     @property
     def lanes_per_device(self) -> int:
@@ -135,9 +141,14 @@ class Geometry:
         return self.blocks_per_lane if self.mma_columns else self.warps_per_lane
 
     @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.warps * self.warp_threads
+
+    @property
     def strip(self) -> int:
         """Rows of segments that share their columns; they must fit in a chunk."""
-        return min(4, self.chunk_bytes // SEGMENT_BYTES)
+        return min(4, self.chunk_bytes // segment_bytes(self.warp_threads))
 
     @property
     def mail_slots(self) -> int:
@@ -158,8 +169,8 @@ class Geometry:
         if self.mma_columns:
             return Matrix(rows, columns, TILE, parts_of(rows, columns))
         alike = (self.heads * c.head_dim, c.intermediate_size // lanes) if op in ("output", "down") else (columns,)
-        segment_rows = max(Matrix(rows, n, 1).segment_rows for n in alike)
-        return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1))
+        segment_rows = max(Matrix(rows, n, 1, 1, self.warp_threads).segment_rows for n in alike)
+        return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1), 1, self.warp_threads)
 
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
@@ -286,6 +297,8 @@ class Geometry:
             f"#define DEVICES {self.devices}",
             f"#define WEIGHTS_BF16 {int(self.dtype == 'bf16')}",
             f"#define MMA_COLUMNS {self.mma_columns}",
+            f"#define WARP_THREADS {self.warp_threads}",
+            f"#define LANES_ALTERNATE {int(self.alternate)}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
             "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
             f"enum Join {braces(map(join_name, Join))};",
@@ -297,6 +310,11 @@ class Geometry:
             *(f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};" for name, rows in per_module.items()),
         ]
         return "\n".join(lines) + "\n"
+
+
+def segment_bytes(warp_threads: int) -> int:
+    """16 for each thread of a warp."""
+    return SEGMENT_BYTES // 32 * warp_threads
 
 
 def parts_of(rows: int, columns: int) -> int:
@@ -346,15 +364,16 @@ def plan(
     blocks = most if blocks_per_lane is None else blocks_per_lane
     if not 1 <= blocks <= most:
         raise ValueError(f"blocks_per_lane = {blocks} is outside 1 to {most} ({there} multiprocessors)")
-    most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident)
+    segment, wider = segment_bytes(machine.warp_threads), machine.warp_threads // 32
+    most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident) // wider
     if warps is not None and not 1 <= warps <= most_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
-    check_tapes(chunk_bytes, mma_columns, interleaved, prefetch_chunks)
+    check_tapes(segment, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
+        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks, 32 * wider, machine.chiplets > 1)
         return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options)
 
     for op in OPS:
@@ -365,9 +384,11 @@ def plan(
         left = machine.shared_among(resident) - without.shared_bytes
         return dataclasses.replace(without, chunks=min(MOST_CHUNKS, left // (warps * (chunk_bytes + 8))))
 
-    sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES
-    # sums over a block depend on its warps, so both versions have the same, where both fit
-    counts = sorted((warps,) if warps else WARPS, key=lambda count: cut(count, sizes[-1], 2).chunks < 2)
+    # where 64 KB are all there is, small chunks keep most of a ring under way
+    sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES if wider == 1 else (segment,)
+    # sums over a block depend on its warps: the same in both versions, where both fit; AMD's kernels do not overlap
+    tried = (warps,) if warps else [max(1, count // wider) for count in WARPS]
+    counts = sorted(tried, key=lambda count: wider == 1 and cut(count, sizes[-1], 2).chunks < 2)
     cuts = [cut(count, size, resident) for count in counts for size in sizes]
     for geometry in cuts:
         if geometry.chunks >= 2:
@@ -380,13 +401,15 @@ def plan(
     )
 
 
-def check_tapes(chunk_bytes: int | None, mma_columns: int, interleaved: bool, prefetch_chunks: int) -> None:
-    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
-        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
-    if not 0 <= mma_columns <= MOST_COLUMNS:
-        raise ValueError(f"mma_columns = {mma_columns} is outside 0 to {MOST_COLUMNS}")
-    if interleaved and mma_columns:
-        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({mma_columns})")
+def check_tapes(segment: int, chunk_bytes: int | None, columns: int, interleaved: bool, prefetch_chunks: int) -> None:
+    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % segment):
+        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {segment}")
+    if columns and segment != SEGMENT_BYTES:
+        raise ValueError(f"mma_columns = {columns} is for GPUs with warps of 32 threads; leave it out")
+    if not 0 <= columns <= MOST_COLUMNS:
+        raise ValueError(f"mma_columns = {columns} is outside 0 to {MOST_COLUMNS}")
+    if interleaved and columns:
+        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({columns})")
     if prefetch_chunks < 0:
         raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 

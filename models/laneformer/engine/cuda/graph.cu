@@ -76,7 +76,7 @@ KERNEL(join_now)(const __grid_constant__ Decode p) {
   Step step = Step::begin<-1>(p);
   const int first = Matrix<kOutput>::first_row(step.lane_warp);
   Word sent[kLanes];
-  for (int r = step.thread; r < Matrix<kOutput>::row_count(step.lane_warp); r += 32) {
+  for (int r = step.thread; r < Matrix<kOutput>::row_count(step.lane_warp); r += kWarpThreads) {
     const float own = load_word(step.own_inbox() + mail_at(p.module, p.layer, step.lane) + first + r).value;
     step.join_row(p.module, p.layer, first, r, own, sent);
   }

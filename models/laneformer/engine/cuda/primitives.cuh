@@ -6,6 +6,9 @@
 // No header is included: NVRTC compiles this without a CUDA toolkit on the machine. PTX: mbarrier and cp.async need
 // sm_80, cp.async.bulk sm_90.
 #pragma once
+#ifdef __HIP__
+#include "primitives_hip.cuh"
+#else
 
 #define INFINITY __int_as_float(0x7f800000)
 using int64_t = long long;
@@ -147,6 +150,8 @@ DEVICE void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t*
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
 #endif
 }
+// `Newer`: so many copies of this warp, or more, were begun after this one
+template <int Newer = 0>
 DEVICE void wait_full(uint64_t* full, uint32_t parity) {
   uint32_t done = 0;
   while (!done)
@@ -228,3 +233,5 @@ DEVICE void multiply_tile(float (&sum)[4], uint4 a, uint2 b) {
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
+
+#endif  // __HIP__

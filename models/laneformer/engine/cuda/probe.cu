@@ -22,7 +22,7 @@ struct Probe {
 DEVICE uint32_t sum_of(uint4 w) { return w.x + w.y + w.z + w.w; }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) stream(const __grid_constant__ Probe p) {
-  const int warp = thread_index() / 32, thread = thread_index() % 32;
+  const int warp = thread_index() / kWarpThreads, thread = thread_index() % kWarpThreads;
   const int own = block_index() * kWarps + warp;
   const uint64_t* at = p.tape_at + own;
   const char* source = p.tapes + tape_place(at[0], own);
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) stream(const __grid_co
     wait_full(full + slot, parity);
     const uint4* words = reinterpret_cast<const uint4*>(ring + slot * kChunkBytes) + thread;
 #pragma unroll
-    for (int i = 0; i < kChunkBytes / kSegmentBytes; ++i) sum += sum_of(words[32 * i]);
+    for (int i = 0; i < kChunkBytes / kSegmentBytes; ++i) sum += sum_of(words[kWarpThreads * i]);
     sync_warp();  // all have read it
     copy_to(slot);
     if (++slot == kChunks) slot = 0, parity ^= 1;

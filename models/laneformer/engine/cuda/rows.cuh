@@ -2,7 +2,8 @@
 //
 // A lane's matrix is cut into units of rows, and the units evenly over all warps of the lane. Each warp has a tape: its
 // rows of all matrices of all layers, one after another in the order of execution. A tape is made of segments of 512
-// bytes, 16 for each thread; a segment holds 8 columns for each of `row_threads` threads, of 32 / row_threads rows.
+// bytes (1024 where warps have 64 threads), 16 for each thread; a segment holds 8 columns for each of `row_threads`
+// threads, of kWarpThreads / row_threads rows.
 // Up to kStrip segments share their columns (a strip), so that the inputs are read once for them:
 //
 //     strip [step][row of segments][thread][8 numbers],  columns of thread t in a step: 4t .. 4t+3, then the same
@@ -16,15 +17,19 @@
 // geometry.py makes the tables, tape.py the tapes; the same rules stand there in numpy.
 #pragma once
 
-constexpr int kThreads = 32 * kWarps;
-constexpr int kSegmentBytes = 512;
+constexpr int kWarpThreads = WARP_THREADS;
+constexpr int kThreads = kWarpThreads * kWarps;
+constexpr int kSegmentBytes = 16 * kWarpThreads;
 constexpr int kWarpsPerLane = kBlocksPerLane * kWarps;
 constexpr int kOwners = kMmaColumns ? kBlocksPerLane : kWarpsPerLane;  // of rows: with columns.cuh, blocks
+
+// Copies that an endless tape has begun after that of the slot to be read: all the others of its ring. Other tapes end.
+constexpr int kNewerCopies = GRAPH ? 0 : kChunks - 1;
 
 enum Op { kQkv, kOutput, kGateUp, kDown, kHead };
 
 DEVICE constexpr int row_threads_of(int columns) {
-  int threads = 32;
+  int threads = 32;  // at most, also of 64: a row's sum is then the same
   while (columns / 8 % threads) threads /= 2;
   return threads;
 }
@@ -32,7 +37,7 @@ DEVICE constexpr int row_threads_of(int columns) {
 template <int Op>
 struct Matrix {
   static constexpr int kRowThreads = row_threads_of(kColumns[Op]);
-  static constexpr int kSegmentRows = 32 / kRowThreads;
+  static constexpr int kSegmentRows = kWarpThreads / kRowThreads;
   static constexpr int kSteps = kColumns[Op] / (8 * kRowThreads);
   static_assert(kColumns[Op] % 8 == 0 && kUnitRows[Op] % kSegmentRows == 0);
 
@@ -82,7 +87,7 @@ struct Tape {
   DEVICE const char* place(uint32_t byte) const { return source + static_cast<uint64_t>(byte) * kTapeStride; }
 
   DEVICE void prefetch(uint32_t byte) const {
-    if (kPrefetchChunks == 0 || thread_index() % 32 != 0) return;
+    if (kPrefetchChunks == 0 || thread_index() % kWarpThreads != 0) return;
     if (endless && byte >= bytes) byte -= bytes;
     if (byte < bytes) prefetch_l2(place(byte), bytes - byte < kChunkBytes ? bytes - byte : kChunkBytes);
   }
@@ -91,7 +96,7 @@ struct Tape {
   DEVICE void start(uint32_t first = 0) {
     slot = parity = 0;
     at = first % kChunkBytes, ahead = first - at;
-    if (thread_index() % 32 == 0) {
+    if (thread_index() % kWarpThreads == 0) {
       for (int i = 0; i < kChunks; ++i) init_full(full + i);
       fence_full();
     }
@@ -104,15 +109,15 @@ struct Tape {
   template <int Count>
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
-    if (at == 0) wait_full(full + slot, parity);
+    if (at == 0) wait_full<kNewerCopies>(full + slot, parity);
     if (kInterleaved && !endless && at) wait_full(full + slot, parity);  // it may have started within a chunk
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
-    wait_full(full + (last ? 0 : slot + 1), parity ^ last);
+    wait_full<GRAPH ? 0 : kNewerCopies - 1>(full + (last ? 0 : slot + 1), parity ^ last);
   }
 
   // 8 numbers of this thread from a segment that is there
-  DEVICE uint4 peek(int segment, int thread = thread_index() % 32) const {
+  DEVICE uint4 peek(int segment, int thread = thread_index() % kWarpThreads) const {
     uint32_t byte = slot * kChunkBytes + at + segment * kSegmentBytes;
     if (byte >= kChunks * kChunkBytes) byte -= kChunks * kChunkBytes;
     return *reinterpret_cast<const uint4*>(ring + byte + thread * 16);
@@ -157,7 +162,7 @@ DEVICE float dot8(uint4 w, float4 a, float4 b, float sum) {
 template <int Op, int Strip>
 DEVICE void multiply_strip(Tape& tape, const float* x, float* out) {
   using M = Matrix<Op>;
-  const int thread = here(thread_index()) % 32;
+  const int thread = here(thread_index()) % kWarpThreads;
   const float4* columns = reinterpret_cast<const float4*>(x) + thread % M::kRowThreads;
   float sum[Strip] = {};
 #pragma unroll 1

@@ -40,9 +40,9 @@ DEVICE Candidate no_candidate() { return {-INFINITY, kLanes * kVocab - 1}; }
 
 // the best of the block, in every thread; `per_warp` in shared memory; two barriers
 DEVICE Candidate best_of_block(Candidate best, Candidate* per_warp) {
-  for (int mask = 16; mask; mask /= 2) best = better(best, {shuffle_xor(best.score, mask), shuffle_xor(best.token, mask)});
+  for (int mask = kWarpThreads / 2; mask; mask /= 2) best = better(best, {shuffle_xor(best.score, mask), shuffle_xor(best.token, mask)});
   sync_block();  // those before have been read
-  if (thread_index() % 32 == 0) per_warp[thread_index() / 32] = best;
+  if (thread_index() % kWarpThreads == 0) per_warp[thread_index() / kWarpThreads] = best;
   sync_block();
   for (int w = 0; w < kWarps; ++w) best = better(best, per_warp[w]);
   return best;
