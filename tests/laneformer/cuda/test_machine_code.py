@@ -53,12 +53,12 @@ class Limits:
 
 
 LIMITS = {
-    "sm_80": Limits(stack_bytes=464, local=28, instructions=7800),
-    "sm_86": Limits(stack_bytes=528, local=48, instructions=8000),
+    "sm_80": Limits(stack_bytes=464, local=32, instructions=8000),
+    "sm_86": Limits(stack_bytes=472, local=52, instructions=7800),
     "sm_89": Limits(stack_bytes=432, local=20, instructions=6600),
-    "sm_90a": Limits(stack_bytes=352, local=8, instructions=6800),
+    "sm_90a": Limits(stack_bytes=408, local=8, instructions=6900),
     "sm_100a": Limits(stack_bytes=952, local=8, instructions=8500),
-    "sm_120a": Limits(stack_bytes=1032, local=64, instructions=8800),
+    "sm_120a": Limits(stack_bytes=648, local=8, instructions=8500),
 }
 
 
@@ -206,7 +206,7 @@ def test_the_persistent_kernel(architecture: str, tmp_path: Path) -> None:
     spills_are_few(c, LIMITS[architecture])
 
 
-@pytest.mark.parametrize(("flavor", "devices", "stack_bytes", "local"), [("2b", 8, 480, 40), ("300m", 1, 440, 24)])
+@pytest.mark.parametrize(("flavor", "devices", "stack_bytes", "local"), [("2b", 8, 408, 8), ("300m", 1, 384, 16)])
 def test_the_persistent_kernel_for_others(
     flavor: str, devices: int, stack_bytes: int, local: int, tmp_path: Path
 ) -> None:
@@ -216,7 +216,7 @@ def test_the_persistent_kernel_for_others(
     every_gate(c, "decode")
     words_are_whole(c)
     registers_suffice(c)
-    spills_are_few(c, Limits(stack_bytes, local, 8800))
+    spills_are_few(c, Limits(stack_bytes, local, 8400))
 
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])
