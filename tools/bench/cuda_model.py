@@ -23,7 +23,8 @@ import tomli
 
 from laneformer.config import MODULES, Join, LaneformerConfig
 from laneformer.engine.cuda.bench import datasheet, shares, weight_bytes
-from laneformer.engine.cuda.geometry import Geometry, Machine, plan
+from laneformer.engine.cuda.geometry import Geometry, Machine
+from laneformer.engine.cuda.planning import plan
 from tools.bench import harness
 from tools.bench.harness import Result
 

@@ -24,8 +24,9 @@ import torch
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import launch, sequence
 from laneformer.engine.cuda.bench import Probe
-from laneformer.engine.cuda.geometry import Geometry, plan
+from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.memory import DeviceMemory, decode_structure
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.cards import CARDS, REGISTERS, Card
 from tests.laneformer.cuda.harness import KERNELS, random_model, small_config, tensors_of
 

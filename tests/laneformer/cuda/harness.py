@@ -16,8 +16,9 @@ import torch
 from laneformer import Laneformer
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
-from laneformer.engine.cuda.geometry import Geometry, Machine, plan
+from laneformer.engine.cuda.geometry import Geometry, Machine
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory, as_torch
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.sequence import graph_kernels
 from laneformer.tensors import Tensor
 from tests.laneformer.cuda import emulator

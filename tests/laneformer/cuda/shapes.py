@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda.geometry import Machine, plan
+from laneformer.engine.cuda.geometry import Machine
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.harness import Emulated, small_config
 
 

@@ -19,9 +19,9 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine import Engine
 from laneformer.engine.cuda.compile import INCLUDES, source_of
 from laneformer.engine.cuda.decoder import CudaDecoder
-from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import Column, DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
 from laneformer.engine.cuda.slots import Slots
 from laneformer.model import rope_table, run_layers

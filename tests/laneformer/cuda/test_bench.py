@@ -14,9 +14,10 @@ from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import PROBES, expected_sum, probe_argument
 from laneformer.engine.cuda.compile import INCLUDES, compile_cubin, source_of
-from laneformer.engine.cuda.geometry import H200, plan
+from laneformer.engine.cuda.geometry import H200
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.nvrtc import compilers
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import EmulatedDecoder

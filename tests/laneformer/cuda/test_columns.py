@@ -12,9 +12,10 @@ import torch
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import INCLUDES
-from laneformer.engine.cuda.geometry import H200, OPS, Geometry, Machine, parts_of, plan
+from laneformer.engine.cuda.geometry import H200, OPS, Geometry, Machine, parts_of
 from laneformer.engine.cuda.memory import TORCH_TYPES
 from laneformer.engine.cuda.nvrtc import compiler_for, compilers
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape import pack, tape_starts
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, small_config

@@ -17,8 +17,9 @@ import pytest
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
-from laneformer.engine.cuda.geometry import H200, Geometry, plan
+from laneformer.engine.cuda.geometry import H200, Geometry
 from laneformer.engine.cuda.nvrtc import compilers
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.cards import CARDS
 from tests.laneformer.cuda.harness import KERNELS, small_config
 

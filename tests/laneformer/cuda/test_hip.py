@@ -11,8 +11,9 @@ import torch
 
 from laneformer.config import FLAVORS, LaneformerConfig
 from laneformer.engine.cuda.compile import FOLDER, source_of
-from laneformer.engine.cuda.geometry import MI300X, Machine, plan
+from laneformer.engine.cuda.geometry import MI300X, Machine
 from laneformer.engine.cuda.launch import describe
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import KERNELS, Emulated
 from tests.laneformer.cuda.hip import CLANG, instructions, loops, machine_code, noted, of_kernel

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from laneformer.engine.cuda.geometry import Machine, plan
+from laneformer.engine.cuda.geometry import Machine
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import Emulated, small_config
 from tests.laneformer.cuda.reference import expected, read_one_by_one

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from laneformer.config import FLAVORS, LaneformerConfig
-from laneformer.engine.cuda.geometry import RESERVED_BYTES, Machine, plan
+from laneformer.engine.cuda.geometry import RESERVED_BYTES, Machine
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.cards import CARDS, LIMITS, Card
 from tests.laneformer.cuda.fake_run import CONFIG, FAULTS, H200, NAMES, STREAM, filled
 from tests.laneformer.cuda.harness import small_config

@@ -11,8 +11,8 @@ import torch
 
 from laneformer.engine import Engine, device
 from laneformer.engine.cuda import decoder as cuda_decoder
-from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import DeviceMemory
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
 from laneformer.llama.config import config_of_llama, lanes_for_gpus
 from tests.laneformer.cuda import emulator

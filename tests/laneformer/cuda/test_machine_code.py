@@ -19,9 +19,10 @@ import pytest
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
-from laneformer.engine.cuda.geometry import Geometry, plan
+from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.memory import decode_structure
 from laneformer.engine.cuda.nvrtc import compilers
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS

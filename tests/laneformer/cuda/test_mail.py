@@ -18,7 +18,8 @@ import pytest
 
 from laneformer.config import MODULES, Join
 from laneformer.engine.cuda.compile import FOLDER
-from laneformer.engine.cuda.geometry import Geometry, Machine, plan
+from laneformer.engine.cuda.geometry import Geometry, Machine
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.harness import small_config
 
 MODEL = Path(__file__).with_name("mail.pml")

@@ -13,8 +13,9 @@ import pytest
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import compile_cubin
-from laneformer.engine.cuda.geometry import Geometry, plan
+from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.nvrtc import Nvrtc
+from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.test_compile import small
 from tests.laneformer.cuda.test_machine_code import LIMITS, MACHINES, every_gate, read, spills_are_few, words_are_whole

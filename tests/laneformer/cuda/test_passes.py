@@ -12,9 +12,10 @@ import torch
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import INCLUDES, source_of
-from laneformer.engine.cuda.geometry import H200, Machine, plan
+from laneformer.engine.cuda.geometry import H200, Machine
 from laneformer.engine.cuda.memory import Column, DeviceMemory
 from laneformer.engine.cuda.passes import Decoding, PassDecoder, draft, plan_columns
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from laneformer.engine.cuda import prefill
-from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, Emulated, as_read, plain_model, random_model, small_config, tensors_of

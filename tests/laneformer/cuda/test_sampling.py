@@ -18,7 +18,7 @@ import torch
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
 from laneformer.engine.cuda.compile import INCLUDES
-from laneformer.engine.cuda.geometry import plan
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, Emulated, small_config

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine.cuda.geometry import plan
 from laneformer.engine.cuda.memory import DeviceMemory
+from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.slots import Slot, Slots
 from tests.laneformer.cuda.harness import SMALL, small_config
 

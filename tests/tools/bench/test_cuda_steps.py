@@ -16,8 +16,9 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.geometry import H200, Geometry, Machine, plan
+from laneformer.engine.cuda.geometry import H200, Geometry, Machine
 from laneformer.engine.cuda.memory import DeviceMemory
+from laneformer.engine.cuda.planning import plan
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
 from tools.bench import cuda, cuda_prepare, cuda_steps

@@ -19,9 +19,10 @@ import torch
 from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import Request, Sampling
-from .geometry import Geometry, Machine, plan
+from .geometry import Geometry, Machine
 from .launch import Kernels, describe
 from .memory import EXCHANGES, Column, DeviceMemory
+from .planning import plan
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
 LAST_EPOCH = 2**30  # of all layers together

@@ -17,9 +17,10 @@ import torch
 from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import Request, RequestFailed, Sampling
-from .geometry import Geometry, plan
+from .geometry import Geometry
 from .launch import Kernels, NotResident, describe
 from .memory import EXCHANGES, DeviceMemory
+from .planning import plan
 from .prefill import DeviceCache, prefill, streams
 from .slots import Slots
 from .tape_model import TapeModel
@@ -45,7 +46,7 @@ class SequenceDecoder:
         **shape: Any,
     ):
         """cache_bytes: of each GPU, for earlier sequences; None: a quarter of what is left. `shape` goes to
-        geometry.plan: warps, chunk_bytes, blocks_per_lane, wide_exchanges.
+        planning.plan: warps, chunk_bytes, blocks_per_lane, wide_exchanges.
 
         A GPU that is named more than once is shared out.
         """

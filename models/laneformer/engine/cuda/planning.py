@@ -1,0 +1,142 @@
+"""The geometry of a model on a GPU: what fits, and what is refused.
+
+Nothing here needs a GPU: `Machine` says what decides (launch.py reads it from the driver).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...config import LaneformerConfig
+from .geometry import (
+    CHUNK_BYTES,
+    DTYPES,
+    MOST_CHUNKS,
+    MOST_COLUMNS,
+    MOST_RESIDENT_WARPS,
+    MOST_WARPS,
+    OPS,
+    SEGMENT_BYTES,
+    TILE,
+    WARPS,
+    Geometry,
+    Machine,
+    Matrix,
+    segment_bytes,
+)
+
+
+def plan(
+    config: LaneformerConfig,
+    dtype: str,
+    machine: Machine,
+    *,
+    devices: int = 1,
+    resident: int = 1,
+    warps: int | None = None,
+    chunk_bytes: int | None = None,
+    blocks_per_lane: int | None = None,
+    wide_exchanges: bool = False,
+    mma_columns: int = 0,
+    interleaved: bool = False,
+    prefetch_chunks: int = 0,
+) -> Geometry:
+    """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
+
+    `resident`: blocks that a multiprocessor holds together; two for the graph version, whose kernels overlap. What is
+    not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits.
+
+    ValueError where the model does not fit the kernels or the GPU; the message says what would.
+    """
+    check_model(config, dtype, devices)
+    blocks = blocks_of(machine, config.num_lanes // devices, blocks_per_lane)
+    segment, wider = segment_bytes(machine.warp_threads), machine.warp_threads // 32
+    most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident) // wider
+    if warps is not None and not 1 <= warps <= most_warps:
+        raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
+    check_tapes(segment, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
+    if mma_columns and wide_exchanges:
+        raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
+
+    def bare(warps: int, chunk_bytes: int) -> Geometry:
+        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks, 32 * wider, machine.chiplets > 1)
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options)
+
+    for op in OPS:
+        check_matrix(op, bare(1, 0).matrix(op), blocks * most_warps)
+
+    def cut(warps: int, chunk_bytes: int, resident: int) -> Geometry:
+        without = bare(warps, chunk_bytes)
+        left = machine.shared_among(resident) - without.shared_bytes
+        return dataclasses.replace(without, chunks=min(MOST_CHUNKS, left // (warps * (chunk_bytes + 8))))
+
+    # where 64 KB are all there is, small chunks keep most of a ring under way
+    sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES if wider == 1 else (segment,)
+    # sums over a block depend on its warps: the same in both versions, where both fit; AMD's kernels do not overlap
+    tried = (warps,) if warps else [max(1, count // wider) for count in WARPS]
+    counts = sorted(tried, key=lambda count: wider == 1 and cut(count, sizes[-1], 2).chunks < 2)
+    cuts = [cut(count, size, resident) for count in counts for size in sizes]
+    for geometry in cuts:
+        if geometry.chunks >= 2:
+            return geometry
+    least = min(cuts, key=lambda geometry: geometry.fixed_shared_bytes)
+    raise ValueError(
+        f"{machine.shared_among(resident)} bytes of shared memory a block are too few for a ring of two chunks: "
+        f"{least.fixed_shared_bytes} go to activations; use "
+        + ("fewer warps or smaller chunks" if warps or chunk_bytes else "another GPU or the CPU engine")
+    )
+
+
+def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
+    """Blocks of a lane."""
+    there = machine.multiprocessors
+    most = there // lanes
+    if most < 1:
+        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {there}; use more GPUs")
+    if given is not None and not 1 <= given <= most:
+        raise ValueError(f"blocks_per_lane = {given} is outside 1 to {most} ({there} multiprocessors)")
+    return most if given is None else given
+
+
+def check_tapes(segment: int, chunk_bytes: int | None, columns: int, interleaved: bool, prefetch_chunks: int) -> None:
+    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % segment):
+        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {segment}")
+    if columns and segment != SEGMENT_BYTES:
+        raise ValueError(f"mma_columns = {columns} is for GPUs with warps of 32 threads; leave it out")
+    if not 0 <= columns <= MOST_COLUMNS:
+        raise ValueError(f"mma_columns = {columns} is outside 0 to {MOST_COLUMNS}")
+    if interleaved and columns:
+        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({columns})")
+    if prefetch_chunks < 0:
+        raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
+
+
+def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
+        )
+    if config.lm_head_type != "vocab_parallel":
+        head = config.lm_head_type
+        raise ValueError(
+            f"lm_head_type = {head!r}: the CUDA engine has the vocab_parallel head only; use the CPU, or for a "
+            f"model of the Llama family lanes that divide its vocabulary of {config.vocab_size}"
+        )
+    if devices < 1 or config.num_lanes % devices:
+        counts = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
+        raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly; use one of {counts}")
+    if config.head_dim % 8:
+        raise ValueError(
+            f"head dimension {config.head_dim} is not a multiple of 8, as the kernels need; use the CPU engine"
+        )
+
+
+def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
+    multiple = TILE if matrix.unit_rows == TILE else 8
+    if matrix.columns % multiple or matrix.rows % matrix.unit_rows:
+        raise ValueError(
+            f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
+            f"multiple of {multiple} and rows of {matrix.unit_rows}; use the CPU engine"
+        )
+    if matrix.units * warps >= 2**31:
+        raise ValueError(f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits")
