@@ -56,7 +56,7 @@ class Limits:
 LIMITS = {
     "sm_80": Limits(stack_bytes=464, local=32, instructions=8000),
     "sm_86": Limits(stack_bytes=472, local=52, instructions=7800),
-    "sm_89": Limits(stack_bytes=432, local=20, instructions=6600),
+    "sm_89": Limits(stack_bytes=432, local=20, instructions=6700),
     "sm_90a": Limits(stack_bytes=408, local=8, instructions=6900),
     "sm_100a": Limits(stack_bytes=952, local=8, instructions=8500),
     "sm_120a": Limits(stack_bytes=648, local=8, instructions=8500),

@@ -27,7 +27,8 @@ class Nvrtc:
         """OSError or AttributeError where it cannot be loaded."""
         if Path(library).is_absolute():  # NVRTC 13.0 does not look beside itself for the part that it opens by name
             for part in Path(library).parent.glob("libnvrtc-builtins.so.*"):
-                c.CDLL(str(part))
+                with contextlib.suppress(OSError):  # without it a compilation fails, and says why
+                    c.CDLL(str(part))
         self.path, self._library = library, c.CDLL(library)
         major, minor, count = c.c_int(), c.c_int(), c.c_int()
         self._library.nvrtcVersion(c.byref(major), c.byref(minor))
