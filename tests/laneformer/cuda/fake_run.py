@@ -37,7 +37,7 @@ CONFIG = LaneformerConfig.from_flavor("2b")
 # text of launch.py -> what a mistake there would make of it
 FAULTS = {
     "the number of another attribute": ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
-    "not cooperative": (
+    "not cooperative": ('version in ("persistent", "passes") and not shared', "False"),
         'self.cooperative = version in ("persistent", "passes") and not shared',
         "self.cooperative = False",
     ),
