@@ -38,9 +38,6 @@ CONFIG = LaneformerConfig.from_flavor("2b")
 FAULTS = {
     "the number of another attribute": ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
     "not cooperative": ('version in ("persistent", "passes") and not shared', "False"),
-        'self.cooperative = version in ("persistent", "passes") and not shared',
-        "self.cooperative = False",
-    ),
     "less shared memory": ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
     "the limit is not raised": ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
     "threads for warps": ("= 32 * self.geometry.warps, 1, 1", "= self.geometry.warps, 1, 1"),
