@@ -8,6 +8,7 @@
 #include "machine.h"
 #include "order.h"
 #include "races.h"
+#include "vectors.cuh"
 
 // ---- the language ----
 
@@ -23,18 +24,6 @@
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 
-struct alignas(8) float2 {
-  float x, y;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-struct alignas(8) uint2 {
-  uint32_t x, y;
-};
-struct alignas(16) uint4 {
-  uint32_t x, y, z, w;
-};
 DEVICE float2 make_float2(float x, float y) { return {x, y}; }
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }

@@ -16,7 +16,7 @@ from laneformer.engine.cuda.geometry import H200, Machine
 from laneformer.engine.cuda.memory import Column, DeviceMemory
 from laneformer.engine.cuda.passes import Decoding, PassDecoder, draft, plan_columns
 from laneformer.engine.cuda.planning import plan
-from laneformer.engine.decoder import Sampling
+from laneformer.engine.decoder import RequestFailed, Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.reference import expected, kept_at
@@ -27,6 +27,8 @@ GREEDY = Sampling(top_p=1.0)
 
 class EmulatedPasses(PassDecoder):
     """PassDecoder itself, with its memory on the CPU and the kernel on the emulator."""
+
+    missing_blocks = 0  # for whose words the others wait in vain
 
     def __init__(self, builds: Path, columns: int, seed: int = 0, changes: dict[str, Any] | None = None, **shape: Any):
         self.config, self.limit_s, self.passes, self.seed = small_config(**(changes or {})), 10.0, 0, seed
@@ -45,7 +47,8 @@ class EmulatedPasses(PassDecoder):
     def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
         words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
         emulator.launch(
-            self.library, "pass", arguments, blocks=self.geometry.blocks, threads=32 * self.geometry.warps,
+            self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
+            threads=32 * self.geometry.warps, watchdog=self.missing_blocks > 0,
             shared_bytes=self.geometry.shared_bytes, seed=self.seed + self.passes,
             names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
         )  # fmt: skip
@@ -103,6 +106,15 @@ def test_drafts_that_were_wrong_leave_nothing(cuda_builds: Path) -> None:
     for i, token in enumerate(ids):
         rows.append(five.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 5))])[:1])
     assert torch.equal(torch.cat(rows), right)
+
+
+def test_a_wait_in_vain_ends_its_request_alone(cuda_builds: Path) -> None:
+    passes, ids = EmulatedPasses(cuda_builds, 1), text(3)
+    passes.missing_blocks, passes.limit_s = 1, 0.05
+    with pytest.raises(RequestFailed, match=r"the pass kernel waited 0.05 s in vain: lane \d, layer \d, exchange '"):
+        one_by_one(passes, ids)
+    passes.missing_blocks, passes.limit_s = 0, 10.0
+    assert torch.equal(one_by_one(passes, ids), one_by_one(EmulatedPasses(cuda_builds, 1), ids))
 
 
 def test_two_gpus(cuda_builds: Path) -> None:

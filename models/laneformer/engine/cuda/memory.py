@@ -15,7 +15,7 @@ import torch
 
 from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConfig
 from ...tensors import STORED_TYPES, Tensor
-from ..decoder import Request, Sampling
+from ..decoder import Request, RequestFailed, Sampling
 from ..folder import rope_tables
 from .geometry import DTYPES, MOST_STOPS, Geometry
 from .tape import LaneMatrix, pack, tape_starts
@@ -275,3 +275,16 @@ def finite(tensors: Mapping[str, Tensor], name: str) -> torch.Tensor:
     if not values.isfinite().all():
         raise ValueError(f"tensor {name} holds values that are not finite")
     return values
+
+
+def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> None:
+    """RequestFailed if a launch has given up a wait: who waited for what. The next launch finds no word of any epoch."""
+    hang = next((report for memory in memories if (report := memory.hang())), None)
+    if hang is None:
+        return
+    for memory in memories:
+        memory.reset_words()
+    raise RequestFailed(
+        f"the {kernel} kernel waited {limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
+        f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
+    )

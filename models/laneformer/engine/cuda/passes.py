@@ -21,7 +21,7 @@ from ...tensors import Tensor
 from ..decoder import Request, Sampling
 from .geometry import Geometry, Machine
 from .launch import Kernels, describe
-from .memory import EXCHANGES, Column, DeviceMemory
+from .memory import Column, DeviceMemory, end_hang
 from .planning import plan
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
@@ -129,7 +129,7 @@ def decodings(request: Request, context: int) -> list[Decoding]:
 
 
 class PassDecoder:
-    """Weights as tiles on the GPUs, and passes over them. RuntimeError after a hang says who waited for what."""
+    """Weights as tiles on the GPUs, and passes over them. RequestFailed after a hang says who waited for what."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
@@ -183,13 +183,7 @@ class PassDecoder:
             memory.epoch += 1  # whatever becomes of this pass, no other one uses it
         self.passes += 1
         self._launch(arguments)
-        hang = next((report for memory in self.memories if (report := memory.hang())), None)
-        if hang is not None:
-            self._reset()
-            raise RuntimeError(
-                f"the pass kernel waited {self.limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
-                f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
-            )
+        end_hang(self.memories, "pass", self.limit_s)
         return self.memories[0].tokens[: len(columns)].tolist()
 
     def _reset(self) -> None:

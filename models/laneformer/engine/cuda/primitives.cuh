@@ -43,31 +43,11 @@ DEVICE uint64_t now_ns() {
   return ns;
 }
 
-// ---- words: a value and the epoch that says which value it is; stored and loaded whole, so no flag and no fence ----
+// ---- words, stored and loaded whole ----
 
-#if GRAPH  // kernels follow each other: a plain number, which is there
+#include "words.cuh"
 
-struct Word {
-  float value;
-};
-struct alignas(8) WordPair {
-  Word a, b;
-};
-DEVICE void store_word(Word* at, float value, uint32_t) { at->value = value; }
-DEVICE Word load_word(const Word* at) { return *at; }
-DEVICE WordPair load_words(const Word* at) { return *reinterpret_cast<const WordPair*>(at); }
-DEVICE bool is_of(Word, uint32_t) { return true; }
-
-#else
-
-struct alignas(8) Word {
-  float value;
-  uint32_t epoch;
-};
-struct WordPair {
-  Word a, b;
-};
-
+#if !GRAPH
 #if DEVICES > 1
 #define SCOPE "sys"  // peers write over NVLink
 #else
@@ -75,10 +55,9 @@ struct WordPair {
 #endif
 
 DEVICE void store_word(Word* at, float value, uint32_t epoch) {
-  const uint64_t bits = static_cast<uint64_t>(epoch) << 32 | bits_of(value);
+  const uint64_t bits = bits_of_word(value, epoch);
   asm volatile("st.relaxed." SCOPE ".global.b64 [%0], %1;" ::"l"(at), "l"(bits) : "memory");
 }
-DEVICE Word word_of(uint64_t bits) { return {float_of(static_cast<uint32_t>(bits)), static_cast<uint32_t>(bits >> 32)}; }
 DEVICE Word load_word(const Word* at) {
   uint64_t bits;
   asm volatile("ld.relaxed." SCOPE ".global.b64 %0, [%1];" : "=l"(bits) : "l"(at) : "memory");
@@ -90,12 +69,7 @@ DEVICE WordPair load_words(const Word* at) {
   asm volatile("ld.relaxed." SCOPE ".global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
   return {word_of(a), word_of(b)};
 }
-DEVICE bool is_of(Word word, uint32_t epoch) { return word.epoch == epoch; }
-
 #endif
-
-// the polled word was the awaited one; the tests' emulator checks here that no other order of events could have lost it
-DEVICE void accept(const Word*, uint32_t) {}
 
 DEVICE int load_flag(const int* at) {
   int value;

@@ -23,18 +23,8 @@ using uint64_t = unsigned long long;
 #define DEVICE __attribute__((host, device)) inline __attribute__((always_inline))  // host: in constants
 #define DEVICE_CALL DEVICE
 
-struct alignas(8) float2 {
-  float x, y;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-struct alignas(8) uint2 {
-  uint32_t x, y;
-};
-struct alignas(16) uint4 {
-  uint32_t x, y, z, w;
-};
+#include "vectors.cuh"
+
 DEVICE int min(int a, int b) { return a < b ? a : b; }
 DEVICE int max(int a, int b) { return a > b ? a : b; }
 DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
@@ -71,31 +61,11 @@ DEVICE char* dynamic_shared() {
 }
 DEVICE uint64_t now_ns() { return __builtin_readsteadycounter() * 10; }  // a clock of 100 MHz
 
-// ---- words ----
+// ---- words, stored and loaded whole ----
 
-#if GRAPH
+#include "words.cuh"
 
-struct Word {
-  float value;
-};
-struct alignas(8) WordPair {
-  Word a, b;
-};
-DEVICE void store_word(Word* at, float value, uint32_t) { at->value = value; }
-DEVICE Word load_word(const Word* at) { return *at; }
-DEVICE WordPair load_words(const Word* at) { return *reinterpret_cast<const WordPair*>(at); }
-DEVICE bool is_of(Word, uint32_t) { return true; }
-
-#else
-
-struct alignas(8) Word {
-  float value;
-  uint32_t epoch;
-};
-struct WordPair {
-  Word a, b;
-};
-
+#if !GRAPH
 #if DEVICES > 1
 #define SCOPE __HIP_MEMORY_SCOPE_SYSTEM
 #else
@@ -103,19 +73,13 @@ struct WordPair {
 #endif
 
 DEVICE void store_word(Word* at, float value, uint32_t epoch) {
-  const uint64_t bits = static_cast<uint64_t>(epoch) << 32 | bits_of(value);
-  __hip_atomic_store(reinterpret_cast<uint64_t*>(at), bits, __ATOMIC_RELAXED, SCOPE);
+  __hip_atomic_store(reinterpret_cast<uint64_t*>(at), bits_of_word(value, epoch), __ATOMIC_RELAXED, SCOPE);
 }
 DEVICE Word load_word(const Word* at) {
-  const uint64_t bits = __hip_atomic_load(reinterpret_cast<const uint64_t*>(at), __ATOMIC_RELAXED, SCOPE);
-  return {float_of(static_cast<uint32_t>(bits)), static_cast<uint32_t>(bits >> 32)};
+  return word_of(__hip_atomic_load(reinterpret_cast<const uint64_t*>(at), __ATOMIC_RELAXED, SCOPE));
 }
 DEVICE WordPair load_words(const Word* at) { return {load_word(at), load_word(at + 1)}; }
-DEVICE bool is_of(Word word, uint32_t epoch) { return word.epoch == epoch; }
-
 #endif
-
-DEVICE void accept(const Word*, uint32_t) {}
 
 DEVICE int load_flag(const int* at) { return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
 DEVICE void publish_flag(int* at, int value) {

@@ -16,10 +16,10 @@ import torch
 
 from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import Request, RequestFailed, Sampling
+from ..decoder import Request, Sampling
 from .geometry import Geometry
 from .launch import Kernels, NotResident, describe
-from .memory import EXCHANGES, DeviceMemory
+from .memory import DeviceMemory, end_hang
 from .planning import plan
 from .prefill import DeviceCache, prefill, streams
 from .slots import Slots
@@ -228,13 +228,7 @@ class SequenceDecoder:
 
     def _end(self, tokens: list[int]) -> None:
         """After the last launch: what the cache holds now, and whether somebody waited in vain."""
-        hang = next((report for memory in self.memories if (report := memory.hang())), None)
-        if hang is not None:
-            self._reset()
-            raise RequestFailed(
-                f"the decode kernel waited {self.limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
-                f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
-            )
+        end_hang(self.memories, "decode", self.limit_s)
         known = (self.ids + tokens)[:-1]
         # the graph also reads what it makes after a stop id
         surplus = self._replays - (self.read_tokens + len(tokens) - 1) if self.version == "graph" else 0
