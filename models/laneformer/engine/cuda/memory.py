@@ -278,7 +278,7 @@ def finite(tensors: Mapping[str, Tensor], name: str) -> torch.Tensor:
 
 
 def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> None:
-    """RequestFailed if a launch has given up a wait: who waited for what. The next launch finds no word of any epoch."""
+    """RequestFailed, which says who waited for what, if a launch has given up a wait; no word is of any epoch then."""
     hang = next((report for memory in memories if (report := memory.hang())), None)
     if hang is None:
         return
