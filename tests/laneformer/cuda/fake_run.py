@@ -40,7 +40,7 @@ FAULTS = {
     "not cooperative": ('version in ("persistent", "passes") and not shared', "False"),
     "less shared memory": ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
     "the limit is not raised": ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
-    "threads for warps": ("= 32 * self.geometry.warps, 1, 1", "= self.geometry.warps, 1, 1"),
+    "threads for warps": ("= self.geometry.threads, 1, 1", "= self.geometry.warps, 1, 1"),
     "another stream": ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
     "another argument": ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
     "no overlap": ('self.version == "graph" and', "False and"),

@@ -195,7 +195,7 @@ def read_bandwidth(memory: DeviceMemory, runs: int = RUNS) -> dict[str, float]:
     """
     geometry, size = memory.geometry, memory.weight_bytes
     kernels = Kernels("probe", geometry, memory.device)
-    sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32, device=memory.device)
+    sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32, device=memory.device)
     rounds = math.ceil(PROBED_BYTES / size)
     argument, expected = probe_argument(memory, sums, rounds), expected_sum(memory, rounds)
     best = {}

@@ -62,7 +62,7 @@ class Kernels:
 
         config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks or self.geometry.blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * self.geometry.warps, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.geometry.threads, 1, 1
         config.sharedMemBytes = self.geometry.shared_bytes
         config.hStream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
         ids = driver.CUlaunchAttributeID
@@ -90,7 +90,7 @@ class Kernels:
         """NotResident: the GPU cannot hold all blocks of so many launches at once."""
         from cuda.bindings import driver
 
-        threads, shared = 32 * self.geometry.warps, self.geometry.shared_bytes
+        threads, shared = self.geometry.threads, self.geometry.shared_bytes
         function, there = driver.CUfunction(int(self._kernel(name))), describe(self.device).multiprocessors
         with torch.cuda.device(self.device):
             each = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
