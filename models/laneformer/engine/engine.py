@@ -239,7 +239,7 @@ class Engine:
         The last id is only predicted, never read. A later `start` saves the head's work, and that of the positions
         before it that are still in the KV cache, as when many continuations follow one context.
         """
-        request = self._scoring(ids, start, top or 0, reuse_prefix)
+        request = self._scoring(ids, start, 0 if top is None else top, reuse_prefix)
 
         def read(decoder: Decoder) -> np.ndarray | PromptLogprobs:
             scores = decoder.scores(0, len(request.prompts[0]) - start)

@@ -8,7 +8,7 @@
 #include "machine.h"
 #include "order.h"
 #include "races.h"
-#include "vectors.cuh"
+#include "../../../models/laneformer/engine/cuda/vectors.cuh"
 
 // ---- the language ----
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laneformer.engine import GenerationOptions
@@ -81,6 +81,7 @@ def test_any_generation_ends_in_tokens_or_an_error(engine, prompt, options, data
 
 @settings(**LIMITS)
 @given(ids=any_prompt, options=st.dictionaries(st.sampled_from(["top", "start", "reuse_prefix"]), anything))
+@example(ids=[0], options={"top": False})  # no number, though it stands for one
 def test_any_scoring_ends_in_numbers_or_an_error(engine, ids, options):
     try:
         scores = engine.logprobs(ids, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def test_a_full_queue_is_429_and_the_client_tries_again(
 ) -> None:
     asked = Asked(server(model_folder, max_waiting=0).url, "tiny", "none")
     held: list[Any] = []
-    with asked.sync() as client, asked.sync(max_retries=4) as patient:
+    with asked.sync() as client, asked.sync(max_retries=40) as patient:
 
         def fill() -> None:
             while len(held) < 100:  # nobody reads them, so they run on
@@ -39,7 +40,14 @@ def test_a_full_queue_is_429_and_the_client_tries_again(
         assert int(error.response.headers["retry-after"]) >= 1
         assert error.body["message"]
         retries: list[int] = []
-        monkeypatch.setattr(patient, "_sleep_for_retry", lambda **k: (retries.append(1), [s.close() for s in held]))
+
+        def leave(**_: Any) -> None:
+            retries.append(1)
+            for stream in held:
+                stream.close()
+            time.sleep(0.1)  # until the server sees it
+
+        monkeypatch.setattr(patient, "_sleep_for_retry", leave)
         assert asked.chat(patient).choices
         assert retries, "the queue was full"
 
