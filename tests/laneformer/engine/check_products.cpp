@@ -55,10 +55,11 @@ std::vector<float> multiplied(const Product& how, const Weights& w, const std::v
     std::copy_n(x.data() + size_t(c) * w.matrix.inputs, w.matrix.inputs, to);
     if (w.matrix.inputs % 2) to[w.matrix.inputs] = 0.0f;
   }
-  const size_t stride = how.prepare ? how.column_bytes(pairs) : x_stride * sizeof(float);
-  Pages prepared(how.prepare ? stride * round_up(columns, 32) : 64);
-  if (how.prepare) how.prepare(inputs.data(), x_stride, pairs, columns, prepared.bytes());
-  const char* data = how.prepare ? prepared.bytes() : reinterpret_cast<const char*>(inputs.data());
+  const bool prepared_first = prepares(how, columns);
+  const size_t stride = prepared_first ? how.column_bytes(pairs) : x_stride * sizeof(float);
+  Pages prepared(prepared_first ? stride * round_up(columns, 32) : 64);
+  if (prepared_first) how.prepare(inputs.data(), x_stride, pairs, columns, prepared.bytes());
+  const char* data = prepared_first ? prepared.bytes() : reinterpret_cast<const char*>(inputs.data());
   how.multiply(w.tape.bytes(), rows, pairs, {data, stride, 4096}, y.data(), y_stride, columns);
   std::vector<float> out;
   for (size_t i = 0; i < y.size(); ++i)

@@ -75,6 +75,22 @@ def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():
     assert floor_s("tensor_parallel", 1.0) == 2 * LAYERS + 1
 
 
+def test_processes_wait_as_threads_do():
+    model = random_model(small_config(num_hidden_layers=1, broadcast_delay=0, swa_layers=[]), seed=4)
+    link_s, exchanges = 0.05, 3  # attention, MLP and the token
+    with engine_of(model, threads=2) as one:
+        expected = one.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True)
+    with engine_of(model, threads=1, processes=2) as engine:
+        decoder_of(engine).set_latency(link_s)
+        times = after(engine, [1, 2, 3], 5).token_s()
+        # one process may begin a token up to a link's latency before the other, so a single one can be shorter
+        assert sum(times) >= (len(times) * exchanges - 1) * link_s
+        assert engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True) == expected
+    refused = pytest.raises(ValueError, match="transport = 'tcp': a latency is injected where processes share memory")
+    with engine_of(model, threads=1, processes=2, transport="tcp") as engine, refused:
+        decoder_of(engine).set_latency(LINK_S)
+
+
 def test_threads_of_one_lane_do_not_wait_for_the_link():
     model = random_model(small_config(num_lanes=1, broadcast_delay=0))
     with engine_of(model, threads=2) as engine:

@@ -25,7 +25,8 @@ from tests.laneformer.engine.assets import (
     usable_isas,
     write_folder,
 )
-from tools.check.int8 import check, dequantised
+from tools.check.int8 import check
+from tools.check.reference import dequantised
 
 CONFIG = small_config()
 IDS = random_ids(CONFIG, 50)
@@ -206,7 +207,7 @@ def test_rounded_activations_and_int8_inputs_are_refused():
     model = random_model(CONFIG, dtype="bf16")
     with pytest.raises(ValueError, match="math = 'bf16' needs bf16 weights, these are int8"):
         int8_engine(model, math="bf16")
-    with pytest.raises(ValueError, match=r"dtype = 'int2' is unknown; choose from \('auto', .*'int8', 'int4'\)"):
+    with pytest.raises(ValueError, match=r"dtype = 'int2' is unknown; choose from \('auto', .*'int8', 'int4', 'fp8'\)"):
         engine_of(model, dtype="int2")
     with int8_engine(model) as engine, pytest.raises(ValueError, match="dtype = 'int8' is unknown"):
         engine._open().set_embedding(tensors_of(model)["tok_embeddings.weight"].values, "int8")

@@ -73,7 +73,7 @@ class ProcessesDecoder(CpuDecoder):
         source: Source,
         **options: Any,
     ):
-        self._told = False
+        self._told, self._transport = False, transport
         self._workers = Workers(processes)
         self._end = weakref.finalize(self, self._workers.close)
         try:
@@ -99,6 +99,13 @@ class ProcessesDecoder(CpuDecoder):
             self._told = True
             raise RuntimeError(f"{self._reason()}: the request has ended, and the engine is closed")
         return tokens, finished
+
+    def set_latency(self, link_s: float, jitter: float = 0.0, seed: int = 0) -> None:
+        """In every process. ValueError by TCP, which does not carry the stamps of the delay line."""
+        if self._transport != TRANSPORTS[0]:
+            raise ValueError(f"transport = {self._transport!r}: a latency is injected where processes share memory")
+        super().set_latency(link_s, jitter, seed)
+        self._workers.send((link_s, jitter, seed))
 
     def close(self) -> None:
         self.cancel()

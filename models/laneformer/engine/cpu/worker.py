@@ -1,7 +1,8 @@
 """A worker process of an engine in several processes (processes.py): `python -m laneformer.engine.cpu.worker`.
 
-Standard input holds pickles of rank 0's: the model, the bytes that its caches may take, then one request after another.
-One line of standard output says that the weights are loaded, or why they are not.
+Standard input holds pickles of rank 0's: the model, the bytes that its caches may take, then requests one after another
+(or a latency that is injected, for measurements). One line of standard output says that the weights are loaded, or why
+they are not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, NoReturn, TextIO
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
+from ..decoder import Request
 from ..running import wait
 from .decoder import CpuDecoder, Place
 from .links import LOADED, Address, connect_all, connected, shared_file, tell
@@ -47,10 +49,13 @@ class Worker(CpuDecoder):
 
     def run(self) -> None:
         while True:
-            request = self._inbox.get()
+            message = self._inbox.get()
             with contextlib.suppress(OverflowError):  # which rank 0 has found, too
-                wait(self)  # the last one ends with the same pass as rank 0's
-            self.start(request)
+                wait(self)  # the last request ends with the same pass as rank 0's
+            if isinstance(message, Request):
+                self.start(message)
+            else:
+                self.set_latency(*message)
 
 
 Inbox = queue.SimpleQueue[Any]

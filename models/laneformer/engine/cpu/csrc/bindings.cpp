@@ -253,6 +253,27 @@ int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vect
   return sampler.choose(logits.data(), position);
 }
 
+// Rows of fp32 weights as int8, flat, and their scales, which are not finite where a weight is not; for GPUs.
+nb::tuple quantise_rows(Floats weights) {
+  const size_t rows = weights.shape(0), inputs = weights.shape(1);
+  std::vector<int8_t> numbers(rows * inputs);
+  std::vector<float> scales(rows);
+  const size_t threads = std::max(1, usable_cpus());
+  const auto share = [&](size_t t) {
+    for (size_t r = rows * t / threads; r < rows * (t + 1) / threads; ++r) {
+      const float* row = weights.data() + r * inputs;
+      scales[r] = quantise_row({row, row + inputs}, numbers.data() + r * inputs);
+    }
+  };
+  {
+    nb::gil_scoped_release release;
+    std::vector<std::jthread> others;
+    for (size_t t = 1; t < threads; ++t) others.emplace_back(share, t);
+    share(0);
+  }
+  return nb::make_tuple(to_numpy(std::move(numbers)), to_numpy(std::move(scales)));
+}
+
 // One matrix product, for tests: weights (rows, inputs) packed as `dtype` times x (columns, inputs). The packed bytes,
 // and the outputs (columns, rows), flat.
 nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std::string& math,
@@ -268,7 +289,7 @@ nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std
   for (int c = 0; c < columns; ++c)
     std::memcpy(padded.floats() + size_t(c) * stride, x.data() + size_t(c) * inputs, inputs * sizeof(float));
   Inputs columns_of{padded.bytes(), stride * sizeof(float), 0};
-  if (how.prepare) {
+  if (prepares(how, columns)) {
     prepared = Pages(columns * how.column_bytes(matrix.k_pairs()));
     how.prepare(padded.floats(), stride, matrix.k_pairs(), columns, prepared.bytes());
     columns_of = {prepared.bytes(), how.column_bytes(matrix.k_pairs()), 0};
@@ -364,6 +385,7 @@ NB_MODULE(_core, m) {
       .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
   m.attr("MOST_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
+  m.def("quantise_rows", &quantise_rows, "weights"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
   m.def("time_exchange", &time_exchange, "file"_a, "rank"_a, "floats"_a, "rounds"_a, "to_and_fro"_a,
         nb::call_guard<nb::gil_scoped_release>());

@@ -322,7 +322,7 @@ void Decoder::meet(int t, Gives gives) {
       mirror_->send(written, exchange_.counter_of(Exchange::kProcessesMet, place_.rank));
     }
   }
-  exchange_.wait_for(Exchange::kProcessesMet, -1, 0, place_.processes, number);
+  exchange_.wait_for(Exchange::kProcessesMet, place_.rank, 0, place_.processes, number);
 }
 
 // What this process has written of the running pass's final streams, or logits.

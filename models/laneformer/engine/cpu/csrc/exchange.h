@@ -72,7 +72,8 @@ class Exchange {
   }
   uint64_t published(Count what, int t) const { return counter(what, t).load(std::memory_order_relaxed); }
   const std::atomic<uint64_t>& counter_of(Count what, int t) const { return counter(what, t); }
-  // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
+  // Until every thread (kProcessesMet: rank) of [first, last) but t has published `count` or more; at once where a
+  // process is lost.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {
       if (peer == t) continue;
@@ -119,7 +120,7 @@ class Exchange {
     stamp(what, t, count).store(arrival_ns, std::memory_order_relaxed);
   }
   void await_arrival(Count what, int t, int peer, uint64_t count) const {
-    if (t < 0 || first_of_lane_[t] == first_of_lane_[peer]) return;
+    if (what != kProcessesMet && first_of_lane_[t] == first_of_lane_[peer]) return;
     const int64_t arrival_ns = stamp(what, peer, count).load(std::memory_order_relaxed);
     while (now_ns() < arrival_ns) spin_turns_ ? pause_briefly() : std::this_thread::yield();
   }

@@ -22,7 +22,7 @@ const float* Decoder::norm_scale(int index, int lane) const {
 // The columns' inputs of a matrix as its product reads them, in `buffer` unless they are read as they are.
 Inputs Decoder::prepare(const Matrix& matrix, const float* x, int x_stride, int columns, Pages& buffer) const {
   const Product& how = product(matrix.dtype);
-  if (!how.prepare) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float), ahead_};
+  if (!prepares(how, columns)) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float), ahead_};
   how.prepare(x, x_stride, matrix.k_pairs(), columns, buffer.bytes());
   return {buffer.bytes(), how.column_bytes(matrix.k_pairs()), ahead_};
 }

@@ -12,19 +12,27 @@
 #include "kernels/elementwise.h"
 #include "kernels/integer.h"
 #include "kernels/matmul.h"
+#include "kernels/panels.h"
 #include "kernels/probe.h"
 
 namespace laneformer {
 namespace {
 
+template <DType T>
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr Product kExactProduct = kPanelProduct<T>;
+#else
+constexpr Product kExactProduct{nullptr, nullptr, matmul<T>, 0};
+#endif
+
 constexpr Kernels kernels_named(const char* isa) {
   Kernels k{};
   k.isa = isa;
   Product* exact = k.products[(int)Math::exact];
-  exact[(int)DType::bf16].multiply = matmul<DType::bf16>;
-  exact[(int)DType::fp16].multiply = matmul<DType::fp16>;
-  exact[(int)DType::fp32].multiply = matmul<DType::fp32>;
-  exact[(int)DType::int8].multiply = matmul<DType::int8>;
+  exact[(int)DType::bf16] = kExactProduct<DType::bf16>;
+  exact[(int)DType::fp16] = kExactProduct<DType::fp16>;
+  exact[(int)DType::fp32] = kExactProduct<DType::fp32>;
+  exact[(int)DType::int8] = kExactProduct<DType::int8>;
   k.products[(int)Math::bf16][(int)DType::bf16] = kBf16Product;
   k.products[(int)Math::int8][(int)DType::int8] = kIntegerProduct<DType::int8>;
   k.products[(int)Math::int8][(int)DType::int4] = kIntegerProduct<DType::int4>;

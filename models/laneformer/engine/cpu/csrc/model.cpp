@@ -175,6 +175,12 @@ void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
 
 }  // namespace
 
+float quantise_row(const std::vector<float>& row, int8_t* out) {
+  const float scale = row_scale(row);
+  if (std::isfinite(scale)) std::transform(row.begin(), row.end(), out, [=](float x) { return quantised(x, scale); });
+  return scale;
+}
+
 bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape) {
   const int half = job.interleave_half;
   std::vector<float> in(job.inputs);

@@ -49,6 +49,13 @@ INLINE void store_rows(float* y, V16 v, int valid) {
   for (int i = 0; i < valid; ++i) y[i] = x[i];
 }
 
+// Sums of 16 rows of the tile at `w`, from `row` on, times what their weights were divided by.
+template <DType T>
+INLINE V16 scaled(V16 sums, const char* w, int k_pairs, int row) {
+  if constexpr (T != DType::int8) return sums;
+  return sums * splat(0x1p-24f) * load((const float*)(w + (size_t)k_pairs * 2 * kPairBytes<T>) + row);
+}
+
 struct Columns {
   const float* x;
   int stride;  // floats
@@ -98,10 +105,8 @@ void multiply_tile(const char* w, int k_pairs, Columns in, Stream soon, float* y
     }
     for (int g = 0, row = 16 * group; g < kGroups; ++g, row += 16)
       for (int c = 0; c < COLUMNS; ++c) {
-        V16 total = sums[0][g][c] + sums[1][g][c];
-        if constexpr (T == DType::int8)
-          total = total * splat(0x1p-24f) * load((const float*)(w + (size_t)k_pairs * 2 * kPairBytes<T>) + row);
-        store_rows(y + c * y_stride + row, total, valid - row);
+        const V16 total = sums[0][g][c] + sums[1][g][c];
+        store_rows(y + c * y_stride + row, scaled<T>(total, w, k_pairs, row), valid - row);
       }
   }
 }
