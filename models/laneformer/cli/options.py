@@ -28,10 +28,10 @@ class ProcessOptions:
 @dataclass(frozen=True)
 class ModelOptions:
     device: str = "auto"
-    """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1. On GPUs there are no penalties and no --min-new-tokens."""
+    """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Literal["auto"] | MatrixDtype = "auto"
     """Type of the matrices; auto: the checkpoint's, or bf16 for random weights. int8 reads half the bytes of 16 bits,
-    int4 not much more than a quarter; the output may change."""
+    int4 not much more than a quarter, on the CPU; fp8 as int8, on GPUs; the output may change."""
     math: Literal["auto", "exact", "bf16", "int8"] = "auto"
     """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact, and int8
     for int4 weights. CPU only."""
@@ -50,8 +50,9 @@ class ModelOptions:
     cache_bytes: int | None = None
     """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
 
-    def load(self, path: Path, processes: ProcessOptions | None = None) -> Engine:
-        return Engine.from_pretrained(path, **self._given(processes))
+    def load(self, path: Path, processes: ProcessOptions | None = None, **others: Any) -> Engine:
+        """`others`: of the engine."""
+        return Engine.from_pretrained(path, **self._given(processes), **others)
 
     def random(self, flavor: str, processes: ProcessOptions | None = None) -> Engine:
         options = self._given(processes)
@@ -87,7 +88,7 @@ class SamplingOptions:
     seed: int = 0
     """The same seed and prompt give the same text."""
     speculate: int = 0
-    """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same. CPU only."""
+    """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same."""
 
     def given(self) -> dict[str, Any]:
         """What the user asked for, as options of a generation; ValueError for values that they do not have."""

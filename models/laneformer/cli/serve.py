@@ -9,6 +9,7 @@ import threading
 import webbrowser
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -59,8 +60,9 @@ class Serve:
         )  # errors show before the weights load
         from ..serve.app import run  # imports what the extra brings
 
+        of_gpus: dict[str, Any] = {} if self.model.device in ("auto", "cpu") else {"joined_only": True}
         with Console(stderr=True).status("loading weights"):
-            engine = self.model.load(self.hf_dir)
+            engine = self.model.load(self.hf_dir, **of_gpus)
         with engine:
             run(engine, options, open_page if self.open else None)
 

@@ -127,7 +127,8 @@ class Decoder(Protocol):
     # Requests of one prompt that run side by side (batch.py), in place of `start` and `poll`. Any thread may call
     # these, but only one at a time `collect`.
 
-    most_joined: int
+    @property
+    def most_joined(self) -> int: ...
 
     def join(self, request: Request) -> int:
         """Begin a request between two tokens of the others; returns its ticket, which is never used again.

@@ -46,7 +46,7 @@ class Engine:
     `device` is "cpu", "cuda", or "cuda:0,cuda:1" for several GPUs; "auto" is the CPU for now (device.py).
     `dtype` is that of the matrices (embedding and norms keep theirs): "auto" keeps the layers', "int8" rounds each row
     to multiples of its own scale, "int4" each 32 inputs of a row to 16 levels (the first and the last layer and the
-    head: int8) and implies math="int8".
+    head: int8) and implies math="int8". GPUs have the 16-bit types, the same "int8", and "fp8" (e4m3, a scale a row).
 
     Further options on the CPU:
     `threads`: default all physical cores, or what the container's CPU quota allows. `pin` keeps each thread on a CPU of
@@ -155,13 +155,13 @@ class Engine:
     ) -> Engine:
         """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine.
 
-        int8 and int4 are made of the bf16 weights of the same seed.
+        int8, int4 and fp8 are made of the bf16 weights of the same seed.
         """
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         dtype = dtype_name(dtype)
         if dtype not in MATRIX_DTYPES:
             raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {MATRIX_DTYPES}")
-        tensors = RandomTensors(config, "bf16" if dtype in ("int8", "int4") else dtype, seed)
+        tensors = RandomTensors(config, "bf16" if dtype in ("int8", "int4", "fp8") else dtype, seed)
         return cls(config, tensors, device=device, dtype=dtype, **options)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:

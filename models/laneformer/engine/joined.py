@@ -21,7 +21,9 @@ class OneAtATime(Base):
     What `start` and `poll` raise as RequestFailed is the end of that request alone.
     """
 
-    most_joined = 1
+    @property
+    def most_joined(self) -> int:
+        return 1
 
     def _prepare_joined(self) -> None:
         """To be called once, at the decoder's start."""

@@ -44,6 +44,12 @@ DEVICE int thread_index() { return emulator::my_warp().index * emulator::kLanes 
 DEVICE int here(int value) { return value; }
 DEVICE void sync_block() { emulator::machine->arrive(emulator::kBlockSync); }
 DEVICE void sync_warp() { emulator::machine->arrive(emulator::kWarpSync); }
+DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  uint32_t made = 0;
+  for (int i = 0; i < 4; ++i) made |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return made;
+}
 DEVICE uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
 DEVICE float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 // Two sets of values: a fast lane comes to the next shuffle before a slow one has taken its value of this one.
@@ -197,13 +203,15 @@ DEVICE float float_of_fp16(uint32_t half) {
   if (size >= 0x7c00u << 13) return float_of(sign | 0x7f800000 | size);  // infinite, or no number
   return float_of(sign | bits_of(float_of(size) * 0x1p112f));
 }
+DEVICE float low_fp16(uint32_t pair) { return float_of_fp16(pair & 0xffff); }
+DEVICE float high_fp16(uint32_t pair) { return float_of_fp16(pair >> 16); }
 #if WEIGHTS_BF16
 DEVICE float low_half(uint32_t pair) { return float_of(pair << 16); }
 DEVICE float high_half(uint32_t pair) { return float_of(pair & 0xffff0000u); }
 DEVICE uint32_t pack_halves(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
 #else
-DEVICE float low_half(uint32_t pair) { return float_of_fp16(pair); }
-DEVICE float high_half(uint32_t pair) { return float_of_fp16(pair >> 16); }
+DEVICE float low_half(uint32_t pair) { return low_fp16(pair); }
+DEVICE float high_half(uint32_t pair) { return high_fp16(pair); }
 DEVICE uint32_t pack_halves(float low, float high) { return fp16_of(high) << 16 | fp16_of(low); }
 #endif
 

@@ -6,6 +6,7 @@ The host side is the engine's own (geometry, tapes, memory, arguments), with tor
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,15 @@ import numpy as np
 import torch
 
 from laneformer import Laneformer
-from laneformer.config import LaneformerConfig
+from laneformer.config import HEAD, LaneformerConfig
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
-from laneformer.engine.cuda.geometry import Geometry, Machine
+from laneformer.engine.cuda.geometry import EIGHT_BITS, Geometry, Machine
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory, as_torch
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.sequence import graph_kernels
 from laneformer.tensors import Tensor
 from tests.laneformer.cuda import emulator
+from tools.check.reference import dequantised
 
 SMALL = Machine(8, 48 * 1024, 90)
 KERNELS = {
@@ -63,6 +65,17 @@ def tensors_of(model: Laneformer, dtype: str) -> dict[str, Tensor]:
     return tensors
 
 
+def as_stored_in(model: Laneformer, dtype: str) -> Laneformer:
+    """float64, with the numbers that weights of 8 bits stand for; a tied head is then another matrix."""
+    if dtype not in EIGHT_BITS:
+        return model
+    config = dataclasses.replace(model.config, tie_word_embeddings=False)
+    head = model.tok_embeddings.weight.view(config.head_shape)
+    stored = Laneformer(config).double().requires_grad_(False)
+    stored.load_state_dict(dequantised({HEAD: head, **model.state_dict()}, dtype))
+    return stored
+
+
 def plain_model(config: LaneformerConfig, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
     """The PyTorch model in 16 bits."""
     model = Laneformer(config).to(TORCH_TYPES[dtype])
@@ -86,11 +99,11 @@ class Emulated:
         machine: Machine = SMALL, seed: int = 0, races: bool = False, **shape: Any,
     ):  # fmt: skip
         self.config, self.version, self.races = config, version, races
-        self.model = random_model(config, dtype, seed)
         self.geometry: Geometry = plan(config, dtype, machine, **{"warps": 2, **shape})
-        self.memories = [
-            DeviceMemory(self.geometry, tensors_of(self.model, dtype), i, "cpu") for i in range(self.geometry.devices)
-        ]
+        stored = random_model(config, self.geometry.half, seed)
+        self.model = as_stored_in(stored, dtype)
+        self.tensors = tensors_of(stored, self.geometry.half)
+        self.memories = [DeviceMemory(self.geometry, self.tensors, i, "cpu") for i in range(self.geometry.devices)]
         self.library = self.build(source_of(version, self.geometry), cache)
 
     def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
@@ -163,5 +176,5 @@ class RoundedCache:
 
 def reference(emulated: Emulated, ids: list[int]) -> torch.Tensor:
     """Logits after every token in float64, (len(ids), V), but for keys and values in 16 bits."""
-    cache: Any = RoundedCache(emulated.config, emulated.geometry.dtype)
+    cache: Any = RoundedCache(emulated.config, emulated.geometry.half)
     return emulated.model(torch.tensor([ids]), cache)[0]

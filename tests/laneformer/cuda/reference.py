@@ -58,7 +58,7 @@ def kept_at(emulated: Emulated, layer: int, position: int) -> Tensor:
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [m.kv_layer(layer)[:, :, position % splits, position // splits % slots] for m in emulated.memories]
     bits = torch.cat(heads).flatten(0, 1).movedim(1, 0)
-    return bits.contiguous().view(TORCH_TYPES[emulated.geometry.dtype]).double()
+    return bits.contiguous().view(TORCH_TYPES[emulated.geometry.half]).double()
 
 
 def read_one_by_one(emulated: Emulated, ids: list[int], seed: int = 0) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -91,7 +91,7 @@ def expected(emulated: Emulated, ids: list[int], kept: list[tuple[Tensor, Tensor
     tolerance = max(float((drawn - logits).abs().max()) for drawn, _ in draws)
     # one bound for a layer's keys and one for its values
     off = torch.stack([(drawn - offered).abs().amax((2, 3, 4), keepdim=True) for _, drawn in draws]).amax(0)
-    dtype = TORCH_TYPES[emulated.geometry.dtype]
+    dtype = TORCH_TYPES[emulated.geometry.half]
     least, most = ((offered + sign * off).to(dtype).double() for sign in (-1, 1))
     return Expected(logits, tolerance, list(least), list(most))
 

@@ -6,10 +6,12 @@ their own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,16 +19,18 @@ import torch
 from laneformer import Laneformer
 from laneformer.config import LaneformerConfig
 from laneformer.engine import Engine
-from laneformer.engine.cuda.compile import INCLUDES, source_of
+from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.cuda.decoding import Decoding
 from laneformer.engine.cuda.memory import Column, DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
-from laneformer.engine.cuda.slots import Slots
+from laneformer.engine.cuda.slots import Slot, Slots
+from laneformer.engine.decoder import Sampling
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import KERNELS, SMALL, as_read, plain_model
+from tests.laneformer.cuda.harness import KERNELS, SMALL, as_read, plain_model, random_model, small_config, tensors_of
 
 
 def gpu_of(engine: Engine) -> Any:
@@ -168,14 +172,77 @@ class LoopDecoder:
         yield run_layers(self.plain.layers, self.config, embedding, rope, masks)[:, start:]
 
 
+class EmulatedPasses(PassDecoder):
+    """PassDecoder itself, with its memory on the CPU and the kernel on the emulator."""
+
+    missing_blocks = 0  # for whose words the others wait in vain
+
+    def __init__(
+        self, builds: Path, columns: int, seed: int = 0, changes: dict[str, Any] | None = None, sequences: int = 0,
+        races: bool = False, **shape: Any,
+    ):  # fmt: skip
+        """`changes` of small_config, `shape` for `plan`."""
+        self.config, self.limit_s, self.seed = small_config(**(changes or {})), 10.0, seed
+        dtype, self.races = shape.pop("dtype", "bf16"), races
+        shape = {"warps": 2, "chunk_bytes": 512, **shape}
+        self.geometry = plan(self.config, dtype, SMALL, mma_columns=columns, **shape)
+        self.model = random_model(self.config, dtype)
+        tensors, devices = tensors_of(self.model, dtype), range(self.geometry.devices)
+        self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
+        self.forget()
+        self.library = self.build(source_of("passes", self.geometry), builds)
+
+    def build(self, source: str, builds: Path, folder: Path = FOLDER) -> ctypes.CDLL:
+        """The kernel of this text, which includes those of `folder`."""
+        source += "EMULATE(pass, Decode)\n"
+        return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races)
+
+    def forget(self) -> None:
+        """Words as new; keys and values that nobody has written are no numbers."""
+        self._reset()
+        for memory in self.memories:
+            memory.kv.fill_(0x7FFF)
+
+    def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
+        words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
+        kept = {f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races}
+        emulator.launch(
+            self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
+            threads=32 * self.geometry.warps, watchdog=self.missing_blocks > 0,
+            shared_bytes=self.geometry.shared_bytes, seed=self.seed + self.passes, plain=kept,
+            names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
+        )  # fmt: skip
+
+    def logits(self, columns: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Of one pass of (token, position, sequence): (columns, V)."""
+        rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
+        self.run([Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns], rows)
+        return rows
+
+
 class LoopPasses(PassDecoder):
     """Passes of up to five columns: of each, the PyTorch model's greedy token."""
 
-    def __init__(self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = ()):
-        self.config, self.passes = config, 0
+    def __init__(self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None):
+        self.config = config
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), mma_columns=5)
         self.model: Laneformer = plain_model(config, tensors, dtype)
+        numbers = 5 * self.geometry.lanes_per_device * self.geometry.kv_lane
+        memory: Any = SimpleNamespace(geometry=self.geometry, kv=torch.zeros(numbers, dtype=torch.int16))
+        memory.changes = lambda *_: None
+        self._hold([memory])
         self.caches: dict[int, list[int]] = {}
+        vars(self.slots)["_copy"] = self._copy
+
+    def _copy(self, source: Slot, target: Slot, count: int) -> None:
+        self.caches[target.number] = self.caches[source.number][:count]
+
+    @torch.inference_mode()
+    def _read_piece(self, s: Decoding) -> None:
+        first, end = s.first_scored(), s.pieces_end
+        s.score(first, [self.model(torch.tensor([s.ids[:end]]))[0, first:].float()])
+        self.caches[s.slot.number] = s.ids[:end]
+        s.was_read(end - s.position)
 
     @torch.inference_mode()
     def run(self, columns: Sequence[Column], logits: torch.Tensor | None = None) -> list[int]:

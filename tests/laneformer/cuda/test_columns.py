@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,19 @@ def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
         made = products(geometry, own, cuda_builds, seed)
         for op, part, all_of_them in zip(OPS, made, right, strict=True):
             assert torch.equal(part, all_of_them[first : first + geometry.mma_columns]), (op, geometry)
+
+
+@needs_emulator
+def test_parts_are_added_in_their_order(cuda_builds: Path) -> None:
+    """Eight of them, each in a column without the others: added from the first to the last they are the product."""
+    config = small_config(num_hidden_layers=1, swa_layers=(), hidden_size=128, vocab_size=160)
+    eight = plan(config, "bf16", SMALL, warps=3, mma_columns=8)
+    x = [values.expand(8, -1) for values in inputs(eight, 1)]
+    own = [torch.block_diag(*values[0].view(eight.matrix(op).parts, -1)) for op, values in zip(OPS, x, strict=True)]
+    apart = products(eight, [torch.nn.functional.pad(v, (0, 0, 0, 8 - len(v))) for v in own], cuda_builds)
+    for op, whole, parts in zip(OPS, products(eight, x, cuda_builds), apart, strict=True):
+        assert torch.equal(whole[0], functools.reduce(torch.add, parts)), op
+    assert max(eight.matrix(op).parts for op in OPS) == 8
 
 
 def test_parts_depend_on_the_matrix_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from laneformer.engine import Cancelled, Engine, TextStream, device
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.cuda.scores import scores_of
 from laneformer.engine.options import batch_seeds
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
@@ -105,9 +107,16 @@ def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
 
 
-def test_requests_join_one_after_the_other(engine, expected):
+def refuse(*arguments: Any, **options: Any) -> None:
+    raise ValueError("no tiles")
+
+
+def test_requests_join_one_after_the_other_where_passes_do_not_fit(engine, expected, monkeypatch):
     """`Engine.batch`, as a server uses it."""
-    with engine.batch() as batch:
+    monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
+    with pytest.warns(UserWarning, match="requests do not share passes.*no tiles"):
+        batch = engine.batch()
+    with batch:
         assert batch.most_joined == 1
         assert batch.updates(0.01) == []
         for _ in range(2):
@@ -130,14 +139,6 @@ def test_requests_join_one_after_the_other(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
 
 
-def test_a_batch_shares_passes(engine):
-    """Five columns: seven sequences of seven tokens, of which two wait for a cache."""
-    prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11] * 9]
-    assert engine.generate_batch(prompts, max_new_tokens=7) == [greedy(prompt, 7) for prompt in prompts]
-    assert gpu_of(engine).asked == []
-    assert engine.statistics.passes < 20
-
-
 def test_drafts_share_passes(engine):
     """33 ids in seven passes; in the last of them, two columns are left for drafts."""
     prompt = (PROMPT + greedy(PROMPT, 12)) * 2 + PROMPT
@@ -149,13 +150,82 @@ def test_drafts_share_passes(engine):
     assert engine.generate(prompt, max_new_tokens=8, speculate=4, stop_ids=right[:1]) == right[:1]
 
 
-def test_where_passes_do_not_fit_a_batch_is_one_prompt_after_the_other(engine, monkeypatch):
-    def refuse(*arguments):
-        raise ValueError("no tiles")
+def test_requests_join_side_by_side(engine):
+    """Seven, of which five have a column each; one leaves, one scores, and each ends by itself."""
+    prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
+    with engine.batch() as batch:
+        assert batch.most_joined == 5
+        assert batch.updates(0.01) == []
+        tickets = [batch.join(prompt, max_new_tokens=4 + i) for i, prompt in enumerate(prompts)]
+        with pytest.raises(RuntimeError, match="5 requests run; collect the end of one first"):
+            batch.join(PROMPT)
+        found = collect(batch, *tickets)
+        last = batch.join(PROMPT, max_new_tokens=40)
+        batch.leave(last)
+        scored = batch.score(prompts[2], start=1, top=2)
+        ended = collect(batch, last, scored)
+        batch.join(PROMPT, max_new_tokens=40)  # ends with the batch
+    for i, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True)):
+        assert [token.id for token in tokens_of(found[ticket])] == greedy(prompt, 4 + i)
+        assert found[ticket][-1].finish_reason == "length"
+    assert ended[last][-1].finish_reason == "cancelled"
+    right = engine.logprobs(prompts[2], top=2)
+    np.testing.assert_array_equal(ended[scored][-1].scores.top_ids, right.top_ids)
+    np.testing.assert_allclose(ended[scored][-1].scores.logprobs, right.logprobs, rtol=0, atol=0.05)  # a head in bf16
+    assert gpu_of(engine).asked == []
 
+
+def test_a_servers_engine_holds_tiles_alone_until_a_request_needs_the_tapes(expected):
+    with Engine(CONFIG, TENSORS, device="cuda", joined_only=True) as engine:
+        with engine.batch() as batch:
+            ticket = batch.join(PROMPT, max_new_tokens=12)
+            assert [token.id for token in tokens_of(collect(batch, ticket)[ticket])] == expected
+        assert "gpu" not in vars(engine._open())
+        assert engine.generate(PROMPT, max_new_tokens=12) == expected
+        assert len(gpu_of(engine).asked) == 1
+
+
+def test_random_requests_give_what_each_gives_alone(engine):
+    """Prompts that begin alike, drafts, some that leave: whatever the caches hold, and whoever is beside them."""
+    draw, found, prompts, reused = random.Random(3), dict[int, list[int]](), dict[int, list[int]](), 0
+    running, left = set[int](), set[int]()
+    with engine.batch() as batch:
+        while len(prompts) < 24 or running:
+            if len(prompts) < 24 and len(running) < batch.most_joined and draw.random() < 0.7:
+                prompt = [*range(1, draw.randint(2, 8)), draw.randint(0, 1)]
+                ticket = batch.join(prompt, max_new_tokens=6, speculate=draw.choice((0, 3)))
+                prompts[ticket], found[ticket] = prompt, []
+                running.add(ticket)
+            for update in batch.updates(0.01):
+                found[update.ticket] += [token.id for token in update.tokens]
+                if update.finish_reason:
+                    running.remove(update.ticket)
+                    reused += update.statistics.reused_tokens
+                elif draw.random() < 0.1:
+                    batch.leave(update.ticket)
+                    left.add(update.ticket)
+    for ticket, prompt in prompts.items():
+        assert found[ticket] == greedy(prompt, 6)[: len(found[ticket]) if ticket in left else 6]
+    assert reused > 24
+
+
+def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    with engine.batch() as batch:
+        monkeypatch.setattr(LoopPasses, "run", fails)
+        ticket = batch.join(PROMPT)
+        last = collect(batch, ticket)[ticket][-1]
+        assert (last.finish_reason, last.error) == ("error", "RuntimeError: an illegal memory access")
+        with pytest.raises(RuntimeError, match=r"have failed, and with them this process: .*illegal memory access"):
+            batch.join(PROMPT)
+
+
+def test_where_passes_do_not_fit_a_batch_is_one_prompt_after_the_other(engine, monkeypatch):
     monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
     prompts = [[1, 2], [3], [4, 5, 6]]
-    with pytest.warns(UserWarning, match="prompts do not share passes.*no tiles"):
+    with pytest.warns(UserWarning, match="requests do not share passes.*no tiles"):
         assert engine.generate_batch(prompts[:2], max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts[:2]]
     gpu_of(engine).asked.clear()
     assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
@@ -252,7 +322,7 @@ def test_scores_are_those_of_the_model(engine):
 
 def test_equally_likely_ids_come_lowest_first():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
-    own, ids, logprobs = cuda_decoder.scores_of(logits, [2], 3)
+    own, ids, logprobs = scores_of(logits, [2], 3)
     assert ids.tolist() == [1, 2, 3]
     assert (logprobs == own).all()
 
@@ -282,7 +352,7 @@ def test_too_many_stop_ids(engine):
         {"math": "bf16"},
         {"pin": True},
         {"kv_dtype": "fp32"},
-        {"dtype": "int8"},
+        {"dtype": "int4"},
         {"dtype": "fp32"},
     ],
 )

@@ -84,7 +84,9 @@ def test_a_column_has_the_same_bits_in_any_company():
 
     def logits(columns: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = torch.empty(len(columns), TINY.vocab_size, device="cuda")
-        passes.run([Column(*column, Sampling(top_p=1.0)) for column in columns], rows)
+        passes.run(
+            [Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns], rows
+        )
         return rows
 
     alone = torch.cat([logits([(token, i, 0)]) for i, token in enumerate(PROMPT)])

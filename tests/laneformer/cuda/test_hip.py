@@ -91,7 +91,8 @@ def test_both_files_offer_the_same_primitives() -> None:
         return {function.split("(")[0] for function in functions}
 
     missing = names(offered("primitives.cuh")) - names(offered("primitives_hip.cuh"))
-    assert missing == {"multiply_tile"}
+    eight_bits = {"byte_perm", "low_fp16", "high_fp16", "fp16_of_fp8"}  # `plan` refuses these weights, and columns
+    assert missing == {"multiply_tile", *eight_bits}
 
 
 @compiled

@@ -220,6 +220,26 @@ def test_the_persistent_kernel_for_others(
     spills_are_few(c, Limits(stack_bytes, local, 8400))
 
 
+LIMITS_8 = {  # of weights of 8 bits
+    ("int8", "sm_80"): Limits(stack_bytes=472, local=58, instructions=8700),
+    ("int8", "sm_90a"): Limits(stack_bytes=408, local=14, instructions=7450),
+    ("fp8", "sm_90a"): Limits(stack_bytes=408, local=14, instructions=7400),
+    ("int8", "sm_100a"): Limits(stack_bytes=952, local=8, instructions=9750),
+}
+
+
+@pytest.mark.parametrize(("dtype", "architecture"), LIMITS_8)
+def test_the_persistent_kernel_of_8_bits(dtype: str, architecture: str, tmp_path: Path) -> None:
+    c = compiled("persistent", plan(config(), dtype, MACHINES[architecture]), architecture, tmp_path)["decode"]
+    report(c, f"{dtype}, {architecture}")
+    every_gate(c, "decode")
+    words_are_whole(c)
+    registers_suffice(c)
+    spills_are_few(c, LIMITS_8[dtype, architecture])
+    conversions = {this.name for this in c.loop if "E4M3" in this.op}
+    assert conversions == ({"F2FP"} if dtype == "fp8" else set())
+
+
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])
 def test_the_kernels_of_the_graph(architecture: str, tmp_path: Path) -> None:
     """Two blocks on a multiprocessor, and hardly anything spilled; the one that chooses a token is alone."""
@@ -253,7 +273,7 @@ DEVICE void unused(Word* at, uint64_t bits) {
 LOAD_ALL = """uint4 there[Strip];
     for (int r = 0; r < Strip; ++r) there[r] = tape.peek(r, thread);
     tape.drop(Strip);
-    for (int r = 0; r < Strip; ++r) sum[r] = dot8(there[r], a, b, sum[r]);
+    for (int r = 0; r < Strip; ++r) sum[r] = dot(there[r], in, sum[r]);
   }"""
 FAULTS = {
     "a word is stored in two halves": Fault(
@@ -276,7 +296,7 @@ FAULTS = {
     ),
     "a slot is filled while its values are under way": Fault(
         "rows.cuh",
-        "for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r, thread), a, b, sum[r]);\n"
+        "for (int r = 0; r < Strip; ++r) sum[r] = dot(tape.peek(r, thread), in, sum[r]);\n"
         "    tape.drop(Strip);\n  }",
         LOAD_ALL, slots_are_consumed, "not awaited before", {},
     ),

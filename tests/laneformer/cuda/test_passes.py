@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,53 +10,18 @@ import pytest
 import torch
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda.compile import INCLUDES, source_of
+from laneformer.engine.cuda import decoding
+from laneformer.engine.cuda.decoding import Decoding, draft
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.memory import Column, DeviceMemory
-from laneformer.engine.cuda.passes import Decoding, PassDecoder, draft, plan_columns
-from laneformer.engine.cuda.planning import plan
-from laneformer.engine.decoder import RequestFailed, Sampling
+from laneformer.engine.cuda.passes import PassDecoder, plan_columns, sequences_in
+from laneformer.engine.decoder import Request, Sampling
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
+from tests.laneformer.cuda.harness import small_config
 from tests.laneformer.cuda.reference import expected, kept_at
+from tests.laneformer.cuda.stand_ins import EmulatedPasses
 
 pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 GREEDY = Sampling(top_p=1.0)
-
-
-class EmulatedPasses(PassDecoder):
-    """PassDecoder itself, with its memory on the CPU and the kernel on the emulator."""
-
-    missing_blocks = 0  # for whose words the others wait in vain
-
-    def __init__(self, builds: Path, columns: int, seed: int = 0, changes: dict[str, Any] | None = None, **shape: Any):
-        self.config, self.limit_s, self.passes, self.seed = small_config(**(changes or {})), 10.0, 0, seed
-        dtype = shape.pop("dtype", "bf16")
-        self.geometry = plan(
-            self.config, dtype, SMALL, mma_columns=columns, **{"warps": 2, "chunk_bytes": 512, **shape}
-        )
-        self.model = random_model(self.config, dtype)
-        devices = range(self.geometry.devices)
-        self.memories = [DeviceMemory(self.geometry, tensors_of(self.model, dtype), i, "cpu") for i in devices]
-        for memory in self.memories:
-            memory.kv.fill_(0x7FFF)  # no numbers
-        source = source_of("passes", self.geometry) + "EMULATE(pass, Decode)\n"
-        self.library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
-
-    def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
-        words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
-        emulator.launch(
-            self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
-            threads=32 * self.geometry.warps, watchdog=self.missing_blocks > 0,
-            shared_bytes=self.geometry.shared_bytes, seed=self.seed + self.passes,
-            names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
-        )  # fmt: skip
-
-    def logits(self, columns: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """Of one pass of (token, position, sequence): (columns, V)."""
-        rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
-        self.run([Column(*column, GREEDY) for column in columns], rows)
-        return rows
 
 
 def text(count: int, seed: int = 1) -> list[int]:
@@ -98,25 +62,6 @@ def test_columns_do_not_see_each_other(cuda_builds: Path) -> None:
     assert torch.equal(torch.cat(rows), right[:12])
 
 
-def test_drafts_that_were_wrong_leave_nothing(cuda_builds: Path) -> None:
-    """Four wrong ones after each token; the rings of the windows have room for them."""
-    ids = text(12)
-    right = one_by_one(EmulatedPasses(cuda_builds, 1), ids)
-    five, rows = EmulatedPasses(cuda_builds, 5), []
-    for i, token in enumerate(ids):
-        rows.append(five.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 5))])[:1])
-    assert torch.equal(torch.cat(rows), right)
-
-
-def test_a_wait_in_vain_ends_its_request_alone(cuda_builds: Path) -> None:
-    passes, ids = EmulatedPasses(cuda_builds, 1), text(3)
-    passes.missing_blocks, passes.limit_s = 1, 0.05
-    with pytest.raises(RequestFailed, match=r"the pass kernel waited 0.05 s in vain: lane \d, layer \d, exchange '"):
-        one_by_one(passes, ids)
-    passes.missing_blocks, passes.limit_s = 0, 10.0
-    assert torch.equal(one_by_one(passes, ids), one_by_one(EmulatedPasses(cuda_builds, 1), ids))
-
-
 def test_two_gpus(cuda_builds: Path) -> None:
     two, one = EmulatedPasses(cuda_builds, 3, devices=2, blocks_per_lane=4), EmulatedPasses(cuda_builds, 1)
     ids = text(6)
@@ -125,7 +70,7 @@ def test_two_gpus(cuda_builds: Path) -> None:
 
 def decode(passes: PassDecoder, prompts: list[list[int]], sampling: list[Sampling], **options: Any) -> list[Decoding]:
     pairs = zip(prompts, sampling, strict=True)
-    made = [Decoding(list(ids), 9, frozenset(), s, **options) for ids, s in pairs]
+    made = [Decoding(Request([ids], 9, sampling=s, **options)) for ids, s in pairs]
     while not all(s.finished for s in made):
         passes.advance(made)
     return made
@@ -145,7 +90,7 @@ def test_batches_and_drafts_change_no_token(cuda_builds: Path, monkeypatch: pyte
         text = next(text for length, text in at.items() if ids[:length] == text[:length])
         return [token if i != 2 else 95 - token for i, token in enumerate(text[len(ids) :][:most])]
 
-    monkeypatch.setattr("laneformer.engine.cuda.passes.draft", oracle)
+    monkeypatch.setattr("laneformer.engine.cuda.decoding.draft", oracle)
     drafting = [decode(five, [p], [w], speculate=4)[0] for p, w in zip(prompts, ways, strict=True)]
     assert [s.tokens for s in drafting] == alone
     assert [s.accepted for s in drafting] == [6, 6, 6]
@@ -158,6 +103,12 @@ def test_columns_leave_memory_for_the_ring() -> None:
     config = LaneformerConfig.from_flavor("2b")
     sizes = [plan_columns(config, "bf16", m).mma_columns for m in (H200, Machine(108, 163 << 10, 80))]
     assert sizes == [8, 4]
+    geometry = plan_columns(config, "bf16", H200)
+    assert [sequences_in(n << 30, geometry, bytes_) for n, bytes_ in ((7, 0), (141, None), (141, 2**30))] == [8, 64, 12]
+    with pytest.raises(ValueError, match=r"passes of 8 columns need 6\.\d GB, 4\.4 of them for weights as tiles"):
+        sequences_in(5 << 30, geometry, None)
+    with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns .* have 16-bit weights"):
+        plan_columns(config, "int8", H200)
     with pytest.raises(ValueError, match=r"head matrix of a lane, 52 x 64.*rows of 16"):
         plan_columns(small_config(vocab_size=104), "bf16", H200)
 
@@ -167,3 +118,29 @@ def test_drafts_follow_the_latest_earlier_place() -> None:
     assert draft([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
     assert draft([1, 2, 3, 4], 3) == []
     assert draft([1, 2, 1, 2], 0) == []
+
+
+def test_pieces_and_slots_change_no_token(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts read by PyTorch from the tiles, beside others, again, continued and scored."""
+    monkeypatch.setattr(decoding, "IN_PASS_TOKENS", 3)
+    monkeypatch.setattr(decoding, "PIECE_TOKENS", 5)
+    five, prompts = EmulatedPasses(cuda_builds, 5, sequences=7), [text(15), text(15, 2), text(2)]
+    alone = [decode(five, [prompt], [GREEDY], reuse_prefix=False)[0] for prompt in prompts]
+    assert [s.passes for s in alone] == [3 + 9, 3 + 9, 9]
+    beside = decode(five, prompts * 2, [GREEDY] * 6)
+    assert [s.tokens for s in beside] == [s.tokens for s in alone] * 2
+    assert sum(s.reused for s in beside) >= 4 * 14 + 2, "rings have forgotten no prompt's end"
+    longer = prompts[0] + alone[0].tokens
+    again = Decoding(Request([longer], 1))
+    scored = Decoding(Request([longer], score_from=12, logprobs=1))
+    kept = Decoding(Request([longer], score_from=1, logprobs=0, keep_logits=True, reuse_prefix=False))
+    while not (again.finished and scored.finished and kept.finished):
+        five.advance([again, scored, kept])
+    assert again.reused >= 14
+    logprobs = scored.scores.part(0, len(longer) - 12)[0]
+    right = five.model(torch.tensor([longer]))[0].log_softmax(-1)
+    plain = torch.cat(kept.logits).log_softmax(-1)
+    off = (plain - right).abs().max()  # PyTorch in 16 bits, all positions
+    assert off < 0.5
+    targets = right[range(11, len(longer) - 1), longer[12:]]
+    assert (torch.from_numpy(logprobs) - targets).abs().max() <= 2 * off

@@ -6,7 +6,9 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from laneformer.serve import app
 from laneformer.serve.options import ServerOptions
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
+from tests.laneformer.cuda.stand_ins import EmulatedDecoder, EmulatedPasses, gpu_of
 from tests.laneformer.engine.assets import byte_tokenizer
 
 pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
@@ -45,9 +47,28 @@ class Served:
         return self.complete().json()["choices"][0]["token_ids"]
 
 
+def no_tiles(*_: Any, **__: Any) -> None:
+    raise ValueError("no tiles")
+
+
 @pytest.fixture(scope="module")
 def served(cuda_builds) -> Iterator[Served]:
+    """One request at a time."""
+    with pytest.warns(UserWarning, match="requests do not share passes"), serving(cuda_builds, no_tiles) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def shared(cuda_builds) -> Iterator[Served]:
+    """Passes of three columns."""
+    with serving(cuda_builds, lambda *_, **__: EmulatedPasses(cuda_builds, 3, sequences=5)) as served:
+        yield served
+
+
+@contextmanager
+def serving(cuda_builds: Path, passes: Any) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_decoder, "PassDecoder", passes)
         patch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
         patch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
         patch.setattr(device, "why_no_cuda", lambda: None)
@@ -95,15 +116,20 @@ def test_requests_wait_for_each_other(served):
     assert len(served.complete(n=2, max_tokens=2).json()["choices"]) == 2
 
 
-def test_what_it_can_is_said(served, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "most", "says"), [("served", 1, "one request decodes at a time"), ("shared", 3, "up to 3 requests decode")]
+)
+def test_what_it_can_is_said(name, most, says, request, monkeypatch, capsys):
+    served = request.getfixturevalue(name)
     facts = httpx.get(f"{served.url}/props").json()
-    assert (facts["most_joined"], facts["isa"]) == (1, "cuda")
+    assert (facts["most_joined"], facts["isa"]) == (most, "cuda")
     assert tuple(facts["refused_options"]) == served.engine.refused_options
-    monkeypatch.setattr(app, "create_app", lambda *_: None)
+    state = SimpleNamespace(scheduler=SimpleNamespace(most_joined=most))
+    monkeypatch.setattr(app, "create_app", lambda *_: SimpleNamespace(state=state))
     monkeypatch.setattr(app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     app.run(served.engine, ServerOptions("tiny", port=0))
     said = capsys.readouterr().err
-    assert "one request decodes at a time" in said
+    assert says in said
     assert all(name in said for name in served.engine.refused_options)
 
 
@@ -141,3 +167,57 @@ def test_a_prompt_too_large_for_the_memory_ends_the_request(served, monkeypatch)
     assert (response.status_code, "no memory for this request" in response.text) == (500, True)
     monkeypatch.undo()
     assert served.tokens() == served.expected
+
+
+# ---- requests that share passes ----
+
+
+REQUESTS: list[dict[str, Any]] = [  # six at a time, each with options of its own
+    {"prompt": PROMPT},
+    {"prompt": [7, 7, 9, 7, 7], "speculate": 2, "max_tokens": 9},
+    {"prompt": LONG_PROMPT, "temperature": 1.2, "seed": 5},
+    {"prompt": [3], "temperature": 0.9, "top_p": 0.8, "seed": 6, "max_tokens": 4},
+    {"prompt": PROMPT, "repetition_penalty": 1.4, "logit_bias": {"7": 2.0}, "max_tokens": 8},
+    {"prompt": [9, 8], "logprobs": 2, "min_tokens": 5},
+]
+
+
+def test_each_gets_what_it_gets_alone(shared):
+    """With several in a pass, prompts are read beside the others' tokens."""
+    alone = [shared.complete(**request).json()["choices"][0] for request in REQUESTS]
+    passes = passes_of(shared)
+    before = passes.passes
+    with ThreadPoolExecutor(6) as clients:
+        together = list(clients.map(lambda r: shared.complete(**r).json(), REQUESTS))
+    needed = sum(answer["usage"]["completion_tokens"] for answer in together)
+    assert [answer["choices"][0] for answer in together] == alone
+    assert passes.passes - before < needed, "passes are shared"
+    assert alone[0]["token_ids"] == shared.expected
+    assert shared.engine._open().gpu.launches == 1, "one launch for the fixture's tokens"
+
+
+def passes_of(shared: Served) -> Any:
+    return shared.engine._open().side_by_side
+
+
+def test_one_leaves_and_the_others_go_on(shared):
+    with ThreadPoolExecutor(2) as clients:
+        other = clients.submit(shared.complete, max_tokens=20)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{shared.url}/v1/completions", json={"prompt": [4, 5], "max_tokens": 27}, timeout=0.3)
+        assert other.result().json()["choices"][0]["token_ids"][:6] == shared.expected
+    assert shared.tokens() == shared.expected
+    assert 'laneformer_ended_total{reason="cancelled"} 1.0' in httpx.get(f"{shared.url}/metrics").text
+
+
+def test_a_wait_in_vain_ends_all_of_its_pass_and_nobody_else(shared):
+    passes = passes_of(shared)
+    passes.missing_blocks, passes.limit_s = 1, 0.05
+    with ThreadPoolExecutor(2) as clients:
+        answers = list(clients.map(lambda _: shared.complete(), range(2)))
+    passes.missing_blocks, passes.limit_s = 0, 10.0
+    for answer in answers:
+        assert answer.status_code == 500
+        assert "the pass kernel waited 0.05 s in vain: lane" in answer.json()["error"]["message"]
+    assert httpx.get(f"{shared.url}/health").json() == {"status": "ok"}
+    assert shared.tokens() == shared.expected

@@ -70,7 +70,7 @@ def unpack(geometry: Geometry, tapes: torch.Tensor) -> Iterator[tuple[str, int, 
     orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))) for op in OPS}
     for op, layer, lane, pairs in places(geometry):
         matrix = geometry.matrix(op)
-        numbers = torch.empty(matrix.rows * matrix.columns, dtype=torch.int16)
+        numbers = torch.empty(matrix.rows * matrix.columns, dtype=tapes.dtype)
         numbers[orders[op]] = torch.cat([tapes[there] for there, _ in pairs])
         yield op, layer, lane, numbers.view(matrix.rows, matrix.columns)
 

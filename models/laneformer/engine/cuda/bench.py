@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from ..options import in_range
-from .geometry import OPS, Geometry
+from .geometry import EIGHT_BITS, OPS, Geometry
 from .launch import Kernels
 from .memory import DeviceMemory
 from .sequence import SequenceDecoder
+from .tape import tape_starts
 
 TOKENS = 256
 EDGE_TOKENS = 32  # the first and the last of a run, to be reported apart
@@ -161,9 +162,10 @@ def random_prompt(decoder: SequenceDecoder, length: int) -> list[int]:
 def weight_bytes(geometry: Geometry) -> int:
     """Bytes of weights that all GPUs together read for one token, without what fills up the tapes' last chunks."""
     layers = geometry.config.num_hidden_layers
-    numbers = {op: geometry.matrix(op).rows * geometry.matrix(op).columns for op in OPS}
-    lane = layers * sum(numbers[op] for op in OPS[:-1]) + numbers["head"]
-    return 2 * geometry.config.num_lanes * lane
+    scale = 4 if geometry.dtype in EIGHT_BITS else 0  # of a row
+    matrices = {op: geometry.matrix(op) for op in OPS}
+    sizes = {op: m.rows * (geometry.number_bytes * m.columns + scale) for op, m in matrices.items()}
+    return geometry.config.num_lanes * (layers * sum(sizes[op] for op in OPS[:-1]) + sizes["head"])
 
 
 # ---- the read bandwidth of a GPU, over the very bytes that decoding reads (probe.cu) ----
@@ -180,7 +182,7 @@ class Probe(c.Structure):
 
 def probe_argument(memory: DeviceMemory, sums: torch.Tensor, rounds: int) -> Probe:
     """Read the device's tapes `rounds` times; `sums`: int32, one for each thread of the launch."""
-    return Probe(memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), 2 * memory.tapes.numel(), rounds)
+    return Probe(memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), memory.tapes.nbytes, rounds)
 
 
 def expected_sum(memory: DeviceMemory, rounds: int) -> int:
@@ -193,7 +195,7 @@ def read_bandwidth(memory: DeviceMemory, runs: int = RUNS) -> dict[str, float]:
 
     The weights of small models stay in the L2, and so the figure is the L2's.
     """
-    geometry, size = memory.geometry, memory.weight_bytes
+    geometry, size = memory.geometry, int(tape_starts(memory.geometry)[-1])
     kernels = Kernels("probe", geometry, memory.device)
     sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32, device=memory.device)
     rounds = math.ceil(PROBED_BYTES / size)

@@ -18,7 +18,12 @@ struct Graph {  // what the persistent kernel has in registers and shared memory
 
 struct Column {  // of a pass of several (passes.cu): a token at a position of a sequence
   int token, position, sequence;
+  int drafts;               // so many columns, up to this one, hold draft tokens
+  int times_row, bias_row;  // of the pass's arrays of changes, [row][vocabulary]; -1: none
+  int stop_count;
+  int stops[kMostStops];    // impossible while changes.min_new_tokens > 0
   Sampling sampling;
+  Changes changes;          // without arrays
 };
 
 struct Decode {
@@ -67,7 +72,29 @@ struct Block {
   DEVICE int kv_lane() const { return sequence * kDeviceLanes + local_lane; }
 #if MMA_COLUMNS
   DEVICE const Sampling& sampling() const { return p.columns[column].sampling; }
+  DEVICE bool changes_logits() const {
+    const Column& c = p.columns[column];
+    return c.times_row >= 0 || c.bias_row >= 0 || c.changes.min_new_tokens > 0;
+  }
+  // The host counts what is in the text; drafts before this draw are not among it.
+  DEVICE float change(float logit, int token, int, int) const {
+    const Column& c = p.columns[column];
+    int times = c.times_row < 0 ? -1 : p.changes.times[c.times_row * kAll + token];
+    for (int i = 0; c.times_row >= 0 && i < c.drafts; ++i)
+      if (p.columns[column - i].token == token) times = max(times, 0) + 1;
+    const double* bias = c.bias_row < 0 ? nullptr : p.changes.bias + c.bias_row * kAll + token;
+    logit = changed(logit, times, bias, c.changes);
+    return c.changes.min_new_tokens > 0 && is_among(token, c.stops, c.stop_count) ? -INFINITY : logit;
+  }
 #else
+  DEVICE bool changes_logits() const { return p.changes.any(); }
+  // A thread changes the same tokens' logits at every step, so it alone counts them. `made`: new tokens before this step.
+  DEVICE float change(float logit, int token, int input, int made) const {
+    int* times = p.changes.times ? p.changes.times + token : nullptr;
+    if (times && token == input && made > 0) *times = *times < 0 ? 1 : *times + 1;
+    logit = changed(logit, times ? *times : -1, p.changes.bias ? p.changes.bias + token : nullptr, p.changes);
+    return made < p.changes.min_new_tokens && is_stop(token) ? -INFINITY : logit;
+  }
   DEVICE const Sampling& sampling() const { return p.sampling; }
 #endif
   // Rows belong to a warp, or with several columns to the block: to whom, and which of its threads this one is.
@@ -112,6 +139,12 @@ struct Block {
     const uint64_t* at = p.weights.tape_at + own;
     bytes = at[1] - at[0];
     return p.weights.tapes + tape_place(at[0], own);
+  }
+
+  // of this warp's rows of a matrix
+  template <int Op>
+  DEVICE const float* scales(int layer) const {
+    return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, lane_warp);
   }
 
   // The ablation: no block goes on before every block of the device has come here.
@@ -161,7 +194,7 @@ struct Block {
   }
 
   DEVICE void project_qkv(int layer, float scale) {
-    multiply<kQkv>(tape, lane_warp, wide, out);
+    multiply<kQkv>(tape, lane_warp, scales<kQkv>(layer), wide, out);
     publish_qkv(layer, scale);
   }
 
@@ -331,7 +364,7 @@ struct Block {
   }
 
   DEVICE void project_gate_up(int layer, float scale) {
-    multiply<kGateUp>(tape, lane_warp, wide, out);
+    multiply<kGateUp>(tape, lane_warp, scales<kGateUp>(layer), wide, out);
     publish_activation(layer, scale);
   }
 
@@ -357,7 +390,7 @@ struct Block {
     Word sent[kLanes] = {};
     if (kAddsDelayed[module][layer] && thread < Matrix<Op>::row_count(lane_warp))
       look(sent, module, layer - kDelay, first + thread, 0.0f);
-    multiply<Op>(tape, lane_warp, narrow, out);
+    multiply<Op>(tape, lane_warp, scales<Op>(layer), narrow, out);
     join<Op>(layer, sent, true);
   }
 
@@ -407,7 +440,7 @@ struct Block {
 
   // The logits of this block's rows after `input`, the token of this step, and what the sampler makes of them.
   DEVICE Candidate score(int step, int input, float scale) {
-    multiply<kHead>(tape, lane_warp, wide, out);
+    multiply<kHead>(tape, lane_warp, scales<kHead>(0), wide, out);
     return scored(step, input, scale);
   }
 
@@ -418,7 +451,7 @@ struct Block {
       const int token = lane * kVocab + first + r;
       float logit = out[r] * scale;
       if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
-      if (p.changes.any()) logit = change(logit, token, input, step + 1 - p.prompt_count);
+      if (changes_logits()) logit = change(logit, token, input, step + 1 - p.prompt_count);
       const float score = sampling().score(logit, position, token);
       if (sampling().filters()) {  // who draws is there
         store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);
@@ -429,19 +462,12 @@ struct Block {
     return best;
   }
 
-  // A thread changes the same tokens' logits at every step, so it alone counts them. `made`: new tokens before this step.
-  DEVICE float change(float logit, int token, int input, int made) const {
-    int* times = p.changes.times ? p.changes.times + token : nullptr;
-    if (times && token == input && made > 0) *times = *times < 0 ? 1 : *times + 1;
-    logit = changed(logit, token, p.changes);
-    return made < p.changes.min_new_tokens && is_stop(token) ? -INFINITY : logit;
-  }
-
-  DEVICE bool is_stop(int token) const {
-    for (int i = 0; i < p.stop_count; ++i)
-      if (p.stops[i] == token) return true;
+  DEVICE static bool is_among(int token, const int* ids, int count) {
+    for (int i = 0; i < count; ++i)
+      if (ids[i] == token) return true;
     return false;
   }
+  DEVICE bool is_stop(int token) const { return is_among(token, p.stops, p.stop_count); }
 
   // best words are there twice: lanes that share nothing else could be a token apart
   DEVICE int best_at() const { return kBestAt + token_epoch % 2 * 2 * kBlocks; }

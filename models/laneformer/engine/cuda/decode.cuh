@@ -7,6 +7,7 @@
 struct Weights {
   const char* tapes;             // of this device's lanes
   const uint64_t* tape_at;       // [warp + 1] bytes
+  const float* scales;           // with weights of 8 bits: [layer][op][lane][row], then the head's
   const uint16_t* embedding;     // (V, D)
   const float* norms;            // (2 layers + 1, D), or (2 layers + 1, L, D) where each lane has its own
   const float2* rope;            // (context, d / 2): cosine, sine
@@ -92,7 +93,7 @@ DEVICE uint16_t* kv_slots(const Weights& weights, int lane, int layer, int head,
 // positions of this split up to and with `position`; the ring of a window layer holds the last kKvSlots of them
 DEVICE int own_positions(int position, int split) { return position < split ? 0 : (position - split) / kSplits + 1; }
 
-constexpr int kKeyThreads = row_threads_of(kHeadDim) < 4 ? row_threads_of(kHeadDim) : 4;  // that share one key
+constexpr int kKeyThreads = row_threads_of(kHeadDim, 8) < 4 ? row_threads_of(kHeadDim, 8) : 4;  // that share one key
 constexpr int kKeyChunks = kHeadDim / 8 / kKeyThreads;                                    // of 8 numbers for each
 constexpr int kKeysAtOnce = kWarpThreads / kKeyThreads;
 

@@ -13,15 +13,19 @@ import numpy as np
 import torch
 
 from ...config import LaneformerConfig
-from ...tensors import FIRST_MATRIX, Tensor
-from ..decoder import CUDA, Request, RequestFailed, Sampling
+from ...tensors import Tensor
+from ..decoder import CUDA, Collected, Request, RequestFailed, Sampling, Scores
 from ..joined import OneAtATime
 from ..options import in_range
-from .geometry import DTYPES, MOST_STOPS
+from .decoding import Decoding
+from .geometry import DTYPES, HALVES, MOST_STOPS
 from .launch import NotResident
-from .passes import Decoding, PassDecoder, decodings, shares_passes
+from .memory import half_of
+from .passes import PassDecoder
 from .prefill import CHUNK_TOKENS, logits_of
+from .scores import KeptScores
 from .sequence import POLL_S, SequenceDecoder
+from .sharing import JoinedPasses
 
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
 CPU_ONLY = ("masked",)
@@ -32,9 +36,10 @@ class CudaDecoder(OneAtATime):
     """Decodes on one or more GPUs that share the lanes.
 
     The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few new tokens,
-    and scores, go through PyTorch in 16 bits. The prompts of a batch, and draft tokens, share passes (passes.py), which
-    round a little differently, so ties may fall to the other side; where passes do not fit the model or the GPU, or an
-    option asks for more than they have, prompts come one after the other and `speculate` has no effect.
+    and scores, go through PyTorch in 16 bits. The prompts of a batch, draft tokens, and requests that join share passes
+    (passes.py), which round a little differently, so ties may fall to the other side. They hold the weights once more,
+    as tiles; where these do not fit the model or the GPU, requests and prompts come one after the other, and
+    `speculate` has no effect.
     """
 
     def __init__(
@@ -52,14 +57,18 @@ class CudaDecoder(OneAtATime):
         kv_dtype: str = "auto",
         cache_bytes: int | None = None,
         processes: int = 1,
+        joined_only: bool = False,
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
+
+        joined_only: a server's, whose requests all join: only tiles are held, and the tapes of the one-column kernel
+        when a request first needs them, or where tiles do not fit.
 
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin,
         kv_dtype, processes.
         """
         if dtype == "auto":
-            dtype = tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
+            dtype = half_of(tensors)
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
         unsupported["processes"] = None if processes == 1 else processes
         unsupported["math"] = None if math in ("auto", "exact") else math
@@ -68,11 +77,12 @@ class CudaDecoder(OneAtATime):
         for name, value in unsupported.items():
             if value is not None:
                 raise ValueError(f"{name} = {value!r}: {USE_CPU}")
-        self.dtype, self.math, self.kv_dtype, self.isa = dtype, "exact", dtype, CUDA
+        self.dtype, self.math, self.isa = dtype, "exact", CUDA
+        self.kv_dtype = dtype if dtype in HALVES else half_of(tensors)
         if cache_bytes is not None:
             cache_bytes = in_range("cache_bytes", cache_bytes, int, 0, 2**63)
-        self.gpu = SequenceDecoder(config, tensors, dtype, devices, version, cache_bytes=cache_bytes)
-        self._tensors, self._devices = tensors, devices
+        self.config, self._version = config, version
+        self._tensors, self._devices, self._cache_bytes = tensors, devices, cache_bytes
         self._sharing: list[Decoding] = []  # of a request whose columns share passes
         self._prepare_joined()
         self._request = Request([])
@@ -80,6 +90,7 @@ class CudaDecoder(OneAtATime):
         self._running = self._cancelled = False
         self._reused = self._passes = 0
         self._before: list[int] = []  # new tokens of launches before this one
+        self._held = (joined_only and self.side_by_side) or self.gpu
 
     refused_options = CPU_ONLY
 
@@ -96,39 +107,68 @@ class CudaDecoder(OneAtATime):
         """End the request, if one runs, else give the memory back."""
         self.cancel()
         if not self._running:
-            del self.gpu
-            self.__dict__.pop("side_by_side", None)
+            for name in ("gpu", "side_by_side", "_joining", "_held"):
+                self.__dict__.pop(name, None)
         torch.cuda.empty_cache()
 
     @property
     def threads(self) -> int:
-        geometry = self.gpu.geometry
+        geometry = self._held.geometry
         return geometry.devices * geometry.blocks * geometry.warps * 32
 
     @property
     def weight_bytes(self) -> int:
-        return sum(memory.weight_bytes for memory in self.gpu.memories)
+        return sum(memory.weight_bytes for memory in self._held.memories)
+
+    @functools.cached_property
+    def gpu(self) -> SequenceDecoder:
+        return SequenceDecoder(
+            self.config, self._tensors, self.dtype, self._devices, self._version, cache_bytes=self._cache_bytes
+        )
 
     @functools.cached_property
     def side_by_side(self) -> PassDecoder | None:
         """Made when it is first needed: it holds the weights once more, in tiles. None where it cannot run."""
-        if self.gpu.version != "persistent":  # it, too, needs all blocks at once
+        loaded = self.__dict__.get("gpu")
+        if (loaded.version if loaded else self._version) != "persistent":  # it, too, needs all blocks at once
             return None
         try:
-            return PassDecoder(self.gpu.config, self._tensors, self.dtype, self._devices)
+            return PassDecoder(self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes)
         except (ValueError, NotResident, torch.OutOfMemoryError) as error:
-            warnings.warn(f"prompts do not share passes, drafts have no effect: {error}", stacklevel=2)
+            warnings.warn(f"requests do not share passes, drafts have no effect: {error}", stacklevel=2)
             return None
+
+    # requests that join: in passes, or one at a time where there are none
+
+    @functools.cached_property
+    def _joining(self) -> JoinedPasses | None:
+        return JoinedPasses(self.side_by_side) if self.side_by_side else None
+
+    @property
+    def most_joined(self) -> int:
+        return self._joining.most_joined if self._joining else super().most_joined
+
+    def join(self, request: Request) -> int:
+        return self._joining.join(request) if self._joining else super().join(request)
+
+    def collect(self, timeout_s: float) -> list[Collected]:
+        return self._joining.collect(timeout_s) if self._joining else super().collect(timeout_s)
+
+    def leave(self, ticket: int) -> None:
+        self._joining.leave(ticket) if self._joining else super().leave(ticket)
+
+    # one request
 
     def start(self, request: Request) -> None:
         self._request, self._outputs, self._cancelled, self._sharing = request, [], False, []
         self._reused = self._passes = 0
-        self._scores: tuple[np.ndarray, ...] = tuple(np.empty(0, t) for t in (np.float32, np.int32, np.float32))
+        self._scores = KeptScores(request.logprobs or 0)
         try:
             if request.score_from:
                 self._score(request)
-            elif shares_passes(request) and self.side_by_side:
-                self._sharing = decodings(request, self.gpu.config.max_position_embeddings)
+            elif (len(request.prompts) > 1 or request.speculate > 0) and self.side_by_side:
+                context = self.config.max_position_embeddings
+                self._sharing = [Decoding(request, i, context) for i in range(len(request.prompts))]
                 self.side_by_side.passes, self._running = 0, True
             else:
                 self._start_next()
@@ -154,7 +194,7 @@ class CudaDecoder(OneAtATime):
 
     def _most_new(self) -> int:
         """New tokens after the prompt under way, unless a stop id comes."""
-        room = self.gpu.config.max_position_embeddings - len(self._request.prompts[len(self._outputs) - 1]) + 1
+        room = self.config.max_position_embeddings - len(self._request.prompts[len(self._outputs) - 1]) + 1
         return min(self._request.max_new_tokens, room)
 
     def poll(self, from_index: int, timeout_s: float, until_done: bool) -> tuple[list[int], bool]:
@@ -188,27 +228,28 @@ class CudaDecoder(OneAtATime):
     def _share(self) -> None:
         """One pass for all prompts; between two of them a request can end."""
         assert self.side_by_side is not None
-        if not self._cancelled and not all(s.finished for s in self._sharing):
-            self.side_by_side.advance(self._sharing)
+        for s in self._sharing:
+            s.left = self._cancelled
+        self.side_by_side.advance(self._sharing)
+        if error := next((s.error for s in self._sharing if s.error), None):
+            self.side_by_side.end(self._sharing)
+            raise RequestFailed(error)
         self._outputs, self._passes = [s.tokens for s in self._sharing], self.side_by_side.passes
-        self._running = not (self._cancelled or all(s.finished for s in self._sharing))
+        self._reused = sum(s.reused for s in self._sharing)
+        self._running = not all(s.finished for s in self._sharing)
 
     def _finish(self, tokens: list[int]) -> None:
         """A launch has ended: score its tokens, start the next one."""
         r = self._request
         self._count(len(tokens))
         if r.logprobs is not None and len(self._outputs) == 1:
-            self._keep(scores_of(self.gpu.new_logits(len(tokens)), tokens, r.logprobs))
+            self._scores.add(self.gpu.new_logits(len(tokens)), tokens)
         if self._cancelled:
             return
         if tokens and tokens[-1] not in r.stop_ids and len(self._outputs[-1]) < self._most_new():
             self._launch()
         elif len(self._outputs) < len(r.prompts):
             self._start_next()
-
-    def _keep(self, scores: tuple[torch.Tensor, ...]) -> None:
-        pairs = zip(self._scores, scores, strict=True)
-        self._scores = tuple(np.concatenate((old, new.numpy())) for old, new in pairs)
 
     def _count(self, made: int) -> None:
         read = len(self._request.prompts[len(self._outputs) - 1]) + len(self._before)
@@ -218,7 +259,7 @@ class CudaDecoder(OneAtATime):
 
     def cancel(self) -> None:
         self._cancelled = True
-        if self._running:
+        if self._running and not self._sharing:
             self.gpu.cancel()
 
     def outputs(self) -> list[list[int]]:
@@ -238,28 +279,14 @@ class CudaDecoder(OneAtATime):
         else:
             targets = iter(ids[first:])
             for block in blocks:
-                self._keep(scores_of(block, list(itertools.islice(targets, len(block))), r.logprobs or 0))
+                self._scores.add(block, list(itertools.islice(targets, len(block))))
         self._reused, self._passes = self.gpu.reused, -(-(len(read) - self.gpu.reused) // CHUNK_TOKENS)
 
-    def scores(self, from_index: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        logprobs, top_ids, top_logprobs = self._scores
-        top, last = self._request.logprobs or 0, from_index + count
-        flat = slice(top * from_index, top * last)
-        return logprobs[from_index:last], top_ids[flat], top_logprobs[flat]
+    def scores(self, from_index: int, count: int) -> Scores:
+        return (self._sharing[0].scores if self._sharing else self._scores).part(from_index, count)
 
     def logits(self) -> np.ndarray:
         return self._logits
 
     def partials(self) -> np.ndarray:
         raise ValueError(f"keep_partials: {USE_CPU}")
-
-
-def scores_of(logits: torch.Tensor, targets: list[int], top: int) -> tuple[torch.Tensor, ...]:
-    """Of logits (n, V): log p of the targets (n,), the `top` likeliest ids and their log p, flat; on the CPU."""
-    logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
-    # a stable sort puts the lowest of equally likely ids first, which topk does not promise
-    likeliest = (
-        logits.sort(dim=-1, descending=True, stable=True).indices[:, :top] if top else own[:, None][:, :0].long()
-    )
-    return own.cpu(), likeliest.flatten().int().cpu(), logprobs.gather(1, likeliest).flatten().cpu()

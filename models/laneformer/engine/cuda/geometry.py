@@ -18,7 +18,9 @@ from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import STORED_TYPES
 
 OPS = ("qkv", "output", "gate_up", "down", "head")
-DTYPES = tuple(name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2)  # 16 bits
+HALVES = tuple(name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2)  # 16 bits
+EIGHT_BITS = ("int8", "fp8")  # with a scale for each row (eight_bits.py)
+DTYPES = (*HALVES, *EIGHT_BITS)  # of matrices
 SEGMENT_BYTES = 512  # for a warp of 32 threads: 16 for each
 MOST_CHUNKS = 16  # deeper rings hide nothing more
 MOST_STOPS = 16
@@ -65,11 +67,12 @@ class Matrix:
     unit_rows: int
     parts: int = 1
     warp_threads: int = 32
+    thread_numbers: int = 8  # of a segment: 16 bytes
 
     @property
     def row_threads(self) -> int:
         """Threads of a warp that share one row; at most 32, so that its sum is the same where warps have 64."""
-        return math.gcd(self.columns // 8, 32)
+        return math.gcd(self.columns // self.thread_numbers, 32)
 
     @property
     def segment_rows(self) -> int:
@@ -77,7 +80,7 @@ class Matrix:
 
     @property
     def steps(self) -> int:
-        return self.columns // (8 * self.row_threads)
+        return self.columns // (self.thread_numbers * self.row_threads)
 
     @property
     def units(self) -> int:
@@ -97,10 +100,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Geometry:
-    """One model on one kind of GPU. Sizes in 16-bit numbers unless they say otherwise."""
+    """One model on one kind of GPU. Sizes of keys and values are in 16-bit numbers."""
 
     config: LaneformerConfig
-    dtype: str  # "bf16" or "fp16"
+    dtype: str  # of matrices, one of DTYPES
     blocks_per_lane: int
     warps: int
     chunk_bytes: int
@@ -112,6 +115,12 @@ class Geometry:
     prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
     warp_threads: int = 32
     alternate: bool = False  # block i is of lane i % lanes: neighbours are on different chiplets
+    half: str = "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
+
+    @property
+    def number_bytes(self) -> int:
+        """Of a weight of a matrix."""
+        return 1 if self.dtype in EIGHT_BITS else 2
 
     @property
     def lanes_per_device(self) -> int:
@@ -168,8 +177,9 @@ class Geometry:
         if self.mma_columns:
             return Matrix(rows, columns, TILE, parts_of(rows, columns))
         alike = (self.heads * c.head_dim, c.intermediate_size // lanes) if op in ("output", "down") else (columns,)
-        segment_rows = max(Matrix(rows, n, 1, 1, self.warp_threads).segment_rows for n in alike)
-        return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1), 1, self.warp_threads)
+        cut = (1, self.warp_threads, 16 // self.number_bytes)
+        segment_rows = max(Matrix(rows, n, 1, *cut).segment_rows for n in alike)
+        return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1), *cut)
 
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
@@ -243,7 +253,7 @@ class Geometry:
         """Chunks that no warp's tape exceeds: the room of each where they are interleaved."""
         layer = sum(self.most_rows(op) * self.matrix(op).columns for op in OPS[:-1])
         numbers = layer * self.config.num_hidden_layers + self.most_rows("head") * self.matrix("head").columns
-        return -(-2 * numbers // self.chunk_bytes)
+        return -(-self.number_bytes * numbers // self.chunk_bytes)
 
     @property
     def device_words(self) -> int:
@@ -294,7 +304,8 @@ class Geometry:
         }
         lines = [
             f"#define DEVICES {self.devices}",
-            f"#define WEIGHTS_BF16 {int(self.dtype == 'bf16')}",
+            f"#define WEIGHTS_BF16 {int(self.half == 'bf16')}",
+            *(f"#define WEIGHTS_{name.upper()} {int(self.dtype == name)}" for name in EIGHT_BITS),
             f"#define MMA_COLUMNS {self.mma_columns}",
             f"#define WARP_THREADS {self.warp_threads}",
             f"#define LANES_ALTERNATE {int(self.alternate)}",

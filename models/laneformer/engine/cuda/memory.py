@@ -6,6 +6,7 @@ while a kernel runs (new tokens, the stop flag, the report of a hang) is pinned 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,31 +15,26 @@ import numpy as np
 import torch
 
 from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConfig
-from ...tensors import STORED_TYPES, Tensor
+from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
 from ..decoder import Request, RequestFailed, Sampling
 from ..folder import rope_tables
-from .geometry import DTYPES, MOST_STOPS, Geometry
-from .tape import LaneMatrix, pack, tape_starts
+from .eight_bits import quantised
+from .geometry import EIGHT_BITS, HALVES, MOST_STOPS, Geometry
+from .tape import pack, tape_starts
 
-TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in DTYPES}
+TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES}
 
 
 # ---- the kernels' arguments as C structures: block.cuh's Decode, field by field ----
 
 
-WEIGHTS = ("tapes", "tape_at", "embedding", "norms", "rope", "kv", "biases", "head_norms")
+WEIGHTS = ("tapes", "tape_at", "scales", "embedding", "norms", "rope", "kv", "biases", "head_norms")
 
 
 class Weights(ctypes.Structure):
     """Device pointers to what a device holds of the model (decode.cuh: Weights)."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in WEIGHTS]
-
-
-class Column(ctypes.Structure):
-    """A token at a position of a sequence, of a pass of several (block.cuh: Column)."""
-
-    _fields_ = [*((name, ctypes.c_int) for name in ("token", "position", "sequence")), ("sampling", Sampling)]
 
 
 class Changes(ctypes.Structure):
@@ -48,6 +44,16 @@ class Changes(ctypes.Structure):
         ("times", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("repetition_penalty", ctypes.c_double),
         ("frequency_penalty", ctypes.c_double), ("presence_penalty", ctypes.c_double),
         ("min_new_tokens", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class Column(ctypes.Structure):
+    """A token at a position of a sequence, of a pass of several (block.cuh: Column)."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("token", "position", "sequence", "drafts", "times_row", "bias_row")),
+        ("stop_count", ctypes.c_int), ("stops", ctypes.c_int * MOST_STOPS), ("sampling", Sampling),
+        ("changes", Changes),
     ]  # fmt: skip
 
 
@@ -90,21 +96,30 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
 class DeviceMemory:
     """The memory of device number `index` of `geometry.devices`; its lanes follow those of the devices before it."""
 
-    def __init__(self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str):
-        """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits."""
+    def __init__(
+        self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str,
+        sequences: int | None = None,
+    ):  # fmt: skip
+        """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits.
+
+        sequences: that have keys and values here; by default one for each column.
+        """
         config, self.geometry, self.index, self.device = geometry.config, geometry, index, torch.device(device)
         self.first_lane = index * geometry.lanes_per_device
-        self.tapes = pack(geometry, lane_matrices(config, tensors, geometry.dtype), self.first_lane, device)
+        matrices = LaneMatrices(config, tensors, geometry.dtype)
+        self.tapes = pack(geometry, matrices, self.first_lane, device)
+        self.scales = self._put(torch.cat([*matrices.scales, torch.empty(0)]))
         self.tape_at = self._put(torch.from_numpy(tape_starts(geometry).view(np.int64)))
-        self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.dtype))
+        self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.half))
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
         self.biases, self.head_norms = self._put(biases(config, tensors)), self._put(head_scales(config, tensors))
         columns = max(1, geometry.mma_columns)  # each with words of its own, and each can be of a sequence of its own
+        sequences = columns if sequences is None else sequences
         try:
-            self.kv = self._zeros(columns * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+            self.kv = self._zeros(sequences * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
         except torch.OutOfMemoryError:
-            context, size = config.max_position_embeddings, 2 * columns * geometry.lanes_per_device * geometry.kv_lane
+            context, size = config.max_position_embeddings, 2 * sequences * geometry.lanes_per_device * geometry.kv_lane
             raise ValueError(
                 f"the GPU has no memory for the keys and values of {context} positions, {size / 1e9:.1f} GB; use a "
                 "smaller context_tokens"
@@ -114,8 +129,8 @@ class DeviceMemory:
         self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
         self.prompt = self._zeros(config.max_position_embeddings, torch.int32)
         self.aborted = self._zeros(1, torch.int32)
-        self.times = self._zeros(config.vocab_size, torch.int32)
-        self.bias = self._zeros(config.vocab_size, torch.float64)
+        self.times = self._zeros(sequences * config.vocab_size, torch.int32).view(sequences, -1)
+        self.bias = self._zeros(sequences * config.vocab_size, torch.float64).view(sequences, -1)
         self.tokens = self._pinned(config.max_position_embeddings)
         self.cancel, self.published, self.report = self._pinned(1), self._pinned(1), self._pinned(8)
         self.epoch = 0  # tokens that the words have seen
@@ -129,7 +144,7 @@ class DeviceMemory:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a token reads; the filling of the tapes' last chunks is among them."""
-        return int(tape_starts(self.geometry)[-1])
+        return int(tape_starts(self.geometry)[-1]) + self.scales.nbytes
 
     def arguments(
         self,
@@ -163,24 +178,30 @@ class DeviceMemory:
         p.stops[: len(ids)] = ids
         return p
 
-    def changes(self, request: Request, ids: Sequence[int], made: int) -> Changes:
-        """What this request does to logits after `ids`, of which the last `made` are its output."""
+    def changes(self, request: Request, ids: Sequence[int], made: int, row: int = 0) -> Changes:
+        """What this request does to logits after `ids`, of which the last `made` are its output; its arrays' row."""
         penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
         changes = Changes(None, None, *penalties, max(request.min_new_tokens - made, 0))
         if penalties != (1.0, 0.0, 0.0):
             prompt, output = list(ids[: len(ids) - made]), ids[len(ids) - made :]
-            times = np.bincount(np.array(output, np.int64), minlength=len(self.times)).astype(np.int32)
+            times = np.bincount(np.array(output, np.int64), minlength=self.times.shape[1]).astype(np.int32)
             times[times == 0] = -1
             times[prompt] = np.maximum(times[prompt], 0)
-            self.times.copy_(torch.from_numpy(times))
-            changes.times = self.times.data_ptr()
+            self.times[row].copy_(torch.from_numpy(times))
+            changes.times = self.times[row].data_ptr()
         if request.logit_bias:
-            bias = np.zeros(len(self.bias))
+            bias = np.zeros(self.bias.shape[1])
             for token, value in request.logit_bias:
                 bias[token] = value
-            self.bias.copy_(torch.from_numpy(bias))
-            changes.bias = self.bias.data_ptr()
+            self.bias[row].copy_(torch.from_numpy(bias))
+            changes.bias = self.bias[row].data_ptr()
         return changes
+
+    def of(self, kv: torch.Tensor) -> DeviceMemory:
+        """The same memory with one sequence's keys and values in the place of all."""
+        other = copy.copy(self)
+        other.kv = kv
+        return other
 
     def hang(self) -> Report | None:
         """What the watchdog wrote, if it has given up a wait."""
@@ -216,21 +237,33 @@ def joined(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(parts, 1).flatten(0, 1) if op == "gate_up" else torch.cat(parts)
 
 
-def lane_matrices(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> LaneMatrix:
-    """The matrices as the kernels have them, of one lane at a time."""
-    last: dict[tuple[str, int], list[torch.Tensor]] = {}  # tensors can be costly to read: all lanes are asked in a row
+class LaneMatrices:
+    """The matrices as the kernels have them, of one lane at a time (tape.LaneMatrix).
 
-    def matrix(op: str, layer: int, lane: int) -> torch.Tensor:
-        if (op, layer) not in last:
-            last.clear()
-            head = EMBEDDING if config.tie_word_embeddings else HEAD
+    `scales`: of those of 8 bits, in the order in which they were asked for; each (rows,).
+    """
+
+    def __init__(self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str):
+        self._config, self._tensors, self._dtype = config, tensors, dtype
+        self._last: tuple[str, int] | None = None  # tensors can be costly to read: all lanes are asked in a row
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+        self.scales: list[torch.Tensor] = []
+
+    def __call__(self, op: str, layer: int, lane: int) -> torch.Tensor:
+        if self._last != (op, layer):
+            head = EMBEDDING if self._config.tie_word_embeddings else HEAD
             full = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
-            last[op, layer] = [sixteen_bits(tensors, name, dtype) for name in full]
-            if op == "head":
-                last[op, layer] = [values.view(config.head_shape) for values in last[op, layer]]
-        return joined(op, [part[lane] for part in last[op, layer]])
+            self._last, self._parts = (op, layer), [self._read(name) for name in full]
+        numbers, *scales = (joined(op, [part[lane] for part in parts]) for parts in zip(*self._parts, strict=True))
+        self.scales += scales
+        return numbers
 
-    return matrix
+    def _read(self, name: str) -> tuple[torch.Tensor, ...]:
+        """(L, rows, columns), and with 8 bits scales (L, rows)."""
+        eight = self._dtype in EIGHT_BITS
+        values = finite(self._tensors, name) if eight else sixteen_bits(self._tensors, name, self._dtype)
+        values = values.view(self._config.head_shape) if name in (HEAD, EMBEDDING) else values
+        return quantised(values, self._dtype) if eight else (values,)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:
@@ -247,6 +280,11 @@ def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.
     if not values.isfinite().all():
         raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
     return values.view(torch.int16)
+
+
+def half_of(tensors: Mapping[str, Tensor]) -> str:
+    """The 16-bit type of a checkpoint: its matrices', and bf16 where that is fp32."""
+    return tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
 
 
 def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:

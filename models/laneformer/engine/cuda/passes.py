@@ -2,7 +2,8 @@
 
 A launch is one pass; between two of them the host says what the columns are. As in the CPU engine (csrc/passes.cpp):
 first the next id of each sequence that decodes, and draft tokens after it; then as many ids of prompts as there is room
-for. Each sequence draws the tokens that it would draw alone, whatever shares its passes.
+for. Each sequence draws the tokens that it would draw alone, whatever shares its passes. Long prompts are read by
+PyTorch, a piece between two passes.
 """
 
 from __future__ import annotations
@@ -10,93 +11,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
+import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import Request, Sampling
+from ..decoder import RequestFailed
+from .decoding import Decoding
 from .geometry import Geometry, Machine
 from .launch import Kernels, describe
-from .memory import Column, DeviceMemory, end_hang
+from .memory import Changes, Column, DeviceMemory, end_hang
 from .planning import plan
+from .prefill import DeviceCache, logits_of, streams
+from .sequence import connect
+from .slots import MOST_SLOTS, Slots
+from .tape import tape_bytes
+from .tape_model import TapeModel
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
 LAST_EPOCH = 2**30  # of all layers together
 LEAST_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
-LONGEST_PHRASE, SHORTEST_PHRASE = 4, 2  # ids that must agree before what followed them is drafted
+LEAST_AWAITED = 16  # positions: who shares as many with a prompt that is being read begins when these are there
 POLL_S = 0.00005
-
-
-@dataclass
-class Decoding:
-    """One sequence. `position`: ids before it have their keys and values in cache `sequence`, when it has one."""
-
-    ids: list[int]
-    max_tokens: int
-    stops: frozenset[int]
-    sampling: Sampling
-    speculate: int = 0
-    sequence: int = -1
-    position: int = 0
-    finished: bool = False
-    drafts: list[int] = field(default_factory=list)
-    run: int = 0  # known ids in the pass under way; the drafts come after them
-    proposed: int = 0
-    accepted: int = 0
-
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.ids)
-        self.finished = self.max_tokens == 0
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.ids[self.prompt_length :]
-
-    @property
-    def decodes(self) -> bool:
-        return self.position + 1 == len(self.ids)
-
-    def columns(self, most: int) -> list[Column]:
-        """The next pass's columns of this sequence, at most `most`."""
-        self.run = min(len(self.ids) - self.position, most)
-        left = self.prompt_length + self.max_tokens - len(self.ids) - 1
-        draws = self.run > 0 and self.position + self.run == len(self.ids)
-        self.drafts = draft(self.ids, min(self.speculate, most - self.run, left)) if draws else []
-        self.proposed += len(self.drafts)
-        new = self.ids[self.position : self.position + self.run] + self.drafts
-        return [Column(token, self.position + i, self.sequence, self.sampling) for i, token in enumerate(new)]
-
-    def take(self, chosen: Sequence[int]) -> None:
-        """What each of those columns would be followed by: one token, and one more for each draft that was right."""
-        self.position += self.run
-        if self.position < len(self.ids):
-            return
-        for i, token in enumerate(chosen[self.run - 1 :]):
-            self.ids.append(token)
-            right = self.drafts[i : i + 1] == [token]
-            self.accepted += right
-            self.finished = token in self.stops or len(self.ids) == self.prompt_length + self.max_tokens
-            if self.finished or not right:
-                return
-            self.position += 1  # the draft's keys and values stand
-
-
-def draft(ids: Sequence[int], most: int) -> list[int]:
-    """Prompt lookup: `most` ids that followed the latest earlier place of the last few ids (as csrc/sequence.cpp)."""
-    length = len(ids)
-    for phrase in range(LONGEST_PHRASE, SHORTEST_PHRASE - 1, -1) if most > 0 else ():
-        last = list(ids[length - phrase :])
-        for end in range(length - 1, phrase - 1, -1):
-            if list(ids[end - phrase : end]) == last:
-                drafts: list[int] = []
-                for i in range(most):  # a repetition may continue into its own drafts
-                    drafts.append(ids[end + i] if end + i < length else drafts[end + i - length])
-                return drafts
-    return []
 
 
 def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
@@ -109,77 +49,173 @@ def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices
     return plan(config, dtype, machine, devices=devices, mma_columns=COLUMNS[-1])
 
 
-def shares_passes(request: Request) -> bool:
-    """Whether a pass for several columns has use, and no option forbids it."""
-    known = ("prompts", "max_new_tokens", "stop_ids", "reuse_prefix", "speculate", "sampling", "seeds")
-    others = [f for f in dataclasses.fields(Request) if f.name not in known]
-    plain = all(getattr(request, f.name) in (f.default, []) for f in others)
-    return plain and (len(request.prompts) > 1 or request.speculate > 0)
+def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
+    """Of how many sequences a device with so many free bytes holds keys and values, beside all else that passes need.
 
-
-def decodings(request: Request, context: int) -> list[Decoding]:
-    """The request's sequences."""
-    made = []
-    for i, ids in enumerate(request.prompts):
-        sampling = Sampling.from_buffer_copy(request.sampling)
-        sampling.seed = request.seeds[i] if request.seeds else sampling.seed
-        most = min(request.max_new_tokens, context - len(ids) + 1)
-        made.append(Decoding(list(ids), most, frozenset(request.stop_ids), sampling, request.speculate))
-    return made
+    One for each column, and earlier ones in a quarter of what is left, or in `cache_bytes`. ValueError where not even
+    the former fit: the tiles are the weights once more.
+    """
+    config, columns, tiles = geometry.config, geometry.mma_columns, tape_bytes(geometry)
+    each = 2 * geometry.lanes_per_device * geometry.kv_lane + 12 * config.vocab_size
+    words = 8 * columns * (geometry.device_words + geometry.inbox_words)
+    needed = tiles + 2 * config.vocab_size * config.hidden_size + words + columns * each
+    if needed > free:
+        raise ValueError(
+            f"passes of {columns} columns need {needed / 1e9:.1f} GB, {tiles / 1e9:.1f} of them for weights as tiles; "
+            f"the GPU has {free / 1e9:.1f} GB free; use a smaller context_tokens or more GPUs"
+        )
+    spare = (free - needed) // 4 if cache_bytes is None else min(cache_bytes, free - needed)
+    return columns + min(MOST_SLOTS - columns, spare // each)
 
 
 class PassDecoder:
-    """Weights as tiles on the GPUs, and passes over them. RequestFailed after a hang says who waited for what."""
+    """Weights as tiles on the GPUs, and passes over them. After a hang its error says who waited for what."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
-        limit_s: float = 10.0,
+        limit_s: float = 10.0, cache_bytes: int | None = None,
     ):  # fmt: skip
-        """ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not all run at once."""
+        """`cache_bytes`: of each GPU, for earlier sequences; None: a quarter of what is left.
+
+        ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not all run at once.
+        """
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
         machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
         machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing)
         self.geometry = plan_columns(config, dtype, machine, len(devices))
+        free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // sharing
+        sequences = sequences_in(free, self.geometry, cache_bytes)
+        connect(self.devices)
         self.kernels = [Kernels("passes", self.geometry, device, sharing > 1) for device in self.devices]
         for kernels in self.kernels:
             kernels.require_resident("pass", sharing)
             kernels.load("pass")
-        self.memories = [DeviceMemory(self.geometry, tensors, i, device) for i, device in enumerate(self.devices)]
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
-        self.passes = 0
+        self._hold([DeviceMemory(self.geometry, tensors, i, d, sequences) for i, d in enumerate(self.devices)])
+
+    def _hold(self, memories: list[DeviceMemory]) -> None:
+        self.memories, self.slots, self.passes = memories, Slots(memories, 0), 0
+
+    @functools.cached_property
+    def tape_model(self) -> TapeModel:
+        """The PyTorch model on the tiles, for long prompts and scores; made when it is first needed."""
+        return TapeModel(self.memories)
 
     def advance(self, sequences: Sequence[Decoding]) -> None:
-        """One pass: a token or more for each sequence that decodes, and ids of the others' prompts.
+        """End and begin sequences, read a piece of a prompt, then one pass: a token or more for each that decodes.
 
-        There are as many caches as columns; further sequences wait until one is free.
+        As many run as there are columns; further ones wait. What fails is in `error` of those whom it concerns.
         """
+        self._begin(sequences)
+        try:
+            running = [s for s in sequences if s.slot]
+            if reading := next((s for s in running if s.reads_pieces), None):
+                self._read_piece(reading)
+            self._pass([s for s in running if not (s.reads_pieces or s.finished)])
+        finally:
+            self._end(sequences)
+
+    def end(self, sequences: Sequence[Decoding]) -> None:
+        """All of them, before their next pass."""
+        for s in sequences:
+            s.finished = True
+        self._end(sequences)
+
+    def _begin(self, sequences: Sequence[Decoding]) -> None:
+        for s in sequences:
+            s.finished = s.finished or s.left
+        self._end(sequences)
+        running = [s for s in sequences if s.slot]
+        for s in sequences:
+            if s.finished or s.slot or len(running) == self.geometry.mma_columns or self._awaits(s, running):
+                continue
+            for other in running:
+                self.slots.holds(other.ids[: other.position], slot=other.slot)
+            slot, start = self.slots.choose(s.ids, s.most_reusable, s.request.reuse_prefix)
+            slot.running = True
+            s.begin(slot, start)
+            for memory in self.memories:
+                memory.changes(s.request, s.ids, 0, slot.number)
+            running.append(s)
+
+    def _awaits(self, s: Decoding, running: Sequence[Decoding]) -> bool:
+        """Others read what it would read, too."""
+        reading = (r for r in running if r.position < r.prompt_length - 1)
+        return any(s.shares(r) - r.position >= LEAST_AWAITED for r in reading)
+
+    def _end(self, sequences: Sequence[Decoding]) -> None:
+        """Slots of those that have finished are for others, who may go on from there."""
+        for s in sequences:
+            if s.finished and s.slot:
+                s.slot.running = False
+                self.slots.holds(s.ids[: s.position] if s.error is None else [], slot=s.slot)
+                s.slot = None
+
+    def _read_piece(self, s: Decoding) -> None:
+        assert s.slot is not None
+        ids, first = s.piece(), max(s.position, s.first_scored())
+        cache = DeviceCache([memory.of(kv) for memory, kv in zip(self.memories, s.slot.kv, strict=True)], s.position)
+        try:
+            for h in streams(self.tape_model, ids, cache):
+                if s.scoring and (rows := s.position + len(ids) - first) > 0:
+                    s.score(first, logits_of(self.tape_model, h[:, -rows:]))
+        except torch.OutOfMemoryError as error:
+            s.fail(f"the GPU has no memory for this request: {error}")
+            return
+        s.was_read(len(ids))
+        s.slot.written = max(s.slot.written, s.position)
+        self.passes += 1
+
+    def _pass(self, sequences: Sequence[Decoding]) -> None:
         room, columns, parts = self.geometry.mma_columns, list[Column](), list[tuple[Decoding, int]]()
-        running = [s for s in sequences if not s.finished][:room]
-        free = sorted(set(range(room)) - {s.sequence for s in running})
-        for s in running:
-            if s.sequence < 0:
-                s.sequence = free.pop(0)
-        decoding, prompts = [s for s in running if s.decodes], [s for s in running if not s.decodes]
-        share = room // max(1, len(decoding))
-        for s in (*decoding, *prompts):
+        share = room // max(1, len(sequences))  # drafts leave columns for prompts
+        for s in sorted(sequences, key=lambda s: not s.decodes):
             new = s.columns(min(share, room - len(columns)) if s.decodes else room - len(columns))
             columns += new
-            parts.append((s, len(new)))
-        chosen = self.run(columns)
+            parts += [(s, len(new))] if new else []
+        if not columns:
+            return
+        scored = any(s.request.logprobs is not None for s, _ in parts)
+        try:
+            chosen = self.run(columns, self._logits if scored else None)
+        except RequestFailed as error:
+            for s, _ in parts:
+                s.fail(str(error))
+            return
+        first = 0
         for s, count in parts:
-            mine, chosen = chosen[:count], chosen[count:]
-            if mine:
-                s.take(mine)
+            self._take(s, chosen[first : first + count], self._logits[first : first + count] if scored else None)
+            first += count
+
+    def _take(self, s: Decoding, chosen: list[int], logits: torch.Tensor | None) -> None:
+        begins, new = not s.made, s.take(chosen, logits)
+        assert s.slot is not None
+        if begins and new:
+            self.slots.keep(s.ids[: s.prompt_length], s.prompt_length + s.max_tokens - 1, s.slot)
+        if s.penalises:
+            for token, memory in itertools.product(set(new), self.memories):
+                memory.times[s.slot.number, token] = s.tokens.count(token)
+
+    @functools.cached_property
+    def _logits(self) -> torch.Tensor:
+        shape = self.geometry.mma_columns, self.config.vocab_size
+        return torch.empty(shape, dtype=torch.float32, device=self.memories[0].device)
 
     def run(self, columns: Sequence[Column], logits: torch.Tensor | None = None) -> list[int]:
-        """The token that each column would be followed by. `logits`: float32 (columns, V) on the device, filled."""
+        """The token that each column would be followed by. `logits`: float32 (columns, V) on the device, filled.
+
+        RequestFailed after a hang.
+        """
         if self.memories[0].epoch > LAST_EPOCH // self.config.num_hidden_layers:
             self._reset()
         inboxes = [memory.inbox for memory in self.memories]
-        arguments = [m.arguments(inboxes, [0], 0, 1, limit_s=self.limit_s, logits=logits) for m in self.memories]
-        for memory, argument in zip(self.memories, arguments, strict=True):
+        arguments = []
+        for memory in self.memories:
+            changes = Changes(memory.times.data_ptr(), memory.bias.data_ptr())
+            argument = memory.arguments(inboxes, [0], 0, 1, limit_s=self.limit_s, logits=logits, changes=changes)
             argument.column_count, argument.columns[: len(columns)] = len(columns), columns
+            arguments.append(argument)
             memory.epoch += 1  # whatever becomes of this pass, no other one uses it
         self.passes += 1
         self._launch(arguments)

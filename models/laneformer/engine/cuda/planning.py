@@ -11,6 +11,7 @@ from ...config import LaneformerConfig
 from .geometry import (
     CHUNK_BYTES,
     DTYPES,
+    EIGHT_BITS,
     MOST_CHUNKS,
     MOST_COLUMNS,
     MOST_RESIDENT_WARPS,
@@ -40,6 +41,7 @@ def plan(
     mma_columns: int = 0,
     interleaved: bool = False,
     prefetch_chunks: int = 0,
+    half: str = "bf16",  # beside matrices of 8 bits: of the embedding, keys and values
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
 
@@ -54,13 +56,13 @@ def plan(
     most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident) // wider
     if warps is not None and not 1 <= warps <= most_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
-    check_tapes(segment, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
+    check_tapes(dtype, machine, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
         options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks, 32 * wider, machine.chiplets > 1)
-        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options)
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, half if dtype in EIGHT_BITS else dtype)
 
     for op in OPS:
         check_matrix(op, bare(1, 0).matrix(op), blocks * most_warps)
@@ -98,7 +100,10 @@ def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
     return most if given is None else given
 
 
-def check_tapes(segment: int, chunk_bytes: int | None, columns: int, interleaved: bool, prefetch_chunks: int) -> None:
+def check_tapes(
+    dtype: str, machine: Machine, chunk_bytes: int | None, columns: int, interleaved: bool, prefetch_chunks: int
+) -> None:
+    segment = segment_bytes(machine.warp_threads)
     if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % segment):
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {segment}")
     if columns and segment != SEGMENT_BYTES:
@@ -107,6 +112,10 @@ def check_tapes(segment: int, chunk_bytes: int | None, columns: int, interleaved
         raise ValueError(f"mma_columns = {columns} is outside 0 to {MOST_COLUMNS}")
     if interleaved and columns:
         raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({columns})")
+    if dtype in EIGHT_BITS and columns:
+        raise ValueError(f"dtype = {dtype!r}: passes of several columns (mma_columns = {columns}) have 16-bit weights")
+    if dtype in EIGHT_BITS and segment != SEGMENT_BYTES:
+        raise ValueError(f"dtype = {dtype!r} is for GPUs with warps of 32 threads; use 'bf16' or 'fp16'")
     if prefetch_chunks < 0:
         raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
@@ -114,7 +123,7 @@ def check_tapes(segment: int, chunk_bytes: int | None, columns: int, interleaved
 def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
     if dtype not in DTYPES:
         raise ValueError(
-            f"dtype = {dtype!r}: the CUDA engine holds 16-bit weights; use {' or '.join(map(repr, DTYPES))}"
+            f"dtype = {dtype!r}: the CUDA engine holds weights of 16 or 8 bits; use {' or '.join(map(repr, DTYPES))}"
         )
     if config.lm_head_type != "vocab_parallel":
         head = config.lm_head_type
@@ -132,7 +141,7 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
 
 
 def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
-    multiple = TILE if matrix.unit_rows == TILE else 8
+    multiple = TILE if matrix.unit_rows == TILE else matrix.thread_numbers
     if matrix.columns % multiple or matrix.rows % matrix.unit_rows:
         raise ValueError(
             f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "

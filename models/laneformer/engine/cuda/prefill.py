@@ -33,7 +33,7 @@ class DeviceCache:
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
-        kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.dtype])  # (2, K, S, d)
+        kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])  # (2, K, S, d)
         new = kept.to(key.dtype)  # seen as later tokens will see them
         everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
         first = 0
@@ -67,7 +67,7 @@ class DeviceCache:
         kv = memory.kv_layer(layer)
         there = kv[:, :, split, slot].permute(3, 0, 1, 2, 4).flatten(1, 2)  # (2, K, positions, d)
         padded = torch.nn.functional.pad(there, (0, 0, start, 0))
-        return padded.view(TORCH_TYPES[memory.geometry.dtype])
+        return padded.view(TORCH_TYPES[memory.geometry.half])
 
 
 @torch.inference_mode()

@@ -35,6 +35,8 @@ DEVICE char* dynamic_shared() {
   extern __shared__ __align__(128) char shared[];
   return shared;
 }
+// four of the eight bytes of low and high, one for each four bits of `selector`, the lowest first
+DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
 DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }
 DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE uint64_t now_ns() {
@@ -166,6 +168,25 @@ DEVICE void let_next_start() {
 
 // ---- 16-bit numbers: two in a 32-bit word, the first one low ----
 
+DEVICE float low_fp16(uint32_t pair) {
+  float value;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(value) : "r"(pair));
+  return value;
+}
+DEVICE float high_fp16(uint32_t pair) {
+  float value;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(value) : "r"(pair));
+  return value;
+}
+#if __CUDA_ARCH__ >= 890
+#define FP8_IN_HARDWARE
+// two numbers of 8 bits (e4m3), the low bytes
+DEVICE uint32_t fp16_of_fp8(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  return halves;
+}
+#endif
 #if WEIGHTS_BF16
 DEVICE float low_half(uint32_t pair) { return float_of(pair << 16); }
 DEVICE float high_half(uint32_t pair) { return float_of(pair & 0xffff0000u); }
@@ -175,16 +196,8 @@ DEVICE uint32_t pack_halves(float low, float high) {
   return pair;
 }
 #else
-DEVICE float low_half(uint32_t pair) {
-  float value;
-  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(value) : "r"(pair));
-  return value;
-}
-DEVICE float high_half(uint32_t pair) {
-  float value;
-  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(value) : "r"(pair));
-  return value;
-}
+DEVICE float low_half(uint32_t pair) { return low_fp16(pair); }
+DEVICE float high_half(uint32_t pair) { return high_fp16(pair); }
 DEVICE uint32_t pack_halves(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

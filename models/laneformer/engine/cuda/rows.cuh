@@ -9,7 +9,8 @@
 //     strip [step][row of segments][thread][8 numbers],  columns of thread t in a step: 4t .. 4t+3, then the same
 //                                                        again `4 row_threads` further on
 //
-// The second half of a thread's columns lies that far so that both reads of x by a warp touch each bank once.
+// The second half of a thread's columns lies that far so that both reads of x by a warp touch each bank once. Numbers of
+// 8 bits are 16 a thread, in four such quarters; their rows' scales lie beside the tapes, and multiply the rows' sums.
 // With kInterleaved, the chunks of a block's tapes lie in turn, [chunk][warp]: a block then streams from one place of the
 // memory and not from kWarps. With kPrefetchChunks, the L2 is a second ring: while exchanges hold a warp up, as many
 // chunks more than its ring has come nearer.
@@ -20,6 +21,8 @@
 constexpr int kWarpThreads = WARP_THREADS;
 constexpr int kThreads = kWarpThreads * kWarps;
 constexpr int kSegmentBytes = 16 * kWarpThreads;
+constexpr bool kEightBits = WEIGHTS_INT8 || WEIGHTS_FP8;
+constexpr int kThreadNumbers = kEightBits ? 16 : 8;  // of a segment
 constexpr int kWarpsPerLane = kBlocksPerLane * kWarps;
 constexpr int kOwners = kMmaColumns ? kBlocksPerLane : kWarpsPerLane;  // of rows: with columns.cuh, blocks
 
@@ -28,18 +31,26 @@ constexpr int kNewerCopies = GRAPH ? 0 : kChunks - 1;
 
 enum Op { kQkv, kOutput, kGateUp, kDown, kHead };
 
-DEVICE constexpr int row_threads_of(int columns) {
+// threads of a warp that share a row (or a key), `numbers` of it at a time
+DEVICE constexpr int row_threads_of(int columns, int numbers) {
   int threads = 32;  // at most, also of 64: a row's sum is then the same
-  while (columns / 8 % threads) threads /= 2;
+  while (columns / numbers % threads) threads /= 2;
   return threads;
+}
+
+// of a layer's matrices before this one, in a lane
+DEVICE constexpr int rows_before(int op) {
+  int rows = 0;
+  for (int i = 0; i < op; ++i) rows += kUnits[i] * kUnitRows[i];
+  return rows;
 }
 
 template <int Op>
 struct Matrix {
-  static constexpr int kRowThreads = row_threads_of(kColumns[Op]);
+  static constexpr int kRowThreads = row_threads_of(kColumns[Op], kThreadNumbers);
   static constexpr int kSegmentRows = kWarpThreads / kRowThreads;
-  static constexpr int kSteps = kColumns[Op] / (8 * kRowThreads);
-  static_assert(kColumns[Op] % 8 == 0 && kUnitRows[Op] % kSegmentRows == 0);
+  static constexpr int kSteps = kColumns[Op] / (kThreadNumbers * kRowThreads);
+  static_assert(kColumns[Op] % kThreadNumbers == 0 && kUnitRows[Op] % kSegmentRows == 0);
 
   // the first unit of an owner; int is enough: units and warps are below 2^15
   DEVICE static int first_unit(int owner) { return kUnits[Op] * owner / kOwners; }
@@ -50,6 +61,11 @@ struct Matrix {
     for (int units = kUnits[Op] / kWarpsPerLane; units <= (kUnits[Op] + kWarpsPerLane - 1) / kWarpsPerLane; ++units)
       if (units * kUnitRows[Op] / kSegmentRows % kStrip == rows) return true;
     return false;
+  }
+  // the place of an owner's first scale: [layer][op][lane of the device][row], then the head's
+  DEVICE static int first_scale(int layer, int local_lane, int owner) {
+    const int before = Op == kHead ? kLayers * rows_before(kHead) : layer * rows_before(kHead) + rows_before(Op);
+    return before * kDeviceLanes + local_lane * kUnits[Op] * kUnitRows[Op] + first_row(owner);
   }
   DEVICE static int segments(int lane_warp) { return row_count(lane_warp) / kSegmentRows * kSteps; }
 };
@@ -116,7 +132,7 @@ struct Tape {
     wait_full<GRAPH ? 0 : kNewerCopies - 1>(full + (last ? 0 : slot + 1), parity ^ last);
   }
 
-  // 8 numbers of this thread from a segment that is there
+  // this thread's numbers from a segment that is there
   DEVICE uint4 peek(int segment, int thread = thread_index() % kWarpThreads) const {
     uint32_t byte = slot * kChunkBytes + at + segment * kSegmentBytes;
     if (byte >= kChunks * kChunkBytes) byte -= kChunks * kChunkBytes;
@@ -158,6 +174,46 @@ DEVICE float dot8(uint4 w, float4 a, float4 b, float sum) {
   return fmaf(high_half(w.w), b.w, sum);
 }
 
+#if WEIGHTS_INT8
+// A byte as the last bits of 2^23; with that and the byte's 128 taken away, the number is exact.
+DEVICE float4 unpack4(uint32_t four) {
+  float x[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = float_of(byte_perm(four, 0x4b000000u, 0x7540 | i)) - 8388736.0f;
+  return {x[0], x[1], x[2], x[3]};
+}
+#elif WEIGHTS_FP8
+#ifdef FP8_IN_HARDWARE
+DEVICE float4 unpack4(uint32_t four) {
+  const uint32_t low = fp16_of_fp8(four), high = fp16_of_fp8(four >> 16);
+  return {low_fp16(low), high_fp16(low), low_fp16(high), high_fp16(high)};
+}
+#else
+// e4m3 on top of a half, and all but its sign one bit lower: its exponent counts from 7 instead of 15, so that it is 2^-8
+// of itself as fp16, subnormal numbers too.
+DEVICE uint32_t fp16_below_fp8(uint32_t pair) { return (pair & 0x80008000u) | (pair >> 1 & 0x3f803f80u); }
+DEVICE float4 unpack4(uint32_t four) {
+  const uint32_t low = fp16_below_fp8(byte_perm(four, 0, 0x1404)), high = fp16_below_fp8(byte_perm(four, 0, 0x3424));
+  return {256 * low_fp16(low), 256 * high_fp16(low), 256 * low_fp16(high), 256 * high_fp16(high)};
+}
+#endif
+#endif
+
+// Numbers of one thread, times their columns
+DEVICE float dot(uint4 w, const float4 (&x)[kThreadNumbers / 4], float sum) {
+#if WEIGHTS_INT8 || WEIGHTS_FP8
+  const uint32_t fours[] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 four = unpack4(fours[i]);
+    sum = fmaf(four.w, x[i].w, fmaf(four.z, x[i].z, fmaf(four.y, x[i].y, fmaf(four.x, x[i].x, sum))));
+  }
+  return sum;
+#else
+  return dot8(w, x[0], x[1], sum);
+#endif
+}
+
 // out[r] = W[r, :] x for the next Strip rows of segments; x in shared memory
 template <int Op, int Strip>
 DEVICE void multiply_strip(Tape& tape, const float* x, float* out) {
@@ -166,11 +222,13 @@ DEVICE void multiply_strip(Tape& tape, const float* x, float* out) {
   const float4* columns = reinterpret_cast<const float4*>(x) + thread % M::kRowThreads;
   float sum[Strip] = {};
 #pragma unroll 1
-  for (int step = 0; step < M::kSteps; ++step, columns += 2 * M::kRowThreads) {
-    const float4 a = columns[0], b = columns[M::kRowThreads];
+  for (int step = 0; step < M::kSteps; ++step, columns += kThreadNumbers / 4 * M::kRowThreads) {
+    float4 in[kThreadNumbers / 4];
+#pragma unroll
+    for (int i = 0; i < kThreadNumbers / 4; ++i) in[i] = columns[i * M::kRowThreads];
     tape.need<Strip>();
 #pragma unroll
-    for (int r = 0; r < Strip; ++r) sum[r] = dot8(tape.peek(r, thread), a, b, sum[r]);
+    for (int r = 0; r < Strip; ++r) sum[r] = dot(tape.peek(r, thread), in, sum[r]);
     tape.drop(Strip);
   }
 #pragma unroll
@@ -181,10 +239,14 @@ DEVICE void multiply_strip(Tape& tape, const float* x, float* out) {
 }
 
 // out[r] = W[r, :] x for all rows of this warp; a sum depends on the row alone, not on the GPU or the cut
+// `scales`: with 8 bits, of its rows; they are on their way while the rows are read
 template <int Op>
-DEVICE void multiply(Tape& tape, int lane_warp, const float* x, float* out) {
+DEVICE void multiply(Tape& tape, int lane_warp, const float* scales, const float* x, float* out) {
   using M = Matrix<Op>;
   sync_warp();  // the results before these have been read
+  float* const all = out;
+  float scale = 0.0f;
+  if (kEightBits && thread_index() % kWarpThreads < M::row_count(lane_warp)) scale = scales[thread_index() % kWarpThreads];
   int left = M::row_count(lane_warp) / M::kSegmentRows;
 #pragma unroll 1
   for (; left >= kStrip; left -= kStrip, out += kStrip * M::kSegmentRows) multiply_strip<Op, kStrip>(tape, x, out);
@@ -198,4 +260,9 @@ DEVICE void multiply(Tape& tape, int lane_warp, const float* x, float* out) {
     if (left == 1) multiply_strip<Op, 1>(tape, x, out);
   }
   sync_warp();
+  if constexpr (kEightBits) {
+    const int first = here(thread_index()) % kWarpThreads;
+    for (int r = first; r < M::row_count(lane_warp); r += kWarpThreads) all[r] *= r == first ? scale : scales[r];
+    sync_warp();
+  }
 }

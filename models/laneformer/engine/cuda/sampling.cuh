@@ -23,16 +23,15 @@ struct Changes {
   DEVICE bool any() const { return times || bias || min_new_tokens > 0; }
 };
 
-// The C++ core computes this in double too: from equal logits come equal ones.
-DEVICE_CALL float changed(float logit, int token, const Changes& c) {
-  const int times = c.times ? c.times[token] : -1;
+// `times` of this token, and its bias or null. The C++ core computes this in double too: from equal logits come equal ones.
+DEVICE_CALL float changed(float logit, int times, const double* bias, const Changes& c) {
   if (times >= 0) {
     double x = logit;
     x = x < 0.0 ? x * c.repetition_penalty : x / c.repetition_penalty;
     if (times) x -= c.frequency_penalty * times + c.presence_penalty;
     logit = static_cast<float>(x);
   }
-  return c.bias ? static_cast<float>(logit + c.bias[token]) : logit;
+  return bias ? static_cast<float>(logit + *bias) : logit;
 }
 
 // what every score beats but NaN; a token none the less, so that a broken model's next one has an embedding

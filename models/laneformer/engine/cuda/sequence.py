@@ -19,7 +19,7 @@ from ...tensors import Tensor
 from ..decoder import Request, Sampling
 from .geometry import Geometry
 from .launch import Kernels, NotResident, describe
-from .memory import DeviceMemory, end_hang
+from .memory import DeviceMemory, end_hang, half_of
 from .planning import plan
 from .prefill import DeviceCache, prefill, streams
 from .slots import Slots
@@ -66,7 +66,8 @@ class SequenceDecoder:
     def _build(self, version: str) -> None:
         """Kernels and memory. NotResident: the persistent version's blocks would not all run at once."""
         self.version = version
-        self.geometry = geometry_for(self.config, self.dtype, self.devices, version, **self._shape)
+        half = half_of(self.tensors)
+        self.geometry = geometry_for(self.config, self.dtype, self.devices, version, half=half, **self._shape)
         sharing = most_shared(self.devices)
         self.kernels = [Kernels(version, self.geometry, device, sharing > 1) for device in self.devices]
         self.memories: list[DeviceMemory] = []

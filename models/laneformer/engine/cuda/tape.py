@@ -1,9 +1,9 @@
 """Weights as the kernels read them: one tape a warp, its rows of every matrix in the order of execution.
 
-rows.cuh describes a tape and reads it; the index arithmetic is here. Everything is a permutation of 16-bit numbers, so
-packing is one gather a matrix, on the GPU when the tensors are there.
+rows.cuh describes a tape and reads it; the index arithmetic is here. Everything is a permutation of numbers, so packing
+is one gather a matrix, on the GPU when the tensors are there.
 
-    W[row, column] of a lane -> [strip][step][row of segments][thread][8 numbers]
+    W[row, column] of a lane -> [strip][step][row of segments][thread][8 numbers, or 16 of 8 bits]
 
 With `interleaved` the chunks of a block's tapes lie in turn: [block][chunk][warp]. With `mma_columns` a segment is a
 tile of 16 x 16, in the order that columns.cuh describes and reads.
@@ -19,7 +19,8 @@ import torch
 
 from .geometry import OPS, SEGMENT_BYTES, TILE, Geometry, Matrix
 
-LaneMatrix = Callable[[str, int, int], torch.Tensor]  # (op, layer, lane) -> (rows, columns), 16-bit
+LaneMatrix = Callable[[str, int, int], torch.Tensor]  # (op, layer, lane) -> (rows, columns) of that many bytes:
+NUMBERS = {2: torch.int16, 1: torch.int8}
 
 
 def order(geometry: Geometry, matrix: Matrix) -> np.ndarray:
@@ -31,8 +32,8 @@ def order(geometry: Geometry, matrix: Matrix) -> np.ndarray:
 def row_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
     """As rows.cuh reads them."""
     threads, rows, warps = matrix.row_threads, matrix.segment_rows, geometry.warps_per_lane
-    shape = (matrix.rows // rows, rows, matrix.steps, 2, threads, 4)
-    # (row of segments, step, row in it, thread, half, 4): a segment is the last four axes
+    shape = (matrix.rows // rows, rows, matrix.steps, matrix.thread_numbers // 4, threads, 4)
+    # (row of segments, step, row in it, thread, four of its numbers, 4): a segment is the last four axes
     segments = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 2, 1, 4, 3, 5)
     for warp in range(warps):
         first, end = (matrix.first_row(w, warps) // rows for w in (warp, warp + 1))
@@ -78,7 +79,7 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
     numbers = np.zeros(warps, np.int64)
     for op, _ in steps(geometry):
         numbers += np.diff(ends(geometry, geometry.matrix(op)))
-    chunks = -(-2 * numbers // geometry.chunk_bytes)
+    chunks = -(-geometry.number_bytes * numbers // geometry.chunk_bytes)
     return np.concatenate([[0], np.tile(chunks, geometry.lanes_per_device).cumsum()]).astype(np.uint64) * np.uint64(
         geometry.chunk_bytes
     )
@@ -93,7 +94,7 @@ def tape_bytes(geometry: Geometry) -> int:
 
 def pieces(geometry: Geometry, tape: int, start: int, size: int) -> Iterator[slice]:
     """Where `size` numbers of an interleaved tape lie, from its `start` on: a slice for each chunk that they touch."""
-    (block, warp), numbers = divmod(tape, geometry.warps), geometry.chunk_bytes // 2
+    (block, warp), numbers = divmod(tape, geometry.warps), geometry.chunk_bytes // geometry.number_bytes
     while size:
         chunk, offset = divmod(start, numbers)
         count = min(size, numbers - offset)
@@ -107,7 +108,7 @@ def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice
 
     A warp has one pair of slices, or one for each chunk where tapes are interleaved.
     """
-    warps, starts = geometry.warps_per_lane, (tape_starts(geometry) // 2).astype(np.int64)
+    warps, starts = geometry.warps_per_lane, tape_starts(geometry).astype(np.int64) // geometry.number_bytes
     at = starts[:-1].copy()
     for op, layer in steps(geometry):
         first = ends(geometry, geometry.matrix(op))
@@ -126,12 +127,12 @@ def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice
 
 
 def pack(geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torch.device | str) -> torch.Tensor:
-    """The tapes of the lanes `first_lane`, ... of one device: int16 (numbers,)."""
-    tapes = torch.zeros(tape_bytes(geometry) // 2, dtype=torch.int16, device=device)
+    """The tapes of the lanes `first_lane`, ... of one device: (numbers,) of NUMBERS."""
+    kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
+    tapes = torch.zeros(tape_bytes(geometry) // geometry.number_bytes, dtype=kind, device=device)
     orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))).to(device) for op in OPS}
-    size = SEGMENT_BYTES // 2
     for op, layer, lane, pairs in places(geometry):
-        numbers = matrices(op, layer, first_lane + lane).to(device).view(torch.int16).flatten()[orders[op]]
+        numbers = matrices(op, layer, first_lane + lane).to(device).view(kind).flatten()[orders[op]]
         segments = np.concatenate([np.arange(there.start, there.stop, size) for there, _ in pairs]) // size
         tapes.view(-1, size)[torch.from_numpy(segments).to(device)] = numbers.view(-1, size)
     return tapes

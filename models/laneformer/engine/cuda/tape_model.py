@@ -9,6 +9,7 @@ For `2b` that is 36 GB, calculated as 10 ms on an H200, and memory for one layer
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,11 +17,10 @@ import torch
 
 from ...config import BIASED, HEAD_NORMS, NORMS
 from ...model import Laneformer, LaneformerLayer
-from .geometry import OPS, SEGMENT_BYTES, Geometry
+from .eight_bits import dequantised
+from .geometry import EIGHT_BITS, OPS, SEGMENT_BYTES, Geometry
 from .memory import PARTS, TORCH_TYPES, DeviceMemory, joined
-from .tape import order, places
-
-SEGMENT = SEGMENT_BYTES // 2  # numbers
+from .tape import order, places, steps
 
 
 class TapeModel:
@@ -28,8 +28,8 @@ class TapeModel:
 
     def __init__(self, memories: Sequence[DeviceMemory]):
         geometry, device = memories[0].geometry, memories[0].device
-        self.config, self.dtype, self._lanes = geometry.config, TORCH_TYPES[geometry.dtype], geometry.lanes_per_device
-        self._memories = memories
+        self.config, self.dtype, self._lanes = geometry.config, TORCH_TYPES[geometry.half], geometry.lanes_per_device
+        self._memories, self._geometry = memories, geometry
         with torch.device("meta"):
             self._plain = Laneformer(self.config).eval().requires_grad_(False)
         self.masks, self.norm = self._plain.masks, self._plain.norm
@@ -45,6 +45,8 @@ class TapeModel:
             layer.load_state_dict({**matrices, **norms, **self._of_attention(i)}, assign=True)
         self._segments = [segment_places(geometry, memory.device) for memory in memories]
         self._numbers = [{op: number_places(geometry, op, m.device) for op in OPS} for m in memories]
+        self._scales = scale_places(geometry) if geometry.dtype in EIGHT_BITS else {}
+        self._rows = {op: tensor_rows(geometry, op) for op in OPS}
 
     def _of_attention(self, layer: int) -> dict[str, torch.Tensor]:
         """Biases and norms of heads, where a layer has them."""
@@ -66,7 +68,7 @@ class TapeModel:
 
     def head(self) -> torch.Tensor:
         """(L, V / L, D); read anew, unless it is the embedding."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and not self._scales:
             return self.embedding.view(self.config.head_shape)
         weight = torch.empty(self.config.head_shape, dtype=self.dtype, device=self.embedding.device)
         self._read(OPS[-1], 0, [weight])
@@ -75,17 +77,35 @@ class TapeModel:
     def _read(self, op: str, layer: int, tensors: list[torch.Tensor]) -> None:
         """Fill the tensors (lanes, rows, columns) of which the kernels' matrix `op` is made."""
         for i, memory in enumerate(self._memories):
-            taped = memory.tapes.view(-1, SEGMENT).index_select(0, self._segments[i][op, layer]).view(self._lanes, -1)
-            for tensor, index in zip(tensors, self._numbers[i][op], strict=True):
+            segments = memory.tapes.view(-1, segment_numbers(self._geometry))
+            taped = segments.index_select(0, self._segments[i][op, layer]).view(self._lanes, -1)
+            for part, (tensor, index) in enumerate(zip(tensors, self._numbers[i][op], strict=True)):
                 lanes = tensor[i * self._lanes :][: self._lanes]
-                lanes.copy_(taped.index_select(1, index).view(self.dtype).view(lanes.shape))
+                numbers = taped.index_select(1, index)
+                if self._scales:
+                    scales = memory.scales[self._scales[op, layer]].view(self._lanes, -1)
+                    own = scales[:, self._rows[op][part]]
+                    lanes.copy_(dequantised(numbers.view(lanes.shape), own, self._geometry.dtype))
+                else:
+                    lanes.copy_(numbers.view(self.dtype).view(lanes.shape))
+
+
+def segment_numbers(geometry: Geometry) -> int:
+    return SEGMENT_BYTES // geometry.number_bytes
+
+
+def scale_places(geometry: Geometry) -> dict[tuple[str, int], slice]:
+    """For each matrix (op, layer): its scales (lanes, rows) among a device's, flat."""
+    rows = [geometry.lanes_per_device * geometry.matrix(op).rows for op, _ in steps(geometry)]
+    ends = itertools.accumulate(rows)
+    return {step: slice(end - count, end) for step, count, end in zip(steps(geometry), rows, ends, strict=True)}
 
 
 def segment_places(geometry: Geometry, device: torch.device) -> dict[tuple[str, int], torch.Tensor]:
     """For each matrix (op, layer): its segments on a device's tapes, lane after lane, in the order of `order`."""
     found: dict[tuple[str, int], list[np.ndarray]] = {}
     for op, layer, _, pairs in places(geometry):
-        starts = np.array([(there.start, here.start, here.stop) for there, here in pairs]) // SEGMENT
+        starts = np.array([(there.start, here.start, here.stop) for there, here in pairs]) // segment_numbers(geometry)
         shifts = np.repeat(starts[:, 0] - starts[:, 1], starts[:, 2] - starts[:, 1])
         found.setdefault((op, layer), []).append(shifts + np.arange(len(shifts)))
     return {key: torch.from_numpy(np.concatenate(lanes).astype(np.int32)).to(device) for key, lanes in found.items()}
@@ -93,11 +113,17 @@ def segment_places(geometry: Geometry, device: torch.device) -> dict[tuple[str, 
 
 def number_places(geometry: Geometry, op: str, device: torch.device) -> list[torch.Tensor]:
     """For each tensor of the matrix `op`: where among a lane's numbers in the order of `order` its own are, flat."""
-    matrix, shapes = geometry.matrix(op), geometry.config.tensor_shapes()
-    counts = [shapes[f"layers.0.{name}.weight"][1] for name in PARTS[op]] if op in PARTS else [matrix.rows]
+    matrix = geometry.matrix(op)
     parts = np.empty(matrix.rows * matrix.columns, np.int32)
     parts[order(geometry, matrix)] = np.arange(len(parts), dtype=np.int32)
     rows = torch.from_numpy(parts).view(matrix.rows, matrix.columns)
-    of_tensors = torch.empty_like(rows)
-    of_tensors[joined(op, list(torch.arange(matrix.rows).split(counts)))] = rows
-    return [index.flatten().to(device) for index in of_tensors.split(counts)]
+    return [rows[mine].flatten().to(device) for mine in tensor_rows(geometry, op)]
+
+
+def tensor_rows(geometry: Geometry, op: str) -> tuple[torch.Tensor, ...]:
+    """For each tensor of the matrix `op`: which rows of the matrix are its own, in its order."""
+    count, shapes = geometry.matrix(op).rows, geometry.config.tensor_shapes()
+    counts = [shapes[f"layers.0.{name}.weight"][1] for name in PARTS[op]] if op in PARTS else [count]
+    rows = torch.empty(count, dtype=torch.int64)
+    rows[joined(op, list(torch.arange(count).split(counts)))] = torch.arange(count)
+    return rows.split(counts)

@@ -1,0 +1,96 @@
+"""Requests that join and leave between two passes (passes.py): what `Batch` asks of a decoder.
+
+A thread runs passes while there is a request; it ends with the last one. Callers look only at what it has published.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ..decoder import Collected, Request
+from .decoding import Decoding
+from .passes import PassDecoder
+
+
+@dataclass
+class Joined:
+    """A request that has joined. published, ended: of the passes' thread, under the lock."""
+
+    sequence: Decoding
+    published: int = 0  # new tokens
+    ended: bool = False
+    collected: int = 0
+
+    def publish(self) -> None:
+        self.published = self.sequence.made
+        self.ended = self.sequence.finished
+
+    @property
+    def has_news(self) -> bool:
+        return self.ended or self.published > self.collected
+
+    def take_news(self, ticket: int) -> Collected:
+        s, first, self.collected = self.sequence, self.collected, self.published
+        tokens = s.tokens[first : self.published]
+        count = s.prompt_length - s.request.score_from if s.scoring else len(tokens)
+        whole = s.error is None and not (s.scoring and (s.left or not self.ended))
+        scores = s.scores.part(first, count) if s.request.logprobs is not None and whole else None
+        return Collected(ticket, first, tokens, scores, s.statistics() if self.ended else None, s.error)
+
+
+class JoinedPasses:
+    """`join`, `collect`, `leave` of `Decoder`, for as many requests at a time as a pass has columns."""
+
+    def __init__(self, passes: PassDecoder):
+        self.passes, self.most_joined = passes, passes.geometry.mma_columns
+        self._changed = threading.Condition()
+        self._joined: dict[int, Joined] = {}  # by ticket
+        self._tickets = 0
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None  # after which the GPU answers nobody in this process
+
+    def join(self, request: Request) -> int:
+        """RuntimeError where `most_joined` run, or the GPU has failed."""
+        with self._changed:
+            if self._failure is not None:
+                raise RuntimeError(f"passes on the GPU have failed, and with them this process: {self._failure}")
+            if len(self._joined) >= self.most_joined:
+                raise RuntimeError(f"{self.most_joined} requests run; collect the end of one first")
+            self._tickets += 1
+            sequence = Decoding(request, context=self.passes.config.max_position_embeddings)
+            self._joined[self._tickets] = Joined(sequence)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="laneformer-passes", daemon=True)
+                self._thread.start()
+            return self._tickets
+
+    def collect(self, timeout_s: float) -> list[Collected]:
+        with self._changed:
+            self._changed.wait_for(lambda: any(j.has_news for j in self._joined.values()), timeout_s)
+            news = [j.take_news(ticket) for ticket, j in self._joined.items() if j.has_news]
+            self._joined = {ticket: j for ticket, j in self._joined.items() if not j.ended}
+            return news
+
+    def leave(self, ticket: int) -> None:
+        with self._changed:
+            if ticket in self._joined:
+                self._joined[ticket].sequence.left = True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                running = [j for j in self._joined.values() if not j.ended]
+                if not running:
+                    self._thread = None
+                    return
+            try:
+                self.passes.advance([j.sequence for j in running])
+            except Exception as error:  # the driver's, or ours: no pass can be trusted any more
+                self._failure = f"{type(error).__name__}: {error}"
+                for j in running:
+                    j.sequence.fail(self._failure)
+            with self._changed:
+                for j in running:
+                    j.publish()
+                self._changed.notify_all()

@@ -1,0 +1,224 @@
+"""Weights of 8 bits on the GPU: the CPU's numbers, every code unpacked, every logit on the emulator, prompts.
+
+The reference of all logits are the weights that 8 bits stand for, written down once more in tools/check/reference.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer.config import HEAD, LaneformerConfig
+from laneformer.engine import Engine, device
+from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine.cuda.bench import weight_bytes
+from laneformer.engine.cuda.compile import INCLUDES, source_of
+from laneformer.engine.cuda.eight_bits import quantised
+from laneformer.engine.cuda.geometry import EIGHT_BITS, H200, MI300X
+from laneformer.engine.cuda.memory import DeviceMemory, joined
+from laneformer.engine.cuda.passes import plan_columns
+from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.tape_model import TapeModel
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import SMALL, Emulated, random_model, small_config, tensors_of
+from tests.laneformer.cuda.shapes import SHAPES, Shape
+from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
+from tests.laneformer.cuda.test_kernels import check, text
+from tests.laneformer.cuda.test_llama import shape as llama
+from tests.laneformer.cuda.test_order import rebuild
+from tests.laneformer.engine.test_int8 import first_matrix
+from tools.check.reference import relative_errors
+
+emulated_only = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+SHAPES_8: dict[str, Shape] = {
+    **{name: SHAPES[name] for name in ("late", "wide heads", "delay 0")},
+    "one lane": Shape({"num_lanes": 1, "broadcast_delay": 0, "num_key_value_heads": 2, "num_hidden_layers": 3}),
+    # rows of 3 x 16 and 5 x 16 numbers; tapes that end within a chunk; most warps have no row of some matrix
+    "eight lanes": Shape(
+        {"num_lanes": 8, "broadcast_delay": 2, "hidden_size": 128, "intermediate_size": 640, "num_key_value_heads": 8,
+         "num_attention_heads": 16, "head_dim": 40, "vocab_size": 768},
+        blocks=1, warps=3, chunk_bytes=1024,
+    ),
+    "on two GPUs": Shape({"num_hidden_layers": 3}, blocks=3, devices=2),
+    "tied, with biases": llama("qwen 2"), "norms of heads": llama("qwen 3"),
+}  # fmt: skip
+QUICK = [("late", "int8"), ("one lane", "fp8")]
+CODES = """
+#include "emulator.h"
+#include "rows.cuh"
+extern "C" void codes(const uint32_t* fours, float* out) {
+  for (int i = 0; i < 64; ++i) {
+    const float4 x = unpack4(fours[i]);
+    out[4 * i] = x.x, out[4 * i + 1] = x.y, out[4 * i + 2] = x.z, out[4 * i + 3] = x.w;
+  }
+}
+"""
+
+
+def emulated(name: str, dtype: str, builds: Path, **options: Any) -> Emulated:
+    """A shape with weights of 8 bits, and whatever 16 bits it had beside them."""
+    shape = SHAPES_8[name]
+    return dataclasses.replace(shape, dtype=dtype).emulated(builds, **{"half": shape.dtype, **options})
+
+
+# ---- the numbers ----
+
+
+def test_int8_numbers_are_the_cpus() -> None:
+    """All integers and scales of the first lane's first matrix, from both engines' tapes."""
+    config = small_config()
+    tensors = tensors_of(random_model(config), "bf16")
+    with Engine(config, tensors, dtype="int8", threads=1, device="cpu") as engine:
+        integers, scales = first_matrix(engine)
+    read = [
+        torch.from_numpy(tensors[f"layers.0.attention.{w}.weight"].values.view(np.int16)) for w in ("wq", "wk", "wv")
+    ]
+    parts = [quantised(values.view(torch.bfloat16).float(), "int8") for values in read]
+    numbers, own = (joined("qkv", [part[0] for part in of_all]) for of_all in zip(*parts, strict=True))
+    np.testing.assert_array_equal((numbers ^ -128).numpy(), integers)
+    np.testing.assert_array_equal(own.numpy(), scales)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_rows_of_zeros_and_values_that_are_not_finite(dtype: str) -> None:
+    rows = torch.tensor([[0.0, 0.0], [1e-38, -1e-39], [3.0, -1.5], [float("nan"), 1.0], [1.0, -float("inf")]])
+    numbers, scales = quantised(rows, dtype)
+    assert scales[:3].tolist() == [0, 0, np.float32(3) / np.float32({"int8": 127, "fp8": 448}[dtype])]
+    assert not scales[3:].isfinite().any()
+    zero = numbers[:2] ^ -128 if dtype == "int8" else numbers[:2]
+    assert not zero.any()
+
+
+@emulated_only
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_every_code_is_unpacked(dtype: str, cuda_builds: Path) -> None:
+    geometry = plan(small_config(), dtype, SMALL, warps=2)
+    library = emulator.build(
+        f"#define GRAPH 0\n{geometry.constants()}{CODES}", INCLUDES, {"TABLE": "constexpr"}, cuda_builds
+    )
+    codes, out = np.arange(256, dtype=np.uint8), np.empty(256, np.float32)
+    library.codes(codes.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p))
+    meant = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+    numbers = ~np.isnan(meant)  # which no quantised weight is
+    right = np.arange(256) - 128 if dtype == "int8" else meant
+    np.testing.assert_array_equal(out[numbers], right[numbers])
+
+
+# ---- the kernels ----
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in
+               [(name, dtype) for name in SHAPES_8 for dtype in EIGHT_BITS] if each not in QUICK)],
+)  # fmt: skip
+def test_every_logit(name: str, dtype: str, cuda_builds: Path) -> None:
+    check(emulated(name, dtype, cuda_builds), 9, range(1))
+
+
+@emulated_only
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [("delay 0", "int8"), ("norms of heads", "fp8")])
+def test_the_graph_and_other_cuts_give_the_same_bits(name: str, dtype: str, cuda_builds: Path) -> None:
+    made = []
+    for cut in ({}, {"version": "graph"}, {"interleaved": True, "prefetch_chunks": 2}):
+        kernels = emulated(name, dtype, cuda_builds, **cut)
+        kernels.forget()
+        made.append(kernels.read(text(kernels, 6), 4))
+    for tokens, logits in made[1:]:
+        assert tokens == made[0][0]
+        assert torch.equal(logits, made[0][1])
+
+
+FAULTS = {
+    "a row has its neighbour's scale": (
+        "scale = scales[thread_index() % kWarpThreads]", "scale = scales[thread_index() % kWarpThreads + 1]",
+    ),
+    "another layer's scales": ("layer * rows_before(kHead)", "0 * rows_before(kHead)"),
+    "bytes of a word in the other order": ("0x7540 | i)", "0x7540 | (3 - i))"),
+    "numbers without their sign": ("- 8388736.0f", "- 8388608.0f"),
+}  # fmt: skip
+
+
+@emulated_only
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, cuda_builds: Path) -> None:
+    kernels = emulated("late", "int8", cuda_builds)
+    rebuild(kernels, cuda_builds, [("rows.cuh", *FAULTS[name])], source_of("persistent", kernels.geometry))
+    with pytest.raises(AssertionError, match="tolerance"):
+        check(kernels, 5, range(0))
+
+
+# ---- prompts, and the engine ----
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize("name", ["on two GPUs", "tied, with biases"])
+def test_prompts_have_the_weights_that_8_bits_stand_for(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to fp32, as the CPU engine has them, and to the 16 bits of the prompt."""
+    monkeypatch.setattr(Emulated, "build", lambda *_: None)
+    kernels = emulated(name, dtype, Path())
+    stored = kernels.model.state_dict()
+    model = TapeModel(kernels.memories)
+    for i, layer in enumerate(model.layers()):
+        for key, values in layer.state_dict().items():
+            assert torch.equal(values, stored[f"layers.{i}.{key}"].float().bfloat16()), key
+    assert torch.equal(model.head(), stored[HEAD].float().bfloat16())
+
+
+@emulated_only
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_an_engine_end_to_end(dtype: str, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens by the kernels, after a prompt that they or PyTorch have read; the judge has the weights in float64."""
+    monkeypatch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
+    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
+    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    kernels = emulated("one lane", dtype, cuda_builds)
+    ids = text(kernels, 14)
+    with Engine(kernels.config, kernels.tensors, device="cuda", dtype=dtype) as engine:
+        assert (engine.dtype, engine.kv_dtype, gpu_of(engine).geometry.half) == (dtype, "bf16", "bf16")
+        assert engine.weight_bytes == sum(memory.weight_bytes for memory in gpu_of(engine).memories)
+        exact = kernels.model(torch.tensor([ids]))[0].numpy()
+        assert relative_errors(engine.logits(ids), exact).max() < 0.05  # 16 bits throughout
+        made = engine.generate(ids, max_new_tokens=4)
+        spread = kernels.model(torch.tensor([ids + made]))[0][len(ids) - 1 : -1]
+        behind = spread.max(1).values - spread[torch.arange(4), torch.tensor(made)]
+        assert (behind < 0.05 * (spread.max() - spread.min())).all(), (
+            "another token only where two are nearly as likely"
+        )
+
+
+def test_tapes_hold_a_byte_for_each_weight() -> None:
+    """And a scale for each row; the segments of a token are half as many."""
+    config = LaneformerConfig.from_flavor("2b")
+    eight, sixteen = plan(config, "int8", H200), plan(config, "bf16", H200)
+    assert (eight.chunks, eight.warps, eight.chunk_bytes) == (sixteen.chunks, sixteen.warps, sixteen.chunk_bytes)
+    rows = 8 * (
+        15 * sum(eight.matrix(op).rows for op in ("qkv", "output", "gate_up", "down")) + eight.matrix("head").rows
+    )
+    assert weight_bytes(eight) == weight_bytes(sixteen) // 2 + 4 * rows == 2_226_590_720
+
+
+def test_what_8_bits_have_not_is_refused() -> None:
+    config = small_config()
+    with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns \(mma_columns = 2\)"):
+        plan_columns(config, "int8", SMALL)  # the engine then takes prompts one by one, and says so
+    with pytest.raises(ValueError, match=r"dtype = 'fp8' is for GPUs with warps of 32 threads; use 'bf16' or 'fp16'"):
+        plan(config, "fp8", MI300X)
+    with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 40.*multiple of 16"):
+        plan(small_config(intermediate_size=80), "int8", SMALL)
+    with pytest.raises(ValueError, match=r"dtype = 'fp8' is for GPUs.*use dtype = 'int8' on the CPU"):
+        Engine.random(config, "fp8", device="cpu")
+    tensors = tensors_of(random_model(config), "bf16")
+    tensors["layers.1.feed_forward.w2.weight"].values.flat[3] = 0x7F80
+    with pytest.raises(ValueError, match=r"tensor layers.1.feed_forward.w2.weight holds values that are not finite"):
+        DeviceMemory(plan(config, "int8", SMALL), tensors, 0, "cpu")
