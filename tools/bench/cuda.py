@@ -54,11 +54,12 @@ class Step:
 
 
 STEPS = (  # the limits and RESERVE_S are nine minutes together
-    Step("machine", 5, 10), Step("prepare", 10, 120), Step("tiny_persistent", 5, 10, "persistent"),
-    Step("tiny_graph", 5, 10, "graph"), Step("tiny", 5, 15), Step("300m", 10, 30), Step("sanitizer", 15, 40),
-    Step("load", 10, 45), Step("first_persistent", 5, 10, "persistent"), Step("first_graph", 5, 10, "graph"),
-    Step("probe", 5, 15), Step("correctness", 20, 80), Step("decode", 10, 45), Step("baselines", 15, 45),
-    Step("fp16", 10, 20), Step("lane_alone", 10, 15), Step("compiled", 10, 15),
+    Step("machine", 5, 10), Step("prepare", 10, 95), Step("tiny_persistent", 5, 10, "persistent"),
+    Step("tiny_graph", 5, 10, "graph"), Step("tiny", 5, 15), Step("300m", 10, 30), Step("sanitizer", 15, 35),
+    Step("load", 10, 30), Step("first_persistent", 5, 10, "persistent"), Step("first_graph", 5, 10, "graph"),
+    Step("probe", 5, 15), Step("correctness", 20, 65), Step("decode", 10, 40), Step("baselines", 15, 40),
+    Step("fp16", 10, 20), Step("int8", 10, 20), Step("fp8", 10, 20), Step("lane_alone", 10, 15),
+    Step("compiled", 10, 15), Step("passes", 10, 30),
 )  # fmt: skip
 MOST_SHARES = 3  # of its limit that a step may take of what those before it have left over; the rest is for the others
 
@@ -335,6 +336,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result, Result], str]]] = {
     "decode": ("Decode", decode_section),
     "baselines": ("Baselines, alternating", baselines_section),
     "compiled": ("Transformers, compiled", baselines_section),
-    "fp16": ("fp16", facts_section),
+    **{dtype: (dtype, facts_section) for dtype in ("fp16", "int8", "fp8")},
     "lane_alone": ("One lane on all multiprocessors", alone_section),
+    "passes": ("Passes of several columns", facts_section),
 }

@@ -17,7 +17,8 @@ import torch
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.compile import VERSIONS, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import Geometry
-from laneformer.engine.cuda.launch import architecture_name
+from laneformer.engine.cuda.launch import architecture_name, describe
+from laneformer.engine.cuda.passes import plan_columns
 from laneformer.engine.cuda.sequence import geometry_for
 from laneformer.engine.device import driver_version
 from tools.check.reference import planted_faults
@@ -57,9 +58,10 @@ def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
     yield from (of(version, smoke_config(session.smaller("tiny").config), **SMOKE_SHAPE) for version in VERSIONS)
     yield "probe", of(session.version, own)[1]
     yield from (of("persistent", own, **cut) for cut in CUTS.values())
+    yield "passes", plan_columns(own, session.dtype, describe(torch.device(device)))
     faulty = session.smaller(FAULTS_FLAVOR.get(session.flavor, session.flavor)).config
     yield from (of(session.version, wrong) for _, _, wrong, _ in planted_faults(faulty, nothing))
-    yield of(session.version, own, "fp16")
+    yield from (of(session.version, own, dtype) for dtype in ("fp16", "int8", "fp8"))
     yield from (of("persistent", one_lane(own), blocks_per_lane=blocks) for blocks in alone_blocks(device))
 
 

@@ -26,13 +26,16 @@ from laneformer.config import MODULES, Join
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.compile import VERSIONS
+from laneformer.engine.cuda.decoding import Decoding
+from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.sequence import SequenceDecoder
+from laneformer.engine.decoder import Request
 from laneformer.tensors import Tensor
 from tools.bench import harness
 from tools.bench.cuda_prepare import CUTS, FAULTS_FLAVOR, SMOKE_SHAPE, alone_blocks, one_lane, prepare, smoke_config
-from tools.bench.harness import alternate, serve
+from tools.bench.harness import Trial, paired, serve
 from tools.check import cuda as check
-from tools.check.reference import TORCH_DTYPES, Weights, hf_model, random_weights, tensors_of
+from tools.check.reference import TORCH_DTYPES, Weights, dequantised, hf_model, random_weights, tensors_of
 
 DEVICE = "cuda:0"
 LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
@@ -43,7 +46,6 @@ SMALLER_RUNS = 10  # that must be bit-identical, of a smaller model
 PACKAGES = ("torch", "transformers", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy")
 QUERIES = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 Report = dict[str, Any]
-Trial = Callable[[int], float]  # new tokens -> tokens/s
 
 
 class Session:
@@ -73,13 +75,13 @@ class Session:
 
     def make(
         self, version: str | None = None, config: LaneformerConfig | None = None,
-        tensors: dict[str, Tensor] | None = None, limit_s: float = LIMIT_S, **shape: Any,
+        tensors: dict[str, Tensor] | None = None, limit_s: float = LIMIT_S, dtype: str | None = None, **shape: Any,
     ) -> SequenceDecoder:  # fmt: skip
         """The better version of this model, unless told otherwise; RuntimeError for a version that is known to fail."""
         version, tensors = version or self.version, tensors or self.tensors
         if version in self.without:
             raise RuntimeError(f"the {version} version failed at its first tokens")
-        dtype = next(iter(tensors.values())).dtype
+        dtype = dtype or next(iter(tensors.values())).dtype
         decoder = SequenceDecoder(config or self.config, tensors, dtype, (DEVICE,), version, limit_s, **shape)
         return as_asked(decoder, version)
 
@@ -268,30 +270,6 @@ def generate_of(session: Session, **options: Any) -> Trial:
     return trial
 
 
-def paired(makers: dict[str, Callable[[], Trial]], rounds: int, time_left: Callable[[], float]) -> Report:
-    """Tokens/s of every candidate in every round, after a warm-up; one that fails is left out with the reason.
-
-    A candidate is made for its warm-up, so that it can fail alone. Rounds end when the next one may exceed the time.
-    """
-    made: dict[str, Trial] = {}
-    speeds: dict[str, list[float]] = {name: [] for name in makers}
-    failed: dict[str, str] = {}
-    longest = 0.0
-    for index, order in enumerate([list(makers), *alternate(makers, rounds)]):
-        if time_left() < longest:
-            break
-        start = time.monotonic()
-        for name in (name for name in order if name not in failed):
-            try:
-                made[name] = made.get(name) or makers[name]()
-                speeds[name].append(made[name](TRIAL_TOKENS))
-            except Exception as error:  # whatever a baseline raises is its result
-                failed[name] = f"{type(error).__name__}: {str(error)[:500]}"
-        longest = max(longest, time.monotonic() - start) if index else 0.0
-    counted = {name: values[1:] for name, values in speeds.items() if values[1:]}
-    return {"tokens": TRIAL_TOKENS, "tokens_per_s": counted, "failed": failed}
-
-
 def baselines(session: Session) -> Report:
     """The graph of kernels, Transformers, and the kernel cut in other ways (CUTS)."""
 
@@ -304,7 +282,7 @@ def baselines(session: Session) -> Report:
         "hf_generate": lambda: generate_of(session),
         **{name: cut(name) for name in CUTS},
     }
-    return paired(makers, 6, session.time_left)
+    return paired(makers, TRIAL_TOKENS, 6, session.time_left)
 
 
 def compiled(session: Session) -> Report:
@@ -314,15 +292,18 @@ def compiled(session: Session) -> Report:
         "persistent": lambda: trials_of(session.decoder("persistent")),
         "hf_compiled": lambda: generate_of(session, cache_implementation="static", compile_config=config),
     }
-    return {"mode": "reduce-overhead", **paired(makers, 4, session.time_left)}
+    return {"mode": "reduce-overhead", **paired(makers, TRIAL_TOKENS, 4, session.time_left)}
 
 
-def fp16(session: Session) -> Report:
-    """Distances and speed of the same model in fp16."""
-    weights = {name: weight.half() for name, weight in session.weights.items()}
-    decoder = session.make(tensors=tensors_of(weights))
-    truth = check.reference(session.config, weights, check.SHORT_LENGTH)
-    return {**check.compare(check.score(decoder, truth.ids), truth), "tokens_per_s": median_speed(decoder)}
+def other_type(session: Session, dtype: str) -> Report:
+    """Distances and speed of the same model with other weights; those of 8 bits are held to what they stand for."""
+    weights = {name: weight.half() for name, weight in session.weights.items()} if dtype == "fp16" else session.weights
+    decoder = session.make(tensors=tensors_of(weights), dtype=dtype)
+    meant = weights if dtype == "fp16" else dequantised(weights, dtype)
+    truth = check.reference(session.config, meant, check.SHORT_LENGTH)
+    distances = check.compare(check.score(decoder, truth.ids), truth)
+    read = bench.weight_bytes(decoder.geometry)
+    return {**distances, "bytes_per_token": read, "tokens_per_s": median_speed(decoder)}
 
 
 def lane_alone(session: Session) -> Report:
@@ -340,6 +321,33 @@ def lane_alone(session: Session) -> Report:
     }  # fmt: skip
 
 
+def passes(session: Session) -> Report:
+    """Tokens/s of batches, and of draft tokens behind a text that repeats itself; each sequence as it is alone."""
+    decoder = PassDecoder(session.config, session.tensors, session.dtype, (DEVICE,), LIMIT_S)
+    columns, report = decoder.geometry.mma_columns, dict[str, Any]()
+
+    def run(*prompts: list[int], **options: Any) -> tuple[list[Decoding], float]:
+        made = [Decoding(Request([ids], TRIAL_TOKENS, reuse_prefix=False, **options)) for ids in prompts]
+        start = time.perf_counter()
+        while not all(s.finished for s in made):
+            decoder.advance(made)
+        if error := next((s.error for s in made if s.error), None):
+            raise RuntimeError(error)
+        return made, sum(s.made for s in made) / (time.perf_counter() - start)
+
+    prompts, repeated = [[5 + i] for i in range(columns)], [5, 6, 7] * 8
+    alone = [run(ids)[0][0].tokens for ids in [*prompts, repeated]]
+    for count in (n for n in (1, 2, 4, 8) if n <= columns):
+        trials = [run(*prompts[:count]) for _ in range(3)]
+        report[f"batch of {count}, tokens/s"] = statistics.median(speed for _, speed in trials)
+        report[f"batch of {count}, as alone"] = all([s.tokens for s in made] == alone[:count] for made, _ in trials)
+    trials = [run(repeated, speculate=columns - 1) for _ in range(3)]
+    drafting = trials[-1][0][0]
+    report["drafts, tokens/s"] = statistics.median(speed for _, speed in trials)
+    report["drafts, as alone"] = drafting.tokens == alone[-1]
+    return {**report, "drafts": f"{drafting.accepted} of {drafting.proposed}", "drafts, passes": drafting.passes}
+
+
 def first_lane(name: str, tensor: Tensor) -> Tensor:
     whole = name.startswith("tok_embeddings") or name.endswith("norm.weight")
     return tensor if whole else Tensor(tensor.dtype, tensor.values[:1])
@@ -351,8 +359,9 @@ STEPS: dict[str, Callable[[Session], Report]] = {
     **{flavor: functools.partial(smaller, flavor=flavor) for flavor in ("tiny", "300m")},
     "sanitizer": sanitizer, "load": load,
     **{f"first_{version}": functools.partial(first, version=version) for version in VERSIONS},
-    "probe": probe, "correctness": correctness, "decode": decode, "baselines": baselines, "fp16": fp16,
-    "lane_alone": lane_alone, "compiled": compiled,
+    "probe": probe, "correctness": correctness, "decode": decode, "baselines": baselines,
+    **{dtype: functools.partial(other_type, dtype=dtype) for dtype in ("fp16", "int8", "fp8")},
+    "lane_alone": lane_alone, "compiled": compiled, "passes": passes,
 }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900.0
 INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 Result = dict[str, Any]
+Trial = Callable[[int], float]  # new tokens -> tokens/s
 
 
 class Candidate:
@@ -126,6 +127,30 @@ def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
     """The order of each round: every second one is reversed."""
     forward = list(candidates)
     return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
+
+
+def paired(makers: dict[str, Callable[[], Trial]], tokens: int, rounds: int, time_left: Callable[[], float]) -> Result:
+    """Tokens/s of every candidate in every round, after a warm-up; one that fails is left out with the reason.
+
+    A candidate is made for its warm-up, so that it can fail alone. Rounds end when the next one may exceed the time.
+    """
+    made: dict[str, Trial] = {}
+    speeds: dict[str, list[float]] = {name: [] for name in makers}
+    failed: dict[str, str] = {}
+    longest = 0.0
+    for index, order in enumerate([list(makers), *alternate(makers, rounds)]):
+        if time_left() < longest:
+            break
+        start = time.monotonic()
+        for name in (name for name in order if name not in failed):
+            try:
+                made[name] = made.get(name) or makers[name]()
+                speeds[name].append(made[name](tokens))
+            except Exception as error:  # whatever a baseline raises is its result
+                failed[name] = f"{type(error).__name__}: {str(error)[:500]}"
+        longest = max(longest, time.monotonic() - start) if index else 0.0
+    counted = {name: values[1:] for name, values in speeds.items() if values[1:]}
+    return {"tokens": tokens, "tokens_per_s": counted, "failed": failed}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ Every type is made of the same 16-bit weights, whose logits in fp32 are the refe
 
 from __future__ import annotations
 
+import dataclasses
 import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tools.bench.harness import Result, table
 from tools.bench.llamacpp import LlamaCpp, as_gguf
 
 OURS = (("bf16", "exact"), ("bf16", "bf16"), ("int8", "exact"), ("int8", "int8"), ("int4", "int8"))
+FP8 = "fp8, weights alone"  # a type of the GPU engine: what its numbers stand for, in the CPU engine's fp32
 LLAMACPP = ("bf16", "q8_0", "q4_0", "iq4_nl", "q4_k_m")
 FILE_START = """# What quantised weights lose
 
@@ -72,6 +74,9 @@ def measure(options: Options, console: Any) -> Result:
         name = f"{dtype}, math {math}"
         rows[name] = compared(reference, logits, windows, text_bytes) | {"bits": 8 * size / parameters}
         console.print(f"{name}: {rows[name]}", style="dim")
+    with console.status(FP8), fp8_engine(base, options.threads) as engine:
+        logits = [engine.logits(ids) for ids in windows]
+    rows[FP8] = compared(reference, logits, windows, text_bytes) | {"bits": rows["int8, math exact"]["bits"]}
     for kind in LLAMACPP if options.llamacpp else ():
         with console.status(f"llama.cpp {kind}"):
             rival = LlamaCpp(None, options.model, kind, options.threads)
@@ -80,6 +85,21 @@ def measure(options: Options, console: Any) -> Result:
         rows[f"llama.cpp {kind}"] = compared(reference, logits, windows, text_bytes) | {"bits": bits}
         console.print(f"llama.cpp {kind}: {rows[f'llama.cpp {kind}']}", style="dim")
     return {"model": str(options.model), "tokens": sum(map(len, windows)), "types": rows}
+
+
+def fp8_engine(path: Path, threads: int) -> Any:
+    """An fp32 engine with the matrices that fp8 stands for; the embedding stays as it is, also of a tied head."""
+    from laneformer import Engine
+    from laneformer.engine.folder import read_checkpoint
+    from tools.check.reference import dequantised, tensors_of, weights_of
+
+    checkpoint = read_checkpoint(path, None, threads, "fp32")
+    config = dataclasses.replace(checkpoint.config, tie_word_embeddings=False)
+    weights = weights_of(checkpoint.tensors)
+    if checkpoint.config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["tok_embeddings.weight"].reshape(config.head_shape)
+    meant = {name: weight.float() for name, weight in dequantised(weights, "fp8").items()}
+    return Engine(config, tensors_of(meant), device="cpu", dtype="fp32", threads=threads)
 
 
 def windows_of(tokenizer: Any, options: Options) -> tuple[list[list[int]], int]:

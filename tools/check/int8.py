@@ -27,7 +27,7 @@ from laneformer import Engine, LaneformerConfig
 from laneformer.engine.cpu.decoder import CpuDecoder
 from records.files import file_sha256
 from tools.check.engine import MARGIN, load, mark, run, verdict
-from tools.check.reference import Weights, mean_kl, plain_model, relative_errors, tensors_of
+from tools.check.reference import Weights, dequantised, mean_kl, plain_model, relative_errors, tensors_of
 
 POSITIONS = 128  # for the gate
 
@@ -57,20 +57,6 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
     ids = next(iter(windows.values()))[0][: min(POSITIONS, config.max_position_embeddings)].tolist()
     about = {"model": str(options.hf_dir), "tokenizer_sha256": file_sha256(tokenizer_path(options.data))}
     return about | check(config, weights, ids) | cost(options.hf_dir, windows, categories, token_bytes)
-
-
-def dequantised(weights: Weights) -> Weights:
-    """What int8 weights stand for: every matrix's rows in whole multiples of their largest magnitude / 127, float64."""
-    meant = {}
-    for name, weight in weights.items():
-        if name.startswith("tok_embeddings") or name.endswith("norm.weight"):
-            meant[name] = weight
-            continue
-        scale = weight.float().abs().amax(-1, keepdim=True) / 127
-        scale[scale < torch.finfo(torch.float32).tiny] = 0  # too small to divide by
-        integers = (weight.float() / scale).round().nan_to_num(0)  # ties to even; rows of zeros stay zeros
-        meant[name] = integers.double() * scale.double()
-    return meant
 
 
 def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.geometry import H200, Geometry, Machine
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
+from tests.laneformer.cuda.stand_ins import LoopPasses
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
 from tools.bench import cuda, cuda_prepare, cuda_steps
 from tools.bench.cuda_prepare import CUTS
-from tools.bench.cuda_steps import Session, first_lane, one_lane, paired
-from tools.check.reference import plain_model, random_weights, tensors_of
+from tools.bench.cuda_steps import Session, first_lane, one_lane
+from tools.bench.harness import paired
+from tools.check.reference import dequantised, plain_model, random_weights, tensors_of
 
 CONFIG = LaneformerConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
@@ -49,7 +51,7 @@ class StandIn(PlainDecoder):
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = ("cuda:0",),
         version: str = "persistent", limit_s: float = 10.0, **shape: Any,
     ):  # fmt: skip
-        self.config, self.tensors, self.version = config, tensors, version
+        self.config, self.tensors, self.version, self.dtype = config, tensors, version, dtype
         self.devices = [torch.device("cpu")] * len(devices)
         self.geometry = plan(config, dtype, H200, devices=len(devices), **shape)
         self.memories = [SimpleNamespace(geometry=self.geometry, tapes=torch.ones(1024), weight_bytes=4096)]
@@ -58,7 +60,7 @@ class StandIn(PlainDecoder):
     @functools.cached_property
     def model(self) -> Any:
         weights = {name: torch.from_numpy(t.values).view(TYPES[t.dtype]) for name, t in self.tensors.items()}
-        return plain_model(self.config, weights)
+        return plain_model(self.config, weights if self.dtype in TYPES else dequantised(weights, self.dtype))
 
 
 class Event:
@@ -80,6 +82,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on the CPU in which a token takes 1/800 s."""
     monkeypatch.setattr(cuda_steps, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_steps, "SequenceDecoder", StandIn)
+    monkeypatch.setattr(cuda_steps, "PassDecoder", LoopPasses)
     monkeypatch.setattr(cuda_steps, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
     monkeypatch.setattr(cuda_steps, "load_gpu", lambda: None)
     monkeypatch.setattr(cuda_steps, "GREEDY_PROMPTS", 2)
@@ -112,6 +115,14 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "hf_generate", *CUTS}
     assert steps["compiled"]["result"]["failed"] == {}
     assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
+    read = {dtype: steps[dtype]["result"]["bytes_per_token"] for dtype in ("fp16", "int8", "fp8")}
+    assert all(steps[dtype]["result"]["holds"] for dtype in read)
+    assert read["fp16"] / 2 < read["int8"] == read["fp8"] < 0.6 * read["fp16"]
+    shared = steps["passes"]["result"]
+    assert [name for name, held in shared.items() if held is True] == [
+        "batch of 1, as alone", "batch of 2, as alone", "batch of 4, as alone", "drafts, as alone"
+    ]  # fmt: skip
+    assert shared["drafts, passes"] < 24 + 8
     head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
     page = cuda.markdown({**head, "steps": steps})
     assert "not measured" not in page
@@ -137,7 +148,8 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     made = sorted(path.name.rpartition(" ")[0] for path in tmp_path.iterdir())
     assert report["late"].startswith("probe")
     assert report["failed"].count("persistent") == 2  # one lane on 128 and on 132 blocks
-    assert set(made) == {"graph sm_90a bf16", "persistent sm_90a bf16", "persistent sm_90a fp16"}
+    persistent = {f"persistent sm_90a {dtype}" for dtype in ("bf16", "fp16", "int8", "fp8")}
+    assert set(made) == {"graph sm_90a bf16", "passes sm_90a bf16", *persistent}
     assert len(made) == report["units"] - 3
 
 
@@ -191,8 +203,7 @@ def test_a_lane_alone_is_packed_like_any_model() -> None:
     )
 
 
-def test_candidates_alternate_and_a_failing_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
+def test_candidates_alternate_and_a_failing_one_is_left_out() -> None:
     order = list[str]()
 
     def maker(name: str, fails: bool = False) -> Any:
@@ -204,7 +215,7 @@ def test_candidates_alternate_and_a_failing_one_is_left_out(monkeypatch: pytest.
 
         return lambda: run
 
-    found = paired({"a": maker("a"), "b": maker("b"), "c": maker("c", True)}, 2, lambda: 100.0)
+    found = paired({"a": maker("a"), "b": maker("b"), "c": maker("c", True)}, 8, 2, lambda: 100.0)
     assert order == ["a", "b", "c", "a", "b", "b", "a"]
     assert found["tokens_per_s"] == {"a": [8.0, 8.0], "b": [8.0, 8.0]}
     assert found["failed"] == {"c": "RuntimeError: no"}

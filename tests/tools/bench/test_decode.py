@@ -7,6 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from laneformer import Laneformer, LaneformerConfig
-from tools.bench import decode, decode_candidates, llamacpp, load
+from tools.bench import decode, decode_baselines, decode_candidates, llamacpp, load
 from tools.bench.decode import OURS, Options, candidate
 
 SILENT = Console(quiet=True)
@@ -208,6 +209,44 @@ def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkey
     assert missing.startswith("planted; ")
     assert "pip install" in missing
     process.close()
+
+
+class TwoWays(decode_baselines.Baseline):
+    """One way is faster at the start, the other at a depth; a clock that only evaluations move."""
+
+    weight_bytes, clock, cached = 1000, 0.0, 0
+
+    def ways(self, sequences):
+        return {"short": (1.0, 0.01), "long": (2.0, 0.0)}  # s a token, and a cached position more
+
+    def reset(self, way, length):
+        self.cached = 0
+
+    def rewind(self, way, length):
+        self.cached = length
+        return True
+
+    def evaluate(self, way, ids):
+        self.cached += len(ids)
+        self.clock += len(ids) * (way[0] + way[1] * self.cached)
+        return 5
+
+    def evaluate_each(self, way, ids, position):
+        self.cached = len(ids) * position
+        return [self.evaluate(way, [i]) for i in ids]
+
+    def cached_bytes(self, positions):
+        return positions
+
+
+def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeypatch):
+    baseline = TwoWays()
+    monkeypatch.setattr(decode_baselines, "time", SimpleNamespace(perf_counter=lambda: baseline.clock))
+    for depth in (1, 4000):
+        baseline.decode([5] * depth, 8)
+    baseline.prefill([5] * 9000)
+    baseline.batch(2, 8)
+    assert baseline.settings() == "depth 1: short; depth 4000: long; prompt 9000: long; batch 2: short"
 
 
 @pytest.mark.slow
