@@ -202,10 +202,9 @@ def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] 
             print(
                 f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it", file=sys.stderr
             )
+        app = create_app(engine, options)
         if engine.isa == CUDA:
-            print(
-                "laneformer: on GPUs one request decodes at a time, others wait; these options are refused: "
-                + (", ".join(engine.refused_options) or "none"),
-                file=sys.stderr,
-            )
-        Server(create_app(engine, options), options, on_start).run(sockets=[listening])
+            most, refused = app.state.scheduler.most_joined, ", ".join(engine.refused_options) or "none"
+            decode = f"up to {most} requests decode side by side" if most > 1 else "one request decodes at a time"
+            print(f"laneformer: {decode}, others wait; these options are refused: {refused}", file=sys.stderr)
+        Server(app, options, on_start).run(sockets=[listening])

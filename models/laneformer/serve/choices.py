@@ -47,13 +47,18 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 class Writing:
-    """Tokens to text while they come, no further than a stop id or a stop string."""
+    """Tokens to text while they come, no further than a stop id or a stop string.
 
-    def __init__(self, stream: TextStream, stops: Sequence[str], stop_ids: Sequence[int], detailed: bool):
+    scores_stop: a stop id has no text, but is among the tokens: who scores a prompt counts on one new token behind it.
+    """
+
+    def __init__(
+        self, stream: TextStream, stops: Sequence[str], stop_ids: Sequence[int], detailed: bool, scores_stop: bool
+    ):
         self.stopped = False  # by a stop string
         self.read = 0  # tokens
         self._stream, self._stops, self._stop_ids = stream, StopStrings(stops), frozenset(stop_ids)
-        self._detailed = detailed
+        self._detailed, self._scores_stop = detailed, scores_stop
         self._held: deque[Written] = deque()  # their text is not out yet
         self._decoded = self._shown = 0  # characters
 
@@ -63,6 +68,8 @@ class Writing:
         for token in tokens:
             self.read += 1
             if token.id in self._stop_ids:
+                if self._scores_stop:
+                    self._held.append(Written(token, self._decoded))
                 break
             text = self._stream.push(token.id)
             if self._detailed:
@@ -175,8 +182,8 @@ class Choices:
         assert self._options is not None
         prompt = self.prompts[choice // self.n]
         stream = TextStream(self.context.tokenizer, prompt, skip_special_tokens=not self._control)
-        detailed = self._options.logprobs is not None
-        writing = Writing(stream, self._stops, self.context.stop_ids(self._options), detailed)
+        detailed, scores_stop = self._options.logprobs is not None, self._score_top is not None
+        writing = Writing(stream, self._stops, self.context.stop_ids(self._options), detailed, scores_stop)
         async for tokens in running:
             if writing.stopped:
                 continue  # they came before the engine heard of it

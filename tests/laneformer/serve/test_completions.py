@@ -138,6 +138,19 @@ def test_echo_scores_the_prompt(tiny, engine, max_tokens):
     assert plain["text"].startswith(TEXT)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_is_followed_by_one_scored_token_even_if_that_ends_the_text(tiny, engine, stream):
+    ids, end = engine.tokenizer.encode(TEXT).ids, engine.eos_ids[0]
+    asked = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {str(end): 100}}
+    parts = [c["choices"][0] for c in chunks(tiny, **asked)] if stream else post(tiny, **asked)["choices"]
+    scored = [logprob for part in parts if part["logprobs"] for logprob in part["logprobs"]["token_logprobs"]]
+    (new,) = engine.generate_detailed(ids, logprobs=1, max_new_tokens=1, logit_bias={end: 100}).tokens
+    assert scored == [None, *engine.logprobs(ids).tolist(), new.logprob]
+    assert new.id == end
+    assert "".join(part["text"] for part in parts) == engine.tokenizer.decode(ids)
+    assert parts[-1]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_a_stop_string_ends_text_tokens_and_request(tiny, engine, logprobs):
     ids = engine.tokenizer.encode(TEXT).ids
