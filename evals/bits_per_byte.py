@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -31,7 +30,7 @@ from rich.table import Table
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import tokenizer_path
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, optional
 from records.files import file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
@@ -163,20 +162,17 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def main(
-    hf_dir: Annotated[Path, tyro.conf.Positional],
+    hf_dir: ModelFolder,
     data: Path,
-    limit: int | None = None,
+    limit: Annotated[int | None, optional("INT", "all")] = None,
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any]:
     """Bits per byte of a model on the held-out windows of each source. The last line on stdout is the record, JSON.
 
     Args:
-        hf_dir: folder of the exported model
         data: directory written by `python -m data_mixtures.prepare`
-        limit: windows to score per source; default: all
-        source: what answers
-        about: options of the record
+        limit: most held-out windows to score per source
     """
     started = time.perf_counter()
     rows, categories = load_windows(data, limit)

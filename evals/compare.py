@@ -56,12 +56,15 @@ def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
     return found
 
 
-def main(a: Annotated[Path, tyro.conf.Positional], b: Annotated[Path, tyro.conf.Positional]) -> None:
-    """Compare two evaluations of the same items. The last line on stdout is the result, JSON.
+def main(
+    a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="EARLIER")],
+    b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LATER")],
+) -> None:
+    """Compare two evaluations of the same items, with paired errors. The last line on stdout is the result, JSON.
 
     Args:
-        a: file of items of the earlier evaluation
-        b: file of items of the later evaluation
+        a: file of items (items/*.jsonl.gz) that the record of the earlier evaluation names
+        b: that of the later evaluation
     """
     found = compare(a, b)
     table = Table(title=f"{b.name} minus {a.name}; ± is a paired standard error")

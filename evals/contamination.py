@@ -12,14 +12,14 @@ import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from data_mixtures.shards import read_manifest
 from data_mixtures.stages.decontaminate import known_benchmarks
-from records.evals import NO_MODEL, EvalCommand, append_record
+from records.evals import NO_MODEL, EvalCommand, append_record, optional
 
 
 def contamination(data: Path) -> dict[str, Any]:
@@ -64,13 +64,17 @@ def show(figures: dict[str, Any]) -> None:
         console.print(note, markup=False)
 
 
-def main(data: Path, out: Path | None = None, phase: str | None = None) -> dict[str, Any]:
+def main(
+    data: Path,
+    out: Annotated[Path | None, optional("FILE", "only printed")] = None,
+    phase: Annotated[str | None, optional("NAME", "not recorded")] = None,
+) -> dict[str, Any]:
     """Overlap of the evaluation sets with the training text. The last line on stdout is the record, JSON.
 
     Args:
         data: directory written by `python -m data_mixtures.prepare`
         out: file to append the record to, such as runs/demo/evals.jsonl
-        phase: phase that trains on the data, for the record
+        phase: training phase that reads the data, for the record
     """
     started = time.perf_counter()
     figures = contamination(data)

@@ -9,23 +9,16 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from records.evals import NOWHERE, AboutFlags, EvalCommand
+from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder
 from records.files import model_sha256
 
 
-def main(
-    hf_dir: Annotated[Path, tyro.conf.Positional], about: AboutFlags = NOWHERE, device: str = "auto"
-) -> dict[str, Any]:
+def main(hf_dir: ModelFolder, about: AboutFlags = NOWHERE, device: str = "auto") -> dict[str, Any]:
     """Measure decode speed and the machine's read bandwidth. The last line on stdout is the record, JSON.
 
     Args:
-        hf_dir: folder of the exported model
-        about: options of the record
         device: device that runs the engine: auto, cpu or cuda
     """
     started = time.perf_counter()

@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 
 from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, optional
 from records.files import json_lines
 
 PROMPTS: tuple[dict[str, Any], ...] = (
@@ -30,8 +29,8 @@ PROMPTS: tuple[dict[str, Any], ...] = (
 
 
 def main(
-    hf_dir: Annotated[Path, tyro.conf.Positional],
-    prompts: Path | None = None,
+    hf_dir: ModelFolder,
+    prompts: Annotated[Path | None, optional("FILE", "four built-in prompts")] = None,
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     seed: int = 0,
@@ -41,13 +40,10 @@ def main(
     """Let a model continue prompts. The last line on stdout is the record, JSON.
 
     Args:
-        hf_dir: folder of the exported model
-        prompts: file of JSON lines with prompts; default: the built-in ones
-        max_new_tokens: most tokens of a text
-        temperature: temperature of the sampled text, from the whole distribution
-        seed: seed of the sampled text
-        source: what answers
-        about: options of the record
+        prompts: file of JSON lines {"name", "text"} or {"name", "messages"}
+        max_new_tokens: maximum length of a generated text in tokens
+        temperature: sampling temperature of the second text of each prompt; the first is greedy
+        seed: sampling seed
     """
     started = time.perf_counter()
     if max_new_tokens < 1 or temperature <= 0:

@@ -232,6 +232,7 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
 def main() -> int:
     """Watch one run; returns the exit status. All flags but the watcher's own are the job's."""
     parser = argparse.ArgumentParser(prog="python -m evals.watch", allow_abbrev=False, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--run", type=Path, help="run folder whose config.toml is read instead of --job.config_file")
     parser.add_argument("--once", action="store_true", help="evaluate the existing checkpoints, then exit")
     parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two looks for checkpoints")

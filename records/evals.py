@@ -8,6 +8,7 @@ are written down here: PROVENANCE and FIELDS.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import sys
@@ -30,7 +31,7 @@ PROVENANCE = {
     "phase": "phase of the checkpoint",
     "time": "when the record was written, seconds since the epoch",
     "seconds": "wall time of the evaluation",
-    "code_version": "commit of this repository, -dirty with local changes",
+    "code_version": "commit of this repository when the evaluation began, -dirty with local changes",
     "tokenizer_sha256": "hash of the tokenizer that made the ids",
     "data_sha256": "hash of what was asked",
     "model_sha256": "hash of the model folder (records.files.model_sha256)",
@@ -102,6 +103,13 @@ RENAMED = {
     "--max-per-task": "--limit", "--windows": "--limit", "--kind": "--backend", "--model-name": "--model",
     "--num-concurrent": "--concurrency", "--request-timeout-s": "--timeout-s",
 }  # fmt: skip
+
+
+def optional(metavar: str, default: str) -> Any:
+    """How --help shows an option that may be left out: its placeholder, and what holds without it."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
 SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # flags that make no sense for a checkpoint
 
 
@@ -109,14 +117,14 @@ SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # flags that
 class About:
     """Options of every evaluation: where its record goes and which checkpoint it is about."""
 
-    out: Path | None = None
+    out: Annotated[Path | None, optional("FILE", "only printed")] = None
     """file to append the record to, such as runs/demo/evals.jsonl"""
-    step: int | None = None
+    step: Annotated[int | None, optional("INT", "not recorded")] = None
     """training step of the checkpoint, for the record"""
-    tokens_total: int | None = None
+    tokens_total: Annotated[int | None, optional("INT", "not recorded")] = None
     """training tokens of the checkpoint, earlier phases included, for the record"""
-    phase: str | None = None
-    """phase of the checkpoint, for the record"""
+    phase: Annotated[str | None, optional("NAME", "not recorded")] = None
+    """training phase of the checkpoint, for the record"""
 
     def append(self, kind: str, figures: dict[str, Any], **provenance: Any) -> dict[str, Any]:
         """`append_record` with these options."""
@@ -131,7 +139,13 @@ class About:
 
 
 NOWHERE = About()
-AboutFlags = Annotated[About, tyro.conf.OmitArgPrefixes]  # --out, --step, ... as flags of the command itself
+AboutFlags = Annotated[  # --out, --step, ... as flags of the command itself
+    About, tyro.conf.OmitArgPrefixes,
+    tyro.conf.arg(name="record", help="where the record goes, and which checkpoint it is about"),
+]  # fmt: skip
+ModelFolder = Annotated[
+    Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR", help="Hugging Face model folder, such as runs/demo/hf")
+]
 
 
 @dataclass(frozen=True)
@@ -156,6 +170,7 @@ class EvalCommand:
 
     def run(self) -> None:
         """The module's command line: prints the record as one JSON line, and a ValueError as one line."""
+        code_at_start()
         try:
             refuse_renamed(sys.argv[1:])
             record = tyro.cli(self.main, prog=f"python -m evals.{self.kind}")
@@ -215,6 +230,12 @@ def _options(name: str, hint: Any, required: bool) -> Iterator[Option]:
     yield Option(flag(named), required, any(mark is tyro.conf.Positional for mark in marks))
 
 
+@functools.cache
+def code_at_start() -> str:
+    """The code version of this process, the same however long it runs: the checkout may change meanwhile."""
+    return code_version(Path(__file__).parent)
+
+
 def append_record(
     path: Path | None,
     kind: str,
@@ -239,7 +260,7 @@ def append_record(
     taken = sorted(set(figures) & set(PROVENANCE))
     if taken:
         raise ValueError(f"figures of {kind!r} use the provenance names {taken}; rename these figures")
-    values = (kind, step, tokens_total, phase, time.time(), round(seconds, 3), code_version(Path(__file__).parent))
+    values = (kind, step, tokens_total, phase, time.time(), round(seconds, 3), code_at_start())
     about = (tokenizer_sha256, data_sha256, model_sha256, backend, device, dtype)
     record = dict(zip(PROVENANCE, (*values, *about), strict=True)) | figures
     try:

@@ -33,7 +33,7 @@ from evals.intervals import wilson
 from evals.items import FOLDER as ITEMS
 from evals.items import write_items
 from evals.scorer import LOCAL, SourceFlags
-from records.evals import NOWHERE, SERVER, About, AboutFlags, EvalCommand
+from records.evals import NOWHERE, SERVER, About, AboutFlags, EvalCommand, optional
 from records.files import file_sha256
 
 KS = (1, 10, 100)
@@ -156,27 +156,22 @@ GREEDY = Sampling()
 
 
 def main(
-    hf_dir: Annotated[Path | None, tyro.conf.Positional] = None,
-    dataset: Path | None = None,
-    results: Path | None = None,
+    hf_dir: Annotated[Path | None, tyro.conf.Positional, optional("HF_DIR", "the server of --base-url")] = None,
+    dataset: Annotated[Path | None, optional("FILE", "required, but for --setup")] = None,
+    results: Annotated[Path | None, optional("DIR", "a folder of its own in items/ beside --out")] = None,
     prompt: Prompting = "auto",
     source: SourceFlags = LOCAL,
-    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = GREEDY,
-    scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes] = Scoring(),
+    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are generated")] = GREEDY,
+    scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are tested")] = Scoring(),
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any] | None:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
 
     Args:
-        hf_dir: folder of the exported model
+        hf_dir: Hugging Face model folder, such as runs/demo/hf
         dataset: HumanEvalPlus.jsonl or MbppPlus.jsonl, optionally gzipped, or a subset of one
-        results: folder for answers and results, where an interrupted run resumes; default: one in items/ beside --out
-        prompt: a user message (chat), or the beginning of a function (completion, for base models); auto: chat at a
-            server and for a folder that has a chat template
-        source: what answers
-        sampling: how answers are sampled
-        scoring: how solutions are tested
-        about: options of the record
+        results: folder for answers and results, where an interrupted run resumes
+        prompt: a user message (chat), or a function's beginning (completion); auto is chat where there is a template
     """
     if scoring.setup:
         set_up(evalplus_environment())

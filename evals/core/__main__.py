@@ -20,31 +20,29 @@ from evals.core.evaluate import Partial, Settings, evaluate, plan, show, show_pl
 from evals.core.tasks import Bundle
 from evals.items import write_items
 from evals.scorer import LOCAL, Encoder, SourceFlags, open_scorer, origin, read_config
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
-from records.files import code_version
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, code_at_start, optional
 
 ALL_ITEMS = Settings()
+SettingsFlags = Annotated[
+    Settings, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="task", help="which items are scored, and their prompts")
+]
 
 
 def main(
-    hf_dir: Annotated[Path, tyro.conf.Positional],
+    hf_dir: ModelFolder,
     bundle: Path,
-    settings: Annotated[Settings, tyro.conf.OmitArgPrefixes] = ALL_ITEMS,
+    settings: SettingsFlags = ALL_ITEMS,
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
     plan_only: Annotated[bool, tyro.conf.arg(name="plan")] = False,
-    tokens_per_s: float | None = None,
+    tokens_per_s: Annotated[float | None, optional("FLOAT", "no estimate")] = None,
 ) -> dict[str, Any]:
     """CORE of a model. The last line on stdout is the record (or the plan), JSON.
 
     Args:
-        hf_dir: Hugging Face model folder
         bundle: folder with the tasks: llm-foundry's scripts/eval/local_data, or nanochat's eval_bundle
-        settings: what is asked
-        source: what answers
-        about: options of the record
-        plan_only: only count the tokens and forward passes of an evaluation
-        tokens_per_s: measured prompt processing speed, to estimate the time of a --plan
+        plan_only: only count the tokens and forward passes of the evaluation, without running it
+        tokens_per_s: measured prompt processing speed, from which --plan estimates the time
     """
     started = time.perf_counter()
     tasks = Bundle(bundle)
@@ -57,7 +55,7 @@ def main(
     data_sha256 = hashlib.sha256("".join(tasks.sha256(task) for task in chosen).encode()).hexdigest()
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"data_sha256": data_sha256}
-    inputs = (who, settings.protocol, settings.limit, scorer.max_length, code_version(Path(__file__).parent))
+    inputs = (who, settings.protocol, settings.limit, scorer.max_length, code_at_start())
     partial = Partial(about.out, hashlib.sha256(repr(inputs).encode()).hexdigest())
     figures = evaluate(scorer, tasks, settings, partial)
     scorer.close()

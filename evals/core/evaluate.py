@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -26,7 +26,8 @@ from evals.core.prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
 from evals.core.tasks import CATEGORIES, NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
 from evals.intervals import Z95, wilson
 from evals.scorer import Encoder, Prompt, Scorer, Scores, common_prefix
-from evals.scorer.hf import PASS_TOKENS, WINDOW, packed
+from evals.scorer.hf import WINDOW, packed
+from records.evals import optional
 from records.files import write_atomically
 
 VERSIONS = ("v1", "v2")
@@ -41,10 +42,10 @@ class Settings:
 
     protocol: Protocol = "nanochat"
     """prompt format and few-shot examples; scores of different protocols cannot be compared"""
-    limit: int | None = None
-    """items to score per task; default: all"""
-    tasks: str = ""
-    """comma-separated labels of the tasks to score; default: all, which CORE itself requires"""
+    limit: Annotated[int | None, optional("INT", "all")] = None
+    """most items to score per task"""
+    tasks: Annotated[str, optional("A,B", "all 22")] = ""
+    """comma-separated labels of the tasks to score; CORE itself requires all"""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -212,26 +213,22 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
 def show(figures: dict[str, Any], bundle: Bundle) -> None:
     """Print the tasks that were scored as a table on stderr, and in a line or two why others were not."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
-    table = Table(
-        title=f"{title}CORE tasks, protocol {figures['protocol']}", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    names = ("task", "shots", "n", "accuracy", "95 % interval", "centered\nv1", "centered\nv2", "gold\nbits/byte")
-    for name in names:
-        left = name == "task"
-        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    title += f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
+    table = Table(title=title, box=SIMPLE, padding=(0, 0))  # with the longest name 80 columns wide
+    table.add_column("task", no_wrap=True)
+    for name in ("n", "accuracy", "95 %", "v1", "v2", "bits"):
+        table.add_column(name, justify="right", no_wrap=True)
     for label, task in figures["tasks"].items():
         low, high = task["interval"]
-        numbers = [f"{task['accuracy']:.3f}", f"{low:.3f} to {high:.3f}"]
+        numbers = [f"{task['n']}", f"{task['accuracy']:.3f}", f"{low:.2f}–{high:.2f}"]
         numbers += [f"{task[f'centered_{version}']:.3f}" for version in VERSIONS]
         bits = task["gold_bits_per_byte"]
-        table.add_row(label, str(task["shots"]), str(task["n"]), *numbers, "" if bits is None else f"{bits:.3f}")
-    table.add_section()
+        table.add_row(label, *numbers, "" if bits is None else f"{bits:.3f}")
+    console.print(table)
     for version in VERSIONS:
         value, error = figures[f"core_{version}"], figures[f"core_{version}_se"]
         if value is not None:
-            text = f"{value:.4f} ± {error:.4f}"
-            table.add_row(f"CORE {version}", "", "", text)
-    console.print(table)
+            console.print(f"CORE {version}  {value:.4f} ± {error:.4f}")
     for line in remarks(figures, bundle):
         console.print(line, highlight=False, markup=False)
 
@@ -271,7 +268,7 @@ def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) 
                 count["tokens"] += len(read)
                 count["tokens_shared"] += len(read) - min(common_prefix(before, read), prompt.start - 1)
                 before = read
-            for group in packed(window, PASS_TOKENS["cuda"]):
+            for group in packed(window, "cuda"):
                 count["passes"] += group.passes
                 count["tokens_packed"] += group.tokens
         counts[task.label] = count
@@ -283,18 +280,19 @@ def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) 
 PLANNED = {
     "items": "items",
     "tokens": "tokens",
-    "tokens_shared": "engine:\ntokens read",
-    "passes": "GPU:\npasses",
-    "tokens_packed": "GPU:\ntokens read",
+    "tokens_shared": "engine\nreads",
+    "passes": "GPU\npasses",
+    "tokens_packed": "GPU\nreads",
 }
 
 
 def show_plan(counts: dict[str, Any], tokens_per_s: float | None) -> None:
     """Print the plan as a table on stderr."""
     most = "all" if counts["limit"] is None else f"at most {counts['limit']}"
-    table = Table(title=f"What an evaluation reads, protocol {counts['protocol']}, {most} items per task")
+    title = f"What an evaluation reads, protocol {counts['protocol']}, {most} items per task"
+    table = Table(title=title, box=SIMPLE, padding=(0, 0))
     for name in ("task", *PLANNED.values()):
-        table.add_column(name, justify="left" if name == "task" else "right")
+        table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
     for label, row in (*counts["tasks"].items(), ("all", counts)):
         table.add_row(label, *(f"{row[name]:,}" for name in PLANNED))
     if tokens_per_s is not None:

@@ -94,7 +94,7 @@ def _nanochat_items(
     for index, row in enumerate(asked):
         examples = [asked[i] for i in nanochat_examples(index, len(asked), task.shots)]
         texts = nanochat_texts(task, row, examples)
-        sequences = [[encoder.bos_id, *encoder.encode(text)] for text in texts]
+        sequences = [[encoder.bos_id, *ids] for ids in encoder.encode_each(texts)]
         prompts = answer_spans(sequences, task.type)
         yield Item([cropped(prompt, max_length) for prompt in prompts], row.get("gold", 0))
 

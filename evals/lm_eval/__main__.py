@@ -29,7 +29,7 @@ from rich.table import Table
 from evals.items import write_items
 from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
 from evals.scorer import LOCAL, SourceFlags, origin
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand
+from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, optional
 
 if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from evals.lm_eval.models import ScorerLM
 
 DEFAULT_LENGTHS = (2048, 4096)
+RULER_CONTEXT = "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
 RIGHT = ("acc", "exact_match")  # metrics of an item that are 0 or 1
 
 
@@ -45,20 +46,19 @@ class Questions:
     """What is asked, and how."""
 
     tasks: str
-    """comma-separated task names of lm-eval or paths of task files (.yaml); `ruler` stands for its eleven synthetic
-    tasks"""
+    """comma-separated lm-eval task names or paths of task files (.yaml); `ruler` is RULER's eleven synthetic tasks"""
     lengths: str = ",".join(map(str, DEFAULT_LENGTHS))
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
-    limit: int | None = None
-    """documents to score per task (and length); default: all"""
-    num_fewshot: int | None = None
-    """few-shot examples before each question; default: the task's own number"""
-    data: Path | None = None
-    """folder of local data sets, with the layout of evals/lm_eval/tasks.py; default: the hub"""
+    limit: Annotated[int | None, optional("INT", "all")] = None
+    """most documents to score per task, and per length of a RULER task"""
+    num_fewshot: Annotated[int | None, optional("INT", "the task's own number")] = None
+    """few-shot examples before each question"""
+    data: Annotated[Path | None, optional("DIR", "the Hugging Face hub")] = None
+    """folder of local data sets, with the layout that evals/lm_eval/tasks.py describes"""
     add_bos: bool = True
     """prepend BOS to every prompt, as in training"""
     chat_template: bool = False
-    """apply the model's chat template"""
+    """ask through the model's chat template"""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -199,19 +199,12 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def main(
-    hf_dir: Annotated[Path, tyro.conf.Positional],
-    asked: Annotated[Questions, tyro.conf.OmitArgPrefixes],
+    hf_dir: ModelFolder,
+    asked: Annotated[Questions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any]:
-    """Score a model on lm-eval's stock tasks. The last line on stdout is the record, JSON.
-
-    Args:
-        hf_dir: folder of the exported model
-        asked: what is asked, and how
-        source: what answers; RULER needs a --max-length up to 100 tokens above its longest length
-        about: options of the record
-    """
+    """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout is the record, JSON."""
     started = time.perf_counter()
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
     about = replace(about, out=about.out and about.out.resolve())  # data_folder changes the working directory

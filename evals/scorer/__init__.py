@@ -21,6 +21,7 @@ from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands 
     fast_tokenizer,
     read_config,
 )  # fmt: skip
+from records.evals import optional
 from records.files import file_sha256, model_sha256
 
 Kind = Literal["auto", "engine", "transformers"]
@@ -33,21 +34,25 @@ class Source:
     backend: Kind = "auto"
     """library that runs the model: auto is Transformers where a GPU is visible, else the engine for a Laneformer"""
     device: str = "auto"
-    """device that runs the model: auto, cpu, cuda (all visible GPUs, which share the items), or a list such as
-    cuda:0,cuda:1"""
-    max_length: int | None = None
-    """context of the model in tokens; default: that of its config.json"""
-    base_url: str | None = None
-    """OpenAI-compatible server to ask instead, such as http://127.0.0.1:8000/v1"""
-    model: str | None = None
-    """name of the model at the server; default: the name of the model folder"""
+    """device that runs the model: auto, cpu, cuda (all visible GPUs share the items), or a list: cuda:0,cuda:1"""
+    dtype: str = "auto"
+    """type of the engine's weights: auto (that of the folder), fp32, bf16, fp16, int8, int4"""
+    max_length: Annotated[int | None, optional("INT", "that of its config.json")] = None
+    """context of the model in tokens"""
+    base_url: Annotated[str | None, optional("URL", "the model runs here")] = None
+    """OpenAI-compatible server that runs the model instead, such as http://127.0.0.1:8000/v1"""
+    model: Annotated[str | None, optional("NAME", "the name of the model folder")] = None
+    """name of the model at the server of --base-url"""
     concurrency: int = 4
-    """requests to the server at a time"""
+    """number of concurrent requests to the server of --base-url"""
     timeout_s: float = 600.0
-    """seconds after which a request to the server is given up"""
+    """timeout of one request to the server of --base-url, in seconds"""
 
 
-SourceFlags = Annotated[Source, tyro.conf.OmitArgPrefixes]  # --backend, --device, ... as flags of the command itself
+SourceFlags = Annotated[  # --backend, --device, ... as flags of the command itself
+    Source, tyro.conf.OmitArgPrefixes,
+    tyro.conf.arg(name="model", help="what runs the model: a library in this process, or a server"),
+]  # fmt: skip
 LOCAL = Source()
 
 
@@ -103,12 +108,16 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
     if source.base_url is not None:
         from evals.scorer.endpoint import EndpointScorer
 
+        if source.dtype != "auto":
+            raise ValueError(f"dtype = {source.dtype!r}: a server has its own; leave --dtype or --base-url out")
         name = source.model or (folder.resolve().name if folder else "laneformer")
         return EndpointScorer(source.base_url, folder, name, source.concurrency, source.timeout_s, source.max_length)
     if folder is None:
         raise ValueError("nothing to ask: give a model folder, or the --base-url of a server")
     backend, devices, why = choose(folder, source)
-    openers = [functools.partial(open_local, backend, folder, device, source.max_length) for device in devices]
+    if backend != "engine" and source.dtype != "auto":
+        raise ValueError(f"dtype = {source.dtype!r} is for the engine, not {backend} ({why}); use --backend engine")
+    openers = [functools.partial(open_local, backend, folder, device, source) for device in devices]
     if len(devices) > 1:
         from evals.scorer.several import SeveralScorers
 
@@ -119,15 +128,15 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
     return scorer
 
 
-def open_local(backend: str, folder: Path, device: str, max_length: int | None) -> Scorer:
+def open_local(backend: str, folder: Path, device: str, source: Source = LOCAL) -> Scorer:
     """A model on one device of this process."""
     if backend == "engine":
         from evals.scorer.engine import EngineScorer
 
-        return EngineScorer(folder, device, max_length)
+        return EngineScorer(folder, device, source.max_length, dtype=source.dtype)
     from evals.scorer.hf import TransformersScorer
 
-    return TransformersScorer(folder, device, max_length)
+    return TransformersScorer(folder, device, source.max_length)
 
 
 def origin(folder: Path | None, scorer: Scorer) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class Encoder:
         """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, on several cores."""
+        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))
 

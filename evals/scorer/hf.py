@@ -27,7 +27,7 @@ from evals.scorer.base import (
 
 WINDOW = 256  # items that are packed together
 PASS_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a pass, padding included, unless one prompt alone has more
-WORTH_A_PASS = 512  # tokens; reading fewer of them again costs less than one more pass
+WORTH_A_PASS = {"cuda": 1536, "cpu": 512}  # tokens; reading fewer of them again costs less than one more pass
 
 
 class Pass(NamedTuple):
@@ -46,22 +46,22 @@ class Pass(NamedTuple):
         return self.offset + self.width * len(self.places)
 
 
-def packed(items: Sequence[Sequence[Prompt]], pass_tokens: int, keeps_prefix: bool = True) -> Iterator[Pass]:
-    """The passes that score a window of items; prompts without an id to score are in none."""
+def packed(items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool = True) -> Iterator[Pass]:
+    """The passes that score a window of items on "cuda" or "cpu"; prompts without an id to score are in none."""
     loose = []
     for i, item in enumerate(items):
         options = [(i, k) for k, prompt in enumerate(item) if prompt.start < len(prompt.ids)]
         prompts = [item[k] for _, k in options]
         first = min((p.start - 1 for p in prompts), default=0)
         shared = min([first, *(common_prefix(prompts[0].ids, p.ids) for p in prompts)])
-        if keeps_prefix and shared * (len(options) - 1) >= WORTH_A_PASS:
+        if keeps_prefix and shared * (len(options) - 1) >= WORTH_A_PASS[device_type]:
             yield Pass(options, shared, max(len(p.ids) for p in prompts) - 1 - shared)
         else:
             loose += [(len(items[i][k].ids) - 1, (i, k)) for i, k in options]
     places: list[tuple[int, int]] = []
     width = 0
     for length, place in sorted(loose):
-        if places and length * (len(places) + 1) > pass_tokens:
+        if places and length * (len(places) + 1) > PASS_TOKENS[device_type]:
             yield Pass(places, 0, width)
             places = []
         places, width = [*places, place], length
@@ -97,7 +97,7 @@ class TransformersScorer(Scorer):
         left = iter(items)
         while window := [[self.checked(Prompt(*p)) for p in item] for item in itertools.islice(left, WINDOW)]:
             found = {(i, k): NOTHING for i, item in enumerate(window) for k in range(len(item))}
-            for group in packed(window, PASS_TOKENS[self._device.type], self._keeps_prefix):
+            for group in packed(window, self._device.type, self._keeps_prefix):
                 scores = self._score([window[i][k] for i, k in group.places], group.offset)
                 found |= dict(zip(group.places, scores, strict=True))
             for i, item in enumerate(window):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from evals.bits_per_byte import bits_per_byte, load_windows, main, matching_token_bytes, score_windows
-from evals.scorer import Prompt, Scores
+from evals.scorer import Prompt, Scores, Source
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from records.evals import About
 from tests.records.test_fields import check as check_fields
@@ -117,9 +117,16 @@ def test_the_command_on_real_held_out_text(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     token_bytes = matching_token_bytes(tmp_path, prepared_data)
     scorer = Unigram(len(token_bytes))
-    monkeypatch.setattr("evals.bits_per_byte.open_scorer", lambda folder, source: scorer)
-    out = tmp_path / "evals.jsonl"
-    record = main(tmp_path, prepared_data, limit=4, about=About(out, 3, 99, "phase1"))
+    asked: list[Source] = []
+
+    def opened(folder: Path, source: Source) -> Unigram:
+        asked.append(source)
+        return scorer
+
+    monkeypatch.setattr("evals.bits_per_byte.open_scorer", opened)
+    out, on_gpu = tmp_path / "evals.jsonl", Source("transformers", "cuda")
+    record = main(tmp_path, prepared_data, limit=4, source=on_gpu, about=About(out, 3, 99, "phase1"))
+    assert asked == [on_gpu]
     assert record == json.loads(out.read_text())
     check_fields(record, None)
     windows, categories = load_windows(prepared_data, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,28 @@ def test_checking_needs_neither_torch_nor_the_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+def test_help_is_whole_sentences_of_the_same_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = {"--out", "--step", "--tokens-total", "--phase"}
+    of_models = {"--backend", "--device", "--max-length", "--base-url", "--model", "--concurrency", "--timeout-s"}
+    for name in command_modules():
+        kind = read_command(name)[1]
+        monkeypatch.setattr(sys, "argv", ["x", "--help"])
+        with pytest.raises(SystemExit):
+            kind.run()
+        said = capsys.readouterr().out
+        assert "None" not in said, f"{name}: no default and no placeholder that a reader has to guess"
+        titles = {"task options", "model options", "record options", "sampling options", "scoring options"}
+        assert {*re.findall(r"\b\w+ options\b", said)} <= titles, "what a group is about, not a parameter's name"
+        flags = {*re.findall(r"^\W*?(--[a-z-]+)", said, re.MULTILINE)}
+        if name not in ("contamination", "decode_speed"):
+            assert flags >= of_models | shared
+        if name in ("bits_per_byte", "core", "lm_eval"):
+            assert "--limit" in flags
+            assert ("--tasks" in flags) == (name != "bits_per_byte")
 
 
 def test_arguments_of_a_checkpoint() -> None:

@@ -108,7 +108,7 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(
     prefix = [1, *range(40, 90)]
     item = [Prompt([*prefix, *option], len(prefix)) for option in ([7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14])]
     alone = [scorer.score_one(*prompt) for prompt in item]
-    monkeypatch.setattr(hf_scorer, "WORTH_A_PASS", 100)
+    monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 100)
     read = read_by(scorer)
     (found,) = scorer.score([item])
     assert read == [(1, 50), (5, 4)], "50 tokens of the prefix; five options behind it, the longest of 1 + 3 tokens"
@@ -135,7 +135,7 @@ def test_short_items_share_passes_of_similar_lengths(tmp_path: Path, monkeypatch
 
 def test_a_model_whose_state_cannot_be_copied_reads_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_llama(tmp_path)
-    monkeypatch.setattr(hf_scorer, "WORTH_A_PASS", 1)
+    monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 1)
     scorer = TransformersScorer(tmp_path, "cpu")
     scorer._keeps_prefix = False
     check(scorer, model)
@@ -188,7 +188,7 @@ def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
     ours, theirs = Encoder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for text in ("", "The cat", " a", "\nAnswer: 12", "x  y"):
         plain, special = (theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True))
-        assert ours.encode(text) == plain
+        assert [ours.encode(text)] * 2 == ours.encode_each([text, text]) == [plain] * 2
         assert ours.encode(text, special_tokens=True) == special == [1, *plain]
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
 
@@ -229,9 +229,14 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    open_scorer(tmp_path, Source("engine", "cpu")).close()  # a Llama, which the engine reads too
+    opened = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))  # a Llama, which the engine reads too
+    assert opened.dtype == "int8"
+    opened.close()
     with pytest.raises(ValueError, match="backend = 'onnx' is unknown"):
         open_scorer(tmp_path, Source("onnx"))  # type: ignore[arg-type]
+    for source in (Source("transformers", "cpu", dtype="int8"), Source(dtype="int8", base_url="http://127.0.0.1:9")):
+        with pytest.raises(ValueError, match="dtype = 'int8'"):
+            open_scorer(tmp_path, source)
     scorer = open_scorer(tmp_path, CPU)
     for ids, start in [([1, 2], 0), ([1, 2], 3), ([1] * 130, 1)]:
         with pytest.raises(ValueError, match="1 <= start <= ids <= 129 is required"):

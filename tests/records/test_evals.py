@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from records.evals import NO_MODEL, PROVENANCE, About, AboutFlags, EvalCommand, append_record, with_current_names
+from records import evals
+from records.evals import (
+    NO_MODEL,
+    PROVENANCE,
+    About,
+    AboutFlags,
+    EvalCommand,
+    append_record,
+    code_at_start,
+    with_current_names,
+)  # fmt: skip
 
 
 def add(path: Path | None, **figures: Any) -> dict[str, Any]:
@@ -60,6 +70,22 @@ def test_what_json_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) 
 def test_no_path_writes_no_file(tmp_path: Path) -> None:
     assert add(None, score=0.5)["score"] == 0.5
     assert not list(tmp_path.iterdir())
+
+
+def test_the_code_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = ["a" * 12]
+    monkeypatch.setattr(evals, "code_version", lambda folder: checkout[-1])
+    monkeypatch.setattr(sys, "argv", ["x"])
+    code_at_start.cache_clear()
+
+    def slow() -> dict[str, Any]:
+        """Somebody commits while this runs."""
+        checkout.append("b" * 12)
+        return add(tmp_path / "evals.jsonl", score=0.5)
+
+    EvalCommand("slow", slow).run()
+    code_at_start.cache_clear()
+    assert json.loads((tmp_path / "evals.jsonl").read_text())["code_version"] == "a" * 12
 
 
 def measure(number: int, about: AboutFlags = About()) -> dict[str, Any] | None:  # noqa: B008

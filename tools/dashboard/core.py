@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -41,6 +41,7 @@ class Curve(NamedTuple):
 
     name: str
     points: list[Point]
+    place: int = 0  # in the palette: on a page of several runs that of the run
 
     @property
     def last(self) -> Point:
@@ -83,13 +84,13 @@ def settings_text(record: Point) -> str:
 
 def core_curves(runs: Sequence[Run]) -> list[Curve]:
     """One curve per run and kind of setting."""
-    curves = []
-    for run in runs:
+    curves, others = list[Curve](), count(len(runs))
+    for place, run in enumerate(runs):
         points = [p for p in points_of(run, "core") if isinstance(p.get("tasks"), dict)]
-        for settings in dict.fromkeys(map(settings_of, points)):
+        for index, settings in enumerate(dict.fromkeys(map(settings_of, points))):
             same = newest([p for p in points if settings_of(p) == settings], "phase", "step", "tokens_total")
             name = f"{run.name}: {settings_text(same[0])}" if len(runs) > 1 else settings_text(same[0])
-            curves.append(Curve(name, same))
+            curves.append(Curve(name, same, next(others) if index else place))
     return curves
 
 
@@ -106,7 +107,7 @@ def figure_of(point: Point, task: str, key: str) -> float | None:
 
 def core_figure(curves: Sequence[Curve]) -> go.Figure:
     """CORE v1 (solid) and v2 (dashed) of several curves, with the references that lie within reach."""
-    traces = [trace for i, each in enumerate(curves) for trace in core_traces(each, colour(i))]
+    traces = [trace for each in curves for trace in core_traces(each, colour(each.place))]
     figure = lines_figure(traces, hoverformat=".4f")
     draw_references(figure, ends_of(traces))
     return figure
@@ -284,8 +285,9 @@ def drawn_of(curves: Sequence[Curve]) -> list[Curve]:
     return [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
 
 
-def legend_of(curves: Sequence[Curve], tints: Sequence[str]) -> list[str]:
-    return [legend_entry(f"{each.name}, {v}", tint, f"{each.name}, {v}" if len(curves) > 1 else v, dashes)
+def legend_of(curves: Sequence[Curve], tints: Sequence[str], named: bool = False) -> list[str]:
+    named |= len(curves) > 1
+    return [legend_entry(f"{each.name}, {v}", tint, f"{each.name}, {v}" if named else v, dashes)
             for each, tint in zip(curves, tints, strict=False) for v, dashes in VERSIONS.items()]  # fmt: skip
 
 
@@ -358,6 +360,7 @@ def core_of_all(runs: Sequence[Run]) -> str:
         rows.append([escape(task), *(missing("missing") if value is None else f"{value:.4f}" for value in found)])
     head = ("accuracy at the last checkpoint", *(c.name for c in curves))
     drawn = drawn_of(curves)
-    figure = chart(core_figure(drawn), "core-comparison", legend_of(drawn, [colour(i) for i in range(len(drawn))]))
+    legend = legend_of(drawn, [colour(each.place) for each in drawn], named=True)
+    figure = chart(core_figure(drawn), "core-comparison", legend)
     every = f"<details><summary>Every task at the last checkpoint</summary>{table(head, rows[1:])}</details>"
     return card("CORE of all runs", (figure if drawn else "") + table(head, rows[:1]) + every)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from evals.core import evaluate as core
 from evals.core.__main__ import main
@@ -20,10 +23,11 @@ from evals.core.tasks import TASKS, Bundle, Task
 from evals.items import read_items
 from evals.scorer import Prompt, Scorer, Scores, Source, open_scorer
 from evals.scorer.engine import EngineScorer
-from evals.scorer.hf import TransformersScorer
+from evals.scorer.hf import PASS_TOKENS, WORTH_A_PASS, TransformersScorer
 from laneformer import Laneformer
 from records.evals import NOWHERE, About
 from tests.evals.core.core_assets import ROWS, task, write_bundle, write_laneformer, write_llama
+from tests.evals.lm_eval.lm_eval_assets import toy_server
 
 LABELS = ["copa", "winograd", "coqa"]
 
@@ -163,9 +167,15 @@ def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path: Path) -> Non
     assert record["core_v1"] is None
 
 
-def test_all_tasks_give_core(model_dir: Path, tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path, [t.label for t in TASKS])
+def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, terminal = write_bundle(tmp_path, [t.label for t in TASKS]), Console(file=StringIO(), width=80)
+    monkeypatch.setattr(core, "console", terminal)
     record = run(model_dir, tmp_path, protocol="dclm")
+    said = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert f"CORE v2  {record['core_v2']:.4f} ± {record['core_v2_se']:.4f}" in said
+    for label, figures in record["tasks"].items():
+        numbers = rf" *{label} +{figures['n']} +{figures['accuracy']:.3f} .*{figures['gold_bits_per_byte']:.3f} *"
+        assert re.search(f"^{numbers}$", said, re.MULTILINE), "a line of 80 columns for each task"
     assert record["missing"] == {}
     assert len(record["tasks"]) == len(bundle.tasks) == 22
     for version in ("v1", "v2"):
@@ -242,7 +252,8 @@ def test_the_plan_counts_the_passes_that_transformers_makes(model_dir: Path, tmp
     bundle = write_bundle(tmp_path, LABELS)
     got = main(model_dir, tmp_path, plan_only=True)
     scorer = TransformersScorer(model_dir, "cpu")
-    monkeypatch.setattr("evals.scorer.hf.PASS_TOKENS", {"cpu": 8192})  # the plan is of a GPU
+    for limits in (PASS_TOKENS, WORTH_A_PASS):
+        monkeypatch.setitem(limits, "cpu", limits["cuda"])  # the plan is of a GPU
     read = []
     forward = scorer._model.forward
     scorer._few_logits = False  # the spy's signature is not the model's
@@ -268,6 +279,8 @@ def test_the_answer_to_every_item_is_kept(model_dir: Path, tmp_path: Path) -> No
         for item, line in zip(rows, own, strict=True):
             gold = item.prompts[item.gold if len(item.prompts) > 1 else 0]
             bits -= scorer.score_one(*gold).logprobs.sum() / np.log(2)
+            losses = [-scorer.score_one(*prompt).logprobs.mean() for prompt in item.prompts]
+            assert line["losses"] == pytest.approx(losses, rel=1e-6)
             size += line["bytes"]
             text = scorer.decode(gold.ids)
             assert text.encode()[-line["bytes"] :].decode().strip() == scorer.decode(gold.ids[gold.start :]).strip()
@@ -275,6 +288,19 @@ def test_the_answer_to_every_item_is_kept(model_dir: Path, tmp_path: Path) -> No
     scorer.close()
     again = run(model_dir, tmp_path, about=About(out, 7))
     assert again["items"] == record["items"], "named by its content"
+
+
+def test_a_server_answers_as_the_engine_does(model_dir: Path, tmp_path: Path) -> None:
+    """The third way to ask a model, as `--base-url`; only its context is a token shorter."""
+    write_bundle(tmp_path, LABELS)
+    served = EngineScorer(model_dir, "cpu", context_tokens=512)
+    with toy_server(served.engine) as url:
+        theirs = main(model_dir, tmp_path, source=Source(base_url=url, max_length=127))
+    served.close()
+    ours = main(model_dir, tmp_path, source=Source("engine", "cpu", max_length=127))
+    assert (theirs["backend"], theirs["device"], theirs["dtype"]) == ("endpoint", url, None)
+    assert theirs["model_sha256"] == ours["model_sha256"]
+    assert theirs["tasks"] == ours["tasks"]
 
 
 def test_bad_input(model_dir: Path, tmp_path: Path) -> None:

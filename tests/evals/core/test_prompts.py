@@ -35,6 +35,9 @@ class Letters:
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [1] * special_tokens + [ord(c) for c in text] + [2] * special_tokens
 
+    def encode_each(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
 
 class Words(Letters):
     """As GPT-2: a space belongs to the word after it, and nothing is put around a text."""

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from evals.items import read_items
 from evals.lm_eval.__main__ import Questions, evaluate, figures_of, main, prompt_figures
 from evals.lm_eval.models import ScorerLM
-from evals.lm_eval.tasks import ARC_TASKS, data_folder
+from evals.lm_eval.tasks import ARC_TASKS, data_folder, expand_tasks
 from evals.scorer import Source
 from records.evals import About
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
@@ -326,10 +326,12 @@ def test_task_files_of_ones_own(
     (tmp_path / "rolling.yaml").write_text(TASK.format(rows=rows, rest=ROLLING).replace("mine", "rolled"))
     monkeypatch.chdir(tmp_path)
     asked = Questions("choice.yaml,rolling.yaml")
+    assert expand_tasks("choice.yaml") == [str(tmp_path / "choice.yaml")], "--data changes the working directory"
     record = main(hf_dir, asked, Source(backend, "cpu"), About(tmp_path / "out/evals.jsonl", 3))
     assert 0 <= record["tasks"]["mine"]["acc"] <= 1
     check_fields(record, None)
     assert (record["backend"], record["device"], record["cut_prompts"]) == (backend, "cpu", 0)
+    assert record["haystack"] is None, "of RULER alone"
     tokenizer = ScorerLM(hf_dir)
     expected = size = 0.0
     for question, _, _ in QUESTIONS:

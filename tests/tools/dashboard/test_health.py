@@ -6,12 +6,14 @@ import json
 import math
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
+from records.page import short
 from records.run import read_run
-from records.usage import money, usage_of, whole
+from records.usage import RECENT, money, usage_of, whole
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.cards import tiles_of
 from tools.dashboard.health import incidents_card, layers_card, layers_figure, usage_card
@@ -52,6 +54,9 @@ def test_a_run_under_way_says_when_it_ends_and_what_it_will_cost(folder: Path, t
     assert of.gpu_hours_left == pytest.approx(hours, rel=0.01)
     tiles = tiles_of(run)
     assert re.search(r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", tiles)
+    run.kept_rows[-1]["tokens_per_s"] = 1.0
+    speed = sorted(row["tokens_per_s"] for row in run.kept_rows[-RECENT:])
+    assert f"{short(median(speed))}</strong><small>tokens per second, median" in tiles_of(run), "not the last row's"
     assert f"{2.5 * (of.gpu_hours + of.gpu_hours_left):,.0f} EUR" in tiles
 
 

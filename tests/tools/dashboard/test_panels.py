@@ -29,3 +29,14 @@ def test_panels_fill_the_height_without_overlaps(
     for upper, lower in pairwise(axes):
         assert (upper.domain[0] - lower.domain[1]) * plot_px == pytest.approx(TITLE_PX)
     assert axes[-1].domain[0] == pytest.approx(0)
+
+
+def test_a_panel_without_figures_takes_no_room(tmp_path: Path) -> None:
+    run = read_run(made_up_run.write_run(tmp_path / "small", steps=60, every=1))
+    prepare(run)
+    whole = machine_figure(run)
+    for row in run.kept_rows:
+        row["mfu"] = None
+    figure, mfu = machine_figure(run), next(panel for panel in MACHINE if panel.title == "MFU")
+    assert whole.layout.height - figure.layout.height == mfu.px + TITLE_PX
+    assert not any("MFU" in note.text for note in figure.layout.annotations)

@@ -15,6 +15,7 @@ import pytest
 from evals.core.evaluate import task_figures
 from evals.core.tasks import NOT_CHOSEN, TASKS
 from laneformer.config import LaneformerConfig, flops_per_token
+from records.page import colour
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import PARTS, write_page
@@ -141,10 +142,13 @@ def test_a_task_that_one_checkpoint_lacks_is_a_gap_there(whole: Path, tmp_path: 
     heat = heat_figure(points_of(read_run(tmp_path / "run"), "core")).to_dict()["data"][0]
     gaps = [(task, i) for task, row in zip(heat["y"], heat["z"], strict=True) for i, v in enumerate(row) if v is None]
     assert gaps == [("squad", 6)]
+    assert {"%{y}", "%{customdata}", "%{z:.4f}"} <= {*re.findall(r"%\{.*?\}", heat["hovertemplate"])}
+    assert len(heat["customdata"][0]) == 7, "the checkpoint"
 
 
 def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: Path) -> None:
     text = cards_of(whole)
+    assert "<details><summary>Accuracy of each task, nanochat, 500 items a task</summary>" in text, "folded"
     for task, found in records(whole, "core")[-1]["tasks"].items():
         assert f">{task}<" in text
         for key in ("accuracy", "centered_v1", "centered_v2"):
@@ -216,6 +220,7 @@ def test_records_say_results_and_by_what_and_not_settings(whole: Path, tmp_path:
     arc = next(r for r in records(whole, "lm_eval") if "arc_easy" in r["tasks"])
     append(tmp_path / "run", {**arc, "model_sha256": "5a" * 32, "device": "cuda:0", "backend": "transformers bf16"})
     text = evaluations_card(read_run(tmp_path / "run"))
+    assert text.index("<details><summary>") < text.index("<table"), "folded"
     for told in ("arc_easy acc_norm 47.1%", "transformers bf16, cuda:0", "5a5a5a5a5a5a…", "pass@1 43.9%"):
         assert told in text, told
     for told in ("max_length", "cut_prompts", "top_p"):
@@ -288,10 +293,12 @@ def test_tasks_that_were_not_chosen_are_not_missing() -> None:
 
 
 def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> None:
-    write_page([whole, gappy], tmp_path / "x.html", now=NOW)
+    write_page([gappy, whole], tmp_path / "x.html", now=NOW)
     text = (tmp_path / "x.html").read_text()
     head = text[text.index("CORE of all runs") : text.index("<article>")]
-    assert "whole: nanochat" in head
+    assert re.findall(r"(#\w+)\"></i>(whole: nanochat, 500 items a task, v\d)<", head) == [
+        (colour(1), f"whole: nanochat, 500 items a task, {v}") for v in ("v1", "v2")
+    ], "the colour that the run has in the figure of losses, though it is the only one with a CORE"
     assert '<span class="missing" title="">missing</span>' in head
     assert len(re.findall(r'id="(core-[a-z0-9]+)"', text)) == 2, "the comparison, and the run that has a CORE"
     ids = re.findall(r'<div id="([^"]+)"></div><script', text)
