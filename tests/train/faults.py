@@ -97,12 +97,10 @@ def commit(self: LaneformerTrainer) -> None:
         "empty_disk",
         "sigterm_supervisor",
     )
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "stop":
+    if kind in ("kill", "stop"):
         if self.checkpointer.save_future is not None:
-            wait([self.checkpointer.save_future])  # a test counts on it
-        os.kill(os.getpid(), signal.SIGSTOP)
+            wait([self.checkpointer.save_future])  # tests count on it; a save cut short is kill_all_before_metadata
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind == "usr1":
         os.kill(os.getpid(), signal.SIGUSR1)
         while WORKER.asked is None:
