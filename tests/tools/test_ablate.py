@@ -230,6 +230,11 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     assert (out / "ablation.svg").read_text().lstrip().startswith("<?xml")
     assert "| delay 2 |" in (tmp_path / "page.md").read_text()
     assert "](out/ablation.svg)" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "page.jsonl").read_text().splitlines() == lines
     other = run(config, out, *flags, "--device", "meta")
     assert other.returncode == 1
     assert "holds results of another training (device)" in other.stderr
+    (out / "results.jsonl").write_text(json.dumps({**json.loads(lines[0]), "data": "0"}) + "\n")
+    other = run(config, out, *flags)
+    assert other.returncode == 1
+    assert "holds results of other data" in other.stderr

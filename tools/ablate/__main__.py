@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
+from data_mixtures.mixture import Mixture
 from records.files import append_line, code_version, read_lines, write_atomically
 from tools.bench.harness import ROOT
 
@@ -54,16 +55,19 @@ def main() -> None:
 def train(jobs: list[Job], training: Training, path: Path, workers: int, weights: Path | None) -> None:
     """Run the jobs whose results the file does not hold; each result is a line at once.
 
-    ValueError where the file's results come from another training.
+    ValueError where the file's results come from another training or other data.
     """
     there, shared = read_lines(path), dataclasses.asdict(training)
     others = (dataclasses.asdict(Training.of_result(r["training"])) for r in there)
     if other := next((other for other in others if other != shared), None):
         differing = [name for name in shared if other[name] != shared[name]]
         raise ValueError(f"{path} holds results of another training ({', '.join(differing)}); choose another --out")
+    data = Mixture.open(training.lock).fingerprint
+    if any(r.get("data", data) != data for r in there):
+        raise ValueError(f"{path} holds results of other data than {training.lock} has; choose another --out")
     done = [[r["size"], r["variant"], r["seed"], r["learning_rate"]] for r in there]
     left = [job for job in jobs if job.key not in done]
-    origin = {"training": shared, "commit": code_version(ROOT)}
+    origin = {"training": shared, "data": data, "commit": code_version(ROOT)}
     context = multiprocessing.get_context("spawn")
     with Progress(console=Console(stderr=True)) as progress, ProcessPoolExecutor(workers, context) as pool:
         task = progress.add_task(f"training runs -> {path}", total=len(jobs), completed=len(jobs) - len(left))
@@ -86,14 +90,15 @@ def finish(options: Options, plan: Plan, path: Path) -> None:
     write_atomically(
         options.out / "report.json", json.dumps({"baseline": plan.baseline, "rows": rows}, indent=1) + "\n"
     )
-    for path in filter(None, (figure, options.page)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for written in filter(None, (figure, options.page)):
+        written.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, figure)
     section = ablation_section(rows, results, figure, options.page)
     Console().print(Markdown(section))
     if options.page:
         put_section(options.page, section)
-    print(f"written: {options.out}/report.json, {figure}" + (f", {options.page}" if options.page else ""))
+        write_atomically(options.page.with_suffix(".jsonl"), path.read_text(encoding="utf-8"))
+    print(f"written: {options.out}/report.json, {figure}" + (f", {options.page} and .jsonl" if options.page else ""))
 
 
 if __name__ == "__main__":

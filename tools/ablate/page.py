@@ -43,14 +43,15 @@ def ablation_section(rows: Sequence[Row], results: Sequence[Result], figure: Pat
     """Facts, table, figure and what it says, as Markdown."""
     days = sorted(time.strftime("%Y-%m-%d %H:%M", time.gmtime(r["time"])) for r in results)
     commits = sorted({r.get("commit", "not recorded") for r in results})
+    data = sorted({r.get("data", "not recorded")[:12] for r in results})
     training, hours = results[-1]["training"], sum(r["seconds"] for r in results) / 3600
     blocks = [
         heading("Ablation", "python -m tools.ablate"),
         f"{len(results)} runs, {days[0]} to {days[-1]} UTC, {hours:.1f} hours of one thread; commit of the runs: "
         f"{', '.join(commits)}. A run: {training['steps']} steps of {training['batch_sequences']} windows of "
         f"{training['seq_len']} tokens ({rows[0]['tokens']:,} tokens) on {training['device']}"
-        f"{', bf16 products' if training.get('bf16') else ', float32'}. "
-        "Without --report, the command trains what is missing.",
+        f"{', bf16 products' if training.get('bf16') else ', float32'}; data: {', '.join(data)}. "
+        "Each run is a line of the .jsonl beside this page. Without --report, the command trains what is missing.",
         "Losses in nats a token. difference: to delay 0, mean over seeds; ±: half of its 95% t interval; s.d.: of the "
         "paired differences; rate: the best of the sweep, `edge` where it is the least or the largest tried. "
         + "One learning rate for everyone: nothing here says what each variant's best would give."
