@@ -1,1 +1,1 @@
-"""The run folder as plain files; needs neither torch nor any other package of this project."""
+"""The run folder as plain files, and what processes share; needs neither torch nor other packages of this project."""

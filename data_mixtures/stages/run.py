@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -35,6 +34,7 @@ from data_mixtures.stages.stage import (
     remove_partial,
     unit_folder,
 )
+from records.workers import end_with_parent
 
 KINDS = ("local", "slurm")
 AGAIN = "run the same command again: it continues with the unfinished units"
@@ -119,15 +119,7 @@ def _begin(logs: Path) -> None:
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (logs / "workers" / str(os.getpid())).touch()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Without it, workers of a main process that was killed with -9 would wait for units forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "only workers run this"
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
+    end_with_parent()
 
 
 def _work(stage: Stage, unit: Unit, logs: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.scorer.base import Answer, AnyPrompt, Prompt, Scorer, Scores
+from records.workers import end_with_parent
 
 CHUNK = 16  # items that a process gets at a time, which it may pack into one pass
 AHEAD = 4  # chunks that wait at each process
@@ -20,6 +21,7 @@ _own: Scorer  # of a worker process
 
 def _open(opener: Callable[[], Scorer]) -> None:
     global _own
+    end_with_parent()
     _own = opener()
 
 

@@ -23,6 +23,7 @@ from rich.progress import Progress
 
 from data_mixtures.mixture import Mixture
 from records.files import append_line, code_version, read_lines, write_atomically
+from records.workers import end_with_parent
 from tools.bench.harness import ROOT
 
 from .figure import draw
@@ -69,7 +70,10 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, weights
     left = [job for job in jobs if job.key not in done]
     origin = {"training": shared, "data": data, "commit": code_version(ROOT)}
     context = multiprocessing.get_context("spawn")
-    with Progress(console=Console(stderr=True)) as progress, ProcessPoolExecutor(workers, context) as pool:
+    with (
+        Progress(console=Console(stderr=True)) as progress,
+        ProcessPoolExecutor(workers, context, end_with_parent) as pool,
+    ):
         task = progress.add_task(f"training runs -> {path}", total=len(jobs), completed=len(jobs) - len(left))
         futures = [pool.submit(run_job, job, training, weights) for job in left]
         try:

@@ -1,0 +1,23 @@
+"""Worker processes that do not outlive whoever started them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+
+
+def end_with_parent() -> None:
+    """In a worker of `multiprocessing`: from now on SIGKILL ends it when its parent is gone, however that ended.
+
+    Without it, workers of a process that was killed wait for work forever, and keep their memory and GPUs.
+    """
+    threading.Thread(target=_wait_for_the_end, daemon=True).start()
+
+
+def _wait_for_the_end() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only workers run this"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
