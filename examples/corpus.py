@@ -58,9 +58,11 @@ def _capped(texts: Texts, max_bytes: int | None) -> Texts:
         yield each
 
 
-def read(reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, ...] = ()) -> Texts:
-    """The documents of all files of these globs that can be read, in an order that depends on the files alone."""
-    for name, _, _ in local.find(Input("text", paths, exclude=exclude), local.roots(Path(), Path()), all_match=False):
+def read(
+    reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, ...] = (), beside: Path = Path()
+) -> Texts:
+    """The documents of all files of these globs that can be read, in an order of their names from `beside`."""
+    for name, _, _ in local.find(Input("text", paths, exclude=exclude), local.roots(Path(), beside), all_match=False):
         with suppress(local.Unreadable, PermissionError):
             yield from reader(Path(name))
 
