@@ -55,12 +55,12 @@ def unpack(folder: Path, target: Path) -> None:
 def texts(packages: Path) -> Mapping[str, Sequence[tuple[Texts, int | None]]]:
     """By source: texts of each package, and how much of it to take."""
 
-    def read(
-        reader: Callable[[Path], list[str]], names: Iterable[str], max_bytes: int
-    ) -> list[tuple[corpus.Texts, int]]:
-        tests = ("*/test/*", "*/tests/*", "*/testing/*", "*/test_*")
-        globs = [f"{packages.resolve()}/{name}/**/*.py" for name in names]
-        return [(corpus.read(reader, each, exclude=tests, beside=packages), max_bytes) for each in globs]
+    root = packages.resolve()
+    tests = [f"{root}/*/{part}" for part in ("test/*", "tests/*", "testing/*", "test_*")]
+
+    def read(reader: Callable[[Path], list[str]], names: Iterable[str], max_bytes: int) -> list[tuple[Texts, int]]:
+        globs = [f"{root}/{name}/**/*.py" for name in names]
+        return [(corpus.read(reader, each, exclude=tuple(tests), beside=root), max_bytes) for each in globs]
 
     return {
         "web": read(corpus.docstrings, PROSE, PROSE_BYTES),
