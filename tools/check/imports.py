@@ -33,7 +33,9 @@ MAY_USE: dict[str, set[str]] = {
     "examples": {"data_mixtures", "records"},
 }
 # a package that may start a module which it may not import: a recipe names the program that writes its text
-PROCESSES = {("train", "evals.watch"), ("data_mixtures", "examples.corpus")}
+PROCESSES = {
+    ("train", "evals.watch"), ("data_mixtures", "examples.corpus"), ("data_mixtures", "examples.wheels_corpus"),
+}  # fmt: skip
 PLUGIN_KEYS = ("custom_import", "custom_config_module")
 AFTER = {"-m", *(f"--{section}.{key}" for section in ("job", "experimental") for key in PLUGIN_KEYS)}
 DOTTED = r"(\w+(?:\.\w+)+)(?::\w+)?"  # a.b or a.b:attribute

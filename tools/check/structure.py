@@ -139,8 +139,8 @@ def sizes(texts: dict[Path, str]) -> list[Measure]:
             "lines of the longest kernel file", {str(p): n for p, n in lines.items() if is_kernel(p)}, KERNEL_LINES
         ),
         longest("lines of the longest function", bodies, FUNCTION_LINES),
-        Measure("source lines", sum(lines.values()), 50_200),  # not to grow unnoticed (decision 0025)
-        Measure("source files", sum(not is_docstring_only(path, text) for path, text in texts.items()), 313),
+        Measure("source lines", sum(lines.values()), 50_500),  # not to grow unnoticed (decision 0025)
+        Measure("source files", sum(not is_docstring_only(path, text) for path, text in texts.items()), 316),
     ]
 
 
