@@ -78,3 +78,15 @@ def test_as_a_command(tmp_path: Path):
     done = subprocess.run(command, env={**os.environ, "PIP_NO_INDEX": "1"}, capture_output=True, text=True)
     assert done.returncode == 1
     assert "PIP_FIND_LINKS=FOLDER" in done.stderr
+
+
+@pytest.mark.slow
+def test_this_machine_prepares_the_data_of_the_published_runs(tmp_path: Path):
+    published = sorted(Path("docs/benchmarks").glob("*-ablation.jsonl"))[-1].read_text().splitlines()
+    command = [sys.executable, "-m", "data_mixtures.prepare", "data_mixtures/ablation.toml", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "could not be downloaded" in done.stderr + done.stdout:
+        pytest.skip("no package index")
+    assert done.returncode == 0, done.stdout + done.stderr
+    prepared = json.loads((tmp_path / "phase1.lock.json").read_text())["fingerprint"]
+    assert {json.loads(line)["data"] for line in published} == {prepared}

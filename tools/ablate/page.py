@@ -51,7 +51,8 @@ def ablation_section(rows: Sequence[Row], results: Sequence[Result], figure: Pat
         f"{', '.join(commits)}. A run: {training['steps']} steps of {training['batch_sequences']} windows of "
         f"{training['seq_len']} tokens ({rows[0]['tokens']:,} tokens) on {training['device']}"
         f"{', bf16 products' if training.get('bf16') else ', float32'}; data: {', '.join(data)}. "
-        "Each run is a line of the .jsonl beside this page. Without --report, the command trains what is missing.",
+        "Each run is a line of the .jsonl beside this page; as OUT/results.jsonl, it is what the command goes on from. "
+        "Without --report, the command trains what is missing.",
         "Losses in nats a token. difference: to delay 0, mean over seeds; ±: half of its 95% t interval; s.d.: of the "
         "paired differences; rate: the best of the sweep, `edge` where it is the least or the largest tried. "
         + "One learning rate for everyone: nothing here says what each variant's best would give."
