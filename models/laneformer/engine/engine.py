@@ -62,7 +62,7 @@ class Engine:
     `cache_bytes` is what keys and values of earlier requests may take, so that a prompt that begins like one of them
     starts where it parts from it: by default a quarter of the memory that is left (csrc/kv_pool.h).
     `processes` shares the lanes out over that many processes, each with `threads` threads (by default its part of the
-    cores), for one request at a time. A process that is lost ends the request with a RuntimeError, and the engine.
+    cores), for one request at a time. A lost or hung process ends the request with a RuntimeError, and the engine.
     `transport` between them is "memory" or "tcp"; or "launched": RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of a
     launcher that has started this program everywhere; all but rank 0 then work for it until it ends.
     `isa` is the instruction set: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or

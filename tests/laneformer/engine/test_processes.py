@@ -233,7 +233,7 @@ def is_alive(pid: int) -> bool:
     """A zombie, which nobody may wait for in a container, is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between `open` and `read`
         return False
 
 

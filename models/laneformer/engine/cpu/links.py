@@ -5,14 +5,20 @@ Connections have no authentication: they are for machines that trust each other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
+import select
 import socket
 import tempfile
 import time
-from typing import Any
+from typing import IO, Any
 
 MEETING_S = 300.0  # that the processes may take to start
+SILENT_S = 10.0  # without a beat: a process that has started is hung
+BEAT_S = 0.5
+BEAT = b"\0"  # never part of a reply
 LOADED = "loaded"  # begins a worker's reply once it has its weights; any other says why it has not
 Address = tuple[str, int]
 
@@ -50,6 +56,53 @@ def connected(address: Address) -> socket.socket:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.1)
+
+
+def controlled(rank: int, address: Address) -> socket.socket:
+    """The connection over which rank 0 commands this process.
+
+    It breaks when rank 0's machine has acknowledged no beat for SILENT_S. The machine of a stopped rank 0 still does.
+    """
+    connection = connected(address)
+    connection.settimeout(None)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere it breaks when the system gives up, after minutes
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+    tell(connection, [rank, os.getpid(), socket.gethostname()])
+    return connection
+
+
+def beat(replies: int) -> None:
+    """Signs of life, from a thread that does nothing else: a process that computes for long is not hung."""
+    with contextlib.suppress(OSError):  # rank 0 is gone; whoever reads its messages ends the process
+        while True:
+            os.write(replies, BEAT)
+            time.sleep(BEAT_S)
+
+
+def follow_replies(replies: IO[bytes], said: queue.SimpleQueue[str]) -> float:
+    """Hand over a worker's replies, then "". Returns the seconds of silence after which it is hung, or 0 at its end.
+
+    Intervals without a beat are counted, not the clock's time: while this process does not run, no other is late.
+    """
+    waiting = select.poll()
+    waiting.register(replies, select.POLLIN)
+    reply, silent_s, longest_s = b"", 0.0, MEETING_S
+    try:
+        while silent_s < longest_s:
+            if not waiting.poll(2 * BEAT_S * 1000):
+                silent_s += 2 * BEAT_S
+            elif heard := os.read(replies.fileno(), 4096):
+                reply, silent_s, longest_s = reply + heard.replace(BEAT, b""), 0.0, SILENT_S
+                *lines, reply = reply.split(b"\n")
+                for line in lines:
+                    said.put(line.decode())
+            else:
+                return 0.0
+        return longest_s
+    except OSError:  # a connection that was reset
+        return 0.0
+    finally:
+        said.put("")
 
 
 def listener(address: Address) -> socket.socket:

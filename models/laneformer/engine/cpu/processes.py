@@ -3,7 +3,7 @@
 Every process has the whole model's plan and the weights, keys and values of its own lanes. What lanes give each other
 lies in memory that all of them map (csrc/processes.h). A worker gets the model and then every request over its standard
 input, and draws the same tokens as rank 0, which alone says what they are. It ends when that pipe does. When a worker
-ends by itself, rank 0 ends the request with an error that says how.
+ends by itself, or shows no sign of life for SILENT_S, rank 0 ends the request with an error that says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
+import queue
 import signal
 import socket
 import subprocess
@@ -26,13 +26,14 @@ from ...tensors import Tensor
 from ..decoder import Request
 from ..machine import this_machine
 from .decoder import MAX_THREADS, CpuDecoder, Place
-from .links import LOADED, heard, launched, listener, meet, shared_file
+from .links import LOADED, MEETING_S, follow_replies, heard, launched, listener, meet, shared_file
 from .worker import follow
 
 Source = Callable[[], Mapping[str, Tensor]]  # the tensors, made once more in a worker; it can be pickled
 # between processes of one machine; the same by TCP; by TCP between those that a launcher has started
 TRANSPORTS = ("memory", "tcp", "launched")
 STATUS_S = 0.5  # that a process which is gone may take to show its exit status
+KILLED_S = 10.0  # that it may take to end once it is killed, which a process inside the kernel does not
 
 
 def cpu_decoder(
@@ -127,7 +128,9 @@ class Workers:
         self.memory = shared_file()
         self.processes: list[subprocess.Popen[bytes] | Remote] = []
         self.meeting: socket.socket | None = None
+        self.links: list[socket.socket] = []  # rank 0's, over which the C++ core sends
         self.count, self.ranks, self.loss, self.closed = processes, range(1, processes), "", False
+        self._said = [queue.SimpleQueue[str]() for _ in self.ranks]
         self._lock, self._lost = threading.Lock(), threading.Event()
 
     def start(self, transport: str, *model: Any) -> Place:
@@ -141,17 +144,22 @@ class Workers:
         if self.meeting is None:
             return Place(0, self.count, self.memory)
         with self.meeting:
-            return Place(0, self.count, self.memory, meet(self.count, self.meeting))
+            return self._meet(self.meeting)
 
     def _wait(self, port: int) -> Place:
         with listener(("", port)) as meeting:
-            place = Place(0, self.count, self.memory, meet(self.count, meeting))
+            place = self._meet(meeting)
             remotes = [Remote(meeting.accept()[0]) for _ in self.ranks]
         remotes.sort(key=lambda remote: remote.rank)
         self.processes += remotes
         for remote in remotes:
             self._begin_watch(remote.rank, remote)
         return place
+
+    def _meet(self, meeting: socket.socket) -> Place:
+        sockets = meet(self.count, meeting)
+        self.links = [socket.socket(fileno=os.dup(each)) for each in sockets]
+        return Place(0, self.count, self.memory, sockets)
 
     def _start(self, place: Place, *message: Any) -> None:
         command = [sys.executable, "-m", "laneformer.engine.cpu.worker"]
@@ -170,10 +178,8 @@ class Workers:
 
     def settle(self, cache_bytes: int, terms: str) -> int:
         """Once all have loaded their weights; RuntimeError where one has not, or has others."""
-        for rank, process in zip(self.ranks, self.processes, strict=True):
-            assert process.stdout is not None
-            told = process.stdout.readline().decode().strip()
-            if not told:
+        for rank, said in zip(self.ranks, self._said, strict=True):
+            if not (told := said.get()):
                 raise RuntimeError(f"{self.reason()} while it loaded the model")
             if not told.startswith(LOADED):
                 raise RuntimeError(f"process {rank} of {self.count} cannot load the model: {told}")
@@ -198,11 +204,13 @@ class Workers:
         self._lose()
         for process in self.processes:
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # what it has not read
-                    assert pipe is not None
-                    pipe.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
+            with contextlib.suppress(OSError):  # what it has not read
+                assert process.stdin is not None
+                process.stdin.close()
+        for link in self.links:
+            link.close()
         os.close(self.memory)
 
     def _send(self, process: subprocess.Popen[bytes] | Remote, message: object) -> None:
@@ -217,11 +225,14 @@ class Workers:
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes] | Remote) -> None:
-        status = process.wait()
+        assert process.stdout is not None
+        with process.stdout as replies:
+            silent_s = follow_replies(replies, self._said[rank - 1])
+        how = f"has shown no sign of life for {silent_s:g} s" if silent_s else ended(process.wait())
         with self._lock:
             if self.closed:
                 return
-            self.loss = self.loss or f"process {rank} of {self.count} (pid {process.pid}) {ended(status)}"
+            self.loss = self.loss or f"process {rank} of {self.count} (pid {process.pid}) {how}"
             self._lose()
             self._lost.set()
             with contextlib.suppress(OSError):
@@ -232,6 +243,9 @@ class Workers:
 
     def _lose(self) -> None:
         os.pwrite(self.memory, b"\1", 0)  # csrc/exchange.h, Loss: no wait of rank 0's ends later
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)  # nor does a send to a process that does not read
 
 
 class Remote:
@@ -239,16 +253,14 @@ class Remote:
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
+        connection.settimeout(MEETING_S)
+        self.rank, pid, host = heard(connection)
+        self.pid = f"{pid} on {host}"
         connection.settimeout(None)
-        self.rank = int(heard(connection))
-        self.pid = "at {}:{}".format(*connection.getpeername()[:2])
         self.stdin, self.stdout = connection.makefile("wb"), connection.makefile("rb")
 
-    def wait(self) -> None:
-        """Until it has closed the connection."""
-        waiting = select.poll()
-        waiting.register(self._connection, getattr(select, "POLLRDHUP", 0))  # an end is reported in any case
-        waiting.poll()
+    def wait(self, timeout: float | None = None) -> None:
+        """Its end is that of the connection; its exit status is with the launcher."""
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):

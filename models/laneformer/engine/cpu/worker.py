@@ -2,7 +2,7 @@
 
 Standard input holds pickles of rank 0's: the model, the bytes that its caches may take, then requests one after another
 (or a latency that is injected, for measurements). One line of standard output says that the weights are loaded, or why
-they are not.
+they are not; the rest of it is beats (links.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...tensors import Tensor
 from ..decoder import Request
 from ..running import wait
 from .decoder import CpuDecoder, Place
-from .links import LOADED, Address, connect_all, connected, shared_file, tell
+from .links import LOADED, Address, beat, connect_all, controlled, shared_file
 
 
 class Worker(CpuDecoder):
@@ -66,7 +66,7 @@ def read(messages: BinaryIO, inbox: Inbox) -> None:
     while True:
         try:
             inbox.put(pickle.load(messages))
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):  # the last: in the middle of a message
             os._exit(0)
 
 
@@ -74,6 +74,7 @@ def work(messages: BinaryIO, replies: TextIO, *model: Any) -> NoReturn:
     """For rank 0, until it ends; `model` are the arguments of Worker, if they do not come as the first message."""
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=read, args=(messages, inbox), daemon=True).start()
+    threading.Thread(target=beat, args=(replies.fileno(),), daemon=True).start()
     worker = None
     try:
         worker = Worker(inbox, replies, *(model or inbox.get()))
@@ -88,9 +89,7 @@ def work(messages: BinaryIO, replies: TextIO, *model: Any) -> NoReturn:
 def follow(rank: int, processes: int, address: Address, *model: Any) -> NoReturn:
     """`work` for rank 0 at this address, in a process that a launcher has started."""
     place = Place(rank, processes, shared_file(), connect_all(rank, processes, address))
-    control = connected(address)
-    control.settimeout(None)
-    tell(control, rank)
+    control = controlled(rank, address)
     work(control.makefile("rb"), control.makefile("w"), place, None, *model)
 
 
