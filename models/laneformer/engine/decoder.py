@@ -29,6 +29,10 @@ class RequestFailed(RuntimeError):
     """A decoder could not finish this request; it is ready for the next one."""
 
 
+class EngineLost(RuntimeError):
+    """A process that holds lanes is gone: the engine is closed, and the model is to be loaded again."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One request, complete and checked (options.py); both decoders read it field by field.

@@ -11,6 +11,7 @@ import pytest
 from laneformer.cli import main
 from laneformer.engine import Engine, TextStream
 from laneformer.engine.cpu.packed import FOLDER
+from laneformer.engine.cpu.processes import ProcessesDecoder
 from tests.laneformer.engine.assets import byte_tokenizer, random_model, small_config, write_folder
 
 KEYS = {
@@ -143,6 +144,22 @@ def test_mistakes_end_with_a_message(arguments, message, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_lost_process_ends_with_a_message(folder, monkeypatch, capsys):
+    start = ProcessesDecoder.start
+
+    def lose(self, request):
+        start(self, request)
+        self._workers.processes[0].kill()
+
+    monkeypatch.setattr(ProcessesDecoder, "start", lose)
+    with pytest.raises(SystemExit) as stop:
+        main(
+            ["generate", str(folder), "--prompt", "a b", "--processes", "2", "--max-new-tokens", "200", "--ignore-eos"]
+        )
+    assert stop.value.code == 1
+    assert "was killed by SIGKILL: the request has ended" in capsys.readouterr().err
 
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"

@@ -23,7 +23,7 @@ from typing import Any
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import Request
+from ..decoder import EngineLost, Request
 from ..machine import this_machine
 from .decoder import MAX_THREADS, CpuDecoder, Place
 from .links import LOADED, MEETING_S, follow_replies, heard, launched, listener, meet, shared_file
@@ -60,7 +60,7 @@ def cpu_decoder(
 class ProcessesDecoder(CpuDecoder):
     """A CpuDecoder whose lanes are shared out over `processes` processes; `threads` are those of each of them.
 
-    One request at a time. RuntimeError where a process is lost, then and from then on; ValueError where the lanes
+    One request at a time. EngineLost where a process is lost, then and from then on; ValueError where the lanes
     cannot be shared out.
     """
 
@@ -84,12 +84,12 @@ class ProcessesDecoder(CpuDecoder):
             reason = self._workers.loss
             self._workers.close()
             if isinstance(error, OSError) and reason:
-                raise RuntimeError(f"{reason} while it loaded the model") from None
+                raise EngineLost(f"{reason} while it loaded the model") from None
             raise
 
     def start(self, request: Request) -> None:
         if self._workers.loss or self.lost:
-            raise RuntimeError(f"this engine is closed: {self._reason()}; load the model again")
+            raise EngineLost(f"this engine is closed: {self._reason()}; load the model again")
         self._told = False
         super().start(request)
         self._workers.send(request)
@@ -98,7 +98,7 @@ class ProcessesDecoder(CpuDecoder):
         tokens, finished = super().poll(from_index, timeout_s, until_done)
         if finished and self.lost and not self._told and not self._workers.closed:
             self._told = True
-            raise RuntimeError(f"{self._reason()}: the request has ended, and the engine is closed")
+            raise EngineLost(f"{self._reason()}: the request has ended, and the engine is closed")
         return tokens, finished
 
     def set_latency(self, link_s: float, jitter: float = 0.0, seed: int = 0) -> None:
@@ -177,16 +177,14 @@ class Workers:
             self._send(process, message)
 
     def settle(self, cache_bytes: int, terms: str) -> int:
-        """Once all have loaded their weights; RuntimeError where one has not, or has others."""
+        """Once all have loaded their weights; EngineLost where one has not, or has others."""
         for rank, said in zip(self.ranks, self._said, strict=True):
             if not (told := said.get()):
-                raise RuntimeError(f"{self.reason()} while it loaded the model")
+                raise EngineLost(f"{self.reason()} while it loaded the model")
             if not told.startswith(LOADED):
-                raise RuntimeError(f"process {rank} of {self.count} cannot load the model: {told}")
+                raise EngineLost(f"process {rank} of {self.count} cannot load the model: {told}")
             if told != f"{LOADED} {terms}":
-                raise RuntimeError(
-                    f"process {rank} of {self.count} has another model, other options or another CPU type"
-                )
+                raise EngineLost(f"process {rank} of {self.count} has another model, other options or another CPU type")
         self.send(cache_bytes)
         return cache_bytes
 
