@@ -218,6 +218,7 @@ class PhaseCheckpointManager(CheckpointManager):
     def _judge(self, problem: str | None) -> None:
         """Settle the pending save: all ranks learn whether any of them failed; what is half written is deleted."""
         step, self.pending_step = self.pending_step, None
+        enter(f"the verdict on the save of step {step}")  # a rank whose save never ends has not come here
         problems: list[str | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(problems, problem)
         problem = next((p for p in problems if p), None)

@@ -57,5 +57,5 @@ def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> N
     assert first == second
     step = ("reading the data", "counting the tokens", "forward and backward", "the gradient norm", "the exchange")
     places = [f"{what} of step 2" for what in step]
-    places += ["the end of step 2", "saving step 2", "the validation after step 2"]
+    places += ["the end of step 2", "saving step 2", "the verdict on the save of step 2", "the validation after step 2"]
     assert first[first.index(places[0]) :] == places
