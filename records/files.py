@@ -42,12 +42,11 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _write_at(file: FileIO, start: int, content: bytes) -> None:
-    """Let an unbuffered file end in these bytes from `start` on, or at `start` where they do not fit: OSError."""
+    """Write these bytes from `start` on into an unbuffered file, which ends at `start` if they do not fit: OSError."""
     try:
         file.seek(start)
         if file.write(content) != len(content):  # the kernel writes what still fits and says how much it was
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-        file.truncate()
         os.fsync(file.fileno())
     except OSError:
         file.truncate(start)
@@ -94,6 +93,7 @@ def replace_last_line(path: Path, old: str, new: str) -> None:
         assert found == old.encode() + b"\n", f"{path} ends in {found!r}, not in {old!r}"
         try:
             _write_at(file, start, new.encode() + b"\n")
+            file.truncate()
         except OSError:
             _kept.setdefault(path, []).append(new)
 

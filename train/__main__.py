@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from records.events import REFUSED, SUPERVISED, next_attempt, refuse
 from .supervise.signals import WORKER
 
 WORKER.install()  # before the imports that take seconds
+
+# staging a checkpoint takes two descriptors for each of the 2B run's 552 tensors, above the usual soft limit of 1024
+most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 if "PYTORCH_ALLOC_CONF" not in os.environ:  # read when torch is imported
     # streams of close to a gigabyte come and go beside small tensors: segments that grow leave no holes between them

@@ -8,6 +8,7 @@ again at the next interval, and old checkpoints go only when newer ones are comp
 
 from __future__ import annotations
 
+import atexit
 import json
 import shutil
 import time
@@ -27,7 +28,7 @@ from laneformer.config import LaneformerConfig
 from records import checkpoints
 from records.events import record_event
 
-from .checkpoint_writer import HashingWriter
+from .checkpoint_writer import HashingWriter, end_background
 from .optimizer import apply_optimizer_settings
 from .supervise.heartbeat import enter
 
@@ -89,6 +90,7 @@ class PhaseCheckpointManager(CheckpointManager):
         after_save: called on every rank with each saved step; titan: what TorchTitan passes to its CheckpointManager.
         """
         super().__init__(**titan)
+        atexit.register(end_background)  # runs before multiprocessing's own, which was registered earlier
         section = job_config.checkpoint
         self.architecture, self.allow_changes = architecture(), section.allow_changes
         self.run = Path(job_config.job.dump_folder)
@@ -216,6 +218,7 @@ class PhaseCheckpointManager(CheckpointManager):
     def _judge(self, problem: str | None) -> None:
         """Settle the pending save: all ranks learn whether any of them failed; what is half written is deleted."""
         step, self.pending_step = self.pending_step, None
+        enter(f"the verdict on the save of step {step}")  # a rank whose save never ends has not come here
         problems: list[str | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(problems, problem)
         problem = next((p for p in problems if p), None)

@@ -2,6 +2,9 @@
 
 Every rank hashes what it writes while it writes it, in the thread or process that saves; the coordinator, which gets
 the results of all ranks, writes checksums.json before the rename of `.metadata` that makes the checkpoint complete.
+
+The process that saves in the background has to outlive a stop request, which asks for a checkpoint: Slurm signals all
+processes of a step, a terminal those of its group. So it ignores these signals, and its worker kills it at its own end.
 """
 
 from __future__ import annotations
@@ -9,17 +12,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from records.checkpoints import ARCHITECTURE, CHECKSUMS
 from records.files import write_atomically
+
+from .supervise.signals import SIGNALS
 
 
 class Hashing:
@@ -72,6 +79,12 @@ class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well,
         self.fs: HashingFileSystem = HashingFileSystem()
         self.architecture = architecture
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Received by the process that saves in the background."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        vars(self).update(state)
+
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
@@ -83,3 +96,9 @@ class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well,
         with self.fs.create_stream(Path(self.path) / ARCHITECTURE, "wb") as stream:
             stream.write(self.architecture.encode())
         super().finish(metadata, results)
+
+
+def end_background() -> None:
+    """Kill the process that saves in the background: multiprocessing would wait for it after a SIGTERM."""
+    if (background := _async_process_executor._CHECKPOINT_PROCESS) is not None:
+        background._save_process.kill()

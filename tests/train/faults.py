@@ -16,6 +16,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torchtitan.distributed import utils as dist_utils
 
@@ -90,6 +91,7 @@ def commit(self: LaneformerTrainer) -> None:
         "kill",
         "stop",
         "usr1",
+        "sigterm_step",
         "nan",
         "truncate",
         "full_disk",
@@ -101,7 +103,11 @@ def commit(self: LaneformerTrainer) -> None:
         if self.checkpointer.save_future is not None:
             wait([self.checkpointer.save_future])  # tests count on it; a save cut short is kill_all_before_metadata
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-    elif kind == "usr1":
+    elif kind in ("usr1", "sigterm_step"):
+        if kind == "sigterm_step":  # as Slurm signals all processes of a step
+            wait([self.checkpointer.save_future])  # by then its process has begun
+            for process in psutil.Process().children(recursive=True):
+                process.terminate()
         os.kill(os.getpid(), signal.SIGUSR1)
         while WORKER.asked is None:
             time.sleep(0.01)

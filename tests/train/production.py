@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tomllib
@@ -52,11 +53,18 @@ def train(launcher: list[str], config: str, folder: Path, lock: Path, changes: d
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", *launcher, "--job.config_file", f"configs/{config}.toml", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **env}
-    job = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    job = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, preexec_fn=limit_open_files
+    )
     outcome = folder / "outcome.json"
     reason = outcome.read_text() if outcome.is_file() else ""
     assert job.returncode == 0, job.stdout[-2000:] + job.stderr[-4000:] + reason
     return folder
+
+
+def limit_open_files() -> None:
+    """To what most systems allow a login shell, from which Slurm takes the limits of its jobs."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def torchrun(ranks: int) -> list[str]:

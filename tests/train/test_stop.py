@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from records.checkpoints import check_complete
 from records.events import STOPPED, STOPPED_UNSAVED
+from tests.train.production import torchrun
 from tests.train.runs import run_job
-from tests.train.supervised import arguments
+from tests.train.supervised import arguments, environment
 
 
 @pytest.mark.parametrize(("full_disk", "code"), [(False, STOPPED), (True, STOPPED_UNSAVED)])
@@ -28,6 +32,20 @@ def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path, f
     assert ("could not be saved" in outcome["reason"]) == full_disk
 
 
+def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: Path) -> None:
+    """In step 3, when those are there that have written the checkpoint of step 2 in the background."""
+    (tmp_path / "faults.json").write_text(json.dumps([{"kind": "sigterm_step", "step": 3, "rank": None}]))
+    job = arguments(tmp_path / "run", prepared_data / "phase1.lock.json", steps=6, interval=2)
+    job += ["--experimental.custom_import", "tests.train.production_facts"]
+    job += ["--checkpoint.async_mode", "async_with_pinned_mem"]
+    env = {**environment(), "LANEFORMER_FAULTS": str(tmp_path / "faults.json")}
+    # not from the fork server, which has replaced the signal handlers of all processes that come from it
+    done = subprocess.run([sys.executable, "-m", *torchrun(2), *job], env=env, capture_output=True, text=True)
+    outcome = json.loads((tmp_path / "run/outcome.json").read_text())
+    assert (outcome["code"], outcome["step"]) == (STOPPED, 3), outcome["reason"] + done.stdout[-3000:]
+    check_complete(tmp_path / "run/checkpoint/step-3")
+
+
 def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:
     """A hang blames the rank that has passed fewest, so every place where ranks wait for each other has one."""
     (tmp_path / "faults.json").write_text("[]")
@@ -39,5 +57,5 @@ def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> N
     assert first == second
     step = ("reading the data", "counting the tokens", "forward and backward", "the gradient norm", "the exchange")
     places = [f"{what} of step 2" for what in step]
-    places += ["the end of step 2", "saving step 2", "the validation after step 2"]
+    places += ["the end of step 2", "saving step 2", "the verdict on the save of step 2", "the validation after step 2"]
     assert first[first.index(places[0]) :] == places

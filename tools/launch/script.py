@@ -59,7 +59,10 @@ done
 [ $code != 138 ] || code={stopped}  # USR1 came before the supervisor had begun to listen
 echo "supervisor ended with $code"
 if [[ $code =~ ^({stopped}|{unsaved})$ ]] && [ -n "${{SLURM_JOB_ID:-}}" ] && {requeue}; then
-  scontrol requeue $SLURM_JOB_ID && sleep 600  # Slurm ends this script
+  for _ in {{1..60}}; do  # the controller may be away for minutes
+    scontrol requeue $SLURM_JOB_ID && sleep 600  # Slurm ends this script
+    sleep ${{RETRY_S:-10}}
+  done
 fi
 exit $code
 """
@@ -70,7 +73,7 @@ while sleep "$1"; do
   now=$(stat -c %y "$0") || continue
   [ "$now" = "$last" ] && still=$((still + 1)) || still=0
   last=$now
-  [ $still -lt 9 ] || exec scontrol requeue $SLURM_JOB_ID
+  [ $still -lt 9 ] || { scontrol requeue $SLURM_JOB_ID && exit; }
 done"""
 
 

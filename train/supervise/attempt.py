@@ -119,17 +119,25 @@ class Attempt:
         status = exit_words(self.workers.returncode)
         said = outcome["reason"] if outcome else f"no worker recorded an outcome, {status}"
         console, node = self.logs / "console.log", None
+        suspects: tuple[str, ...] = ()
+        self.hang.look()
         found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
         if found:
             rank = int(found[2])
             node = self.nodes[rank // self.nproc_per_node] if self.nodes else found[1]
             said += f" (first to fail: rank {rank} on {node}, {exit_words(int(found[3]))})"
+            if int(found[3]) == -signal.SIGABRT:  # NCCL's watchdog ends ranks that wait, not the one they wait for
+                blamed, words = self.hang.blame(ended=True)
+                said, suspects = f"{said}; {words}", self._nodes_of(blamed)
+                node = None if blamed else node
         places = (self.job.run, self.logs, Path(tempfile.gettempdir()), Path("/dev/shm"))
         said = "; ".join([said, *full_disks(places)])
-        self.hang.look()
         steps = [beat["step"] or 0 for beat in self.hang.beats.values()]
         step = outcome["step"] if outcome else max(steps, default=0)
-        return Ended(CRASHED, step, said, failed_node=node)
+        return Ended(CRASHED, step, said, suspects, node)
+
+    def _nodes_of(self, ranks: list[int]) -> tuple[str, ...]:
+        return tuple({self.nodes[rank // self.nproc_per_node] for rank in ranks} if self.nodes else ())
 
     def _on_hang(self, waited_s: float) -> Ended:
         """Keep the evidence: the step of every rank, and the stacks of all."""
@@ -145,8 +153,7 @@ class Attempt:
         step = max((beat["step"] or 0 for beat in beats.values()), default=0)
         reason = f"no rank finished a step for {waited_s:.0f} s"
         record_event(self.job.run, "hang", step=step, reason=reason, laggards=facts, ranks=words, stacks=str(evidence))
-        hosts = {self.nodes[rank // self.nproc_per_node] for rank in blamed} if self.nodes else ()
-        return Ended(CRASHED, step, f"{reason}; {words}", tuple(hosts), what="hang")
+        return Ended(CRASHED, step, f"{reason}; {words}", self._nodes_of(blamed), what="hang")
 
     def _note_workers(self) -> None:
         with suppress(psutil.NoSuchProcess):

@@ -107,15 +107,18 @@ class HangWatch:
         waited_s = now - self.advanced_s
         return waited_s if waited_s > (self.hang_timeout_s if started else self.start_timeout_s) else None
 
-    def blame(self) -> tuple[list[int], str]:
-        """(ranks that the others wait for, what every rank does in words); nobody, if most ranks are behind."""
+    def blame(self, ended: bool = False) -> tuple[list[int], str]:
+        """(ranks that the others wait for, what every rank does in words); nobody, if most ranks are behind.
+
+        ended: the ranks are dead by now, so that silence says nothing.
+        """
         silent_s = SILENT_INTERVALS * interval_s(self.hang_timeout_s)
         places: dict[int, tuple[int, str]] = {}
         for rank in range(self.ranks):
             beat = self.beats.get(rank)
             if beat is None:
                 places[rank] = (-2, "never reported")
-            elif self.clock() - self.changed_s[rank] > silent_s:
+            elif not ended and self.clock() - self.changed_s[rank] > silent_s:
                 places[rank] = (-1, f"silent, last in {beat['mark'][1]}")
             else:
                 places[rank] = (beat["mark"][0], f"in {beat['mark'][1]}")

@@ -174,8 +174,9 @@ class Supervisor:
 
     def say(self, kind: str, text: str, **facts: Any) -> None:
         """One line on the console, one event in events.jsonl."""
-        console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
-        console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
+        with suppress(OSError):  # Slurm's log lies in the run folder, whose disk may be full
+            console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
+            console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
         if kind in ALERTED or facts.get("code") == CRASHED:
             self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)

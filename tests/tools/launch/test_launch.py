@@ -16,7 +16,7 @@ from records.files import append_line, code_version
 from records.job import LRScheduler
 from tests.tools.launch.launch_assets import ROOT, SMALL, environment, git, launch, make_checkout, records
 from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase, stable_steps
-from tools.launch.script import Cluster, batch_script
+from tools.launch.script import WATCHER, Cluster, batch_script
 
 pytestmark = pytest.mark.slow
 
@@ -211,6 +211,7 @@ def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
         **environment(),
         "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "9",
+        "RETRY_S": "0",
         "SLURM_JOB_NODELIST": "n[1-3]",
     }
     script = subprocess.Popen(["bash", str(snapshot / "submit.sbatch")], env=env, text=True)
@@ -237,9 +238,19 @@ def test_script_hands_signals_on_and_requeues(
     cluster = Cluster(nodes=2, gpus_per_node=8, spares=1, requeue=requeue)
     assert run_script(tmp_path, code, cluster, number) == code
     lines = (tmp_path / "asked").read_text().splitlines()
-    assert lines[1:] == asked
+    assert lines[1:] == asked * 60, "a controller that does not answer is asked again"
     said = (tmp_path / "arguments").read_text()
     assert "-P -m train.supervise --nproc-per-node 8 --nodes n1,n2,n3 --spares 1 --job.config_file" in said
+
+
+def test_watch_asks_again_where_the_controller_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "pulse").touch()
+    stand_in = tmp_path / "scontrol"
+    stand_in.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n[ $(wc -l < {tmp_path}/asked) = 3 ]\n')
+    stand_in.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9"}
+    subprocess.run(["bash", "-c", WATCHER, str(tmp_path / "pulse"), "0.01"], env=env, check=True, timeout=60)
+    assert (tmp_path / "asked").read_text().splitlines() == ["requeue 9"] * 3
 
 
 def test_script_refuses_a_snapshot_that_was_changed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -172,3 +173,25 @@ def test_no_worker_is_left_when_the_supervisor_stumbles(monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="Stale"):
         attempt.watch()
     assert attempt.workers.poll() is not None
+
+
+def test_an_abort_of_those_that_wait_blames_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come out of its save."""
+    job = JobSections()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.run.mkdir()
+    report = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n  rank      : 0 (local_rank: 0)\n"
+    monkeypatch.setattr("train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["false"]))
+    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
+    attempt.logs.mkdir(parents=True)
+    (attempt.logs / "console.log").write_text(report + "  exitcode  : -6 (pid: 77)\n")
+    attempt.start(["n1", "n2"], 4, [])
+    attempt.heartbeats.mkdir()
+    for rank in range(8):
+        mark = (41, "saving step 1000") if rank == 5 else (42, "the verdict on the save of step 500")
+        beat = {"rank": rank, "host": f"n{1 + rank // 4}", "pid": 1, "step": 1000, "mark": mark, "time": 0.0}
+        (attempt.heartbeats / f"rank-{rank}.json").write_text(json.dumps(beat))
+    ended = attempt.watch()
+    assert (ended.suspects, ended.failed_node) == (("n2",), None)
+    assert "rank 5 on n2 in saving step 1000; the other ranks: 7 in the verdict on the save of step 500" in ended.reason
+    assert "first to fail: rank 0 on n1, signal 6, SIGABRT" in ended.reason

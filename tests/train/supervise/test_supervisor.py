@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UNSAVED
 from records.files import read_lines
@@ -60,6 +62,16 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 def test_a_crash_is_started_again_until_done(supervise: Callable) -> None:
     assert supervise((CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), (DONE, 20, "end", 20)) == (DONE, 3)
+
+
+def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
+    supervise: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w", buffering=1) as log:
+        monkeypatch.setattr("train.supervise.supervisor.console", Console(file=log))
+        assert supervise((CRASHED, 7, "", 5), (DONE, 20, "end", 20)) == (DONE, 2)
+        with suppress(OSError):
+            log.close()
 
 
 def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: JobSections) -> None:
