@@ -8,10 +8,12 @@ Every sequence comes from one source, so the loss by source needs the sums of wh
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +148,11 @@ class RunMetrics(MetricsProcessor):
         # the end of TorchTitan's line on the console
         self.color = type("", (type(plain),), {"reset": f"{plain.reset}  {self._progress_text(row)}".rstrip()})()
         extra = {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)}
-        self._survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
+        first = torch.distributed.get_rank() == 0
+        with nullcontext() if first else _quiet():
+            self._survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
         self.last_logged_tokens = tokens
-        if torch.distributed.get_rank() == 0:
+        if first:
             self.row = row
             written = append_or_keep(self.path, _json_line(row))
             if not written and not self.disk_full:  # the event waits for room as well, with the time of now
@@ -217,6 +221,17 @@ class RunMetrics(MetricsProcessor):
             assert self.row.get("step") == step, f"validation at step {step}, the last row is {self.row.get('step')}"
             replace_last_line(self.path, _json_line(self.row), _json_line(row))
             self.row = row
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without lines of information: of TorchTitan's line about a step, one on the console is enough, not one a rank."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:

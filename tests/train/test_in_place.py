@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Pa
     job = faulty(tmp_path / "a", lock, steps, 3, faults, "--metrics.enable_tensorboard")
     assert job.returncode == 0, job.stdout[-4000:]
     assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
+    assert len(re.findall(r"step:  9 .*loss:", job.stdout)) == 1, "of all ranks, one says so"
     run = tmp_path / "a/run"
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(1, steps + 1))
     kinds = {e["kind"]: e for e in read_lines(run / "events.jsonl")}

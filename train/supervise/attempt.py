@@ -41,6 +41,7 @@ SCONTROL_TIMEOUT_S = 60
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 # torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
 SLURM_GRACE_S = 90.0
+REPORT_BYTES = 16 << 20  # torchrun's reports are among so many last bytes of the console
 FULL_BYTES = 16 << 20  # less room than this is none
 HINTS = {
     signal.SIGKILL: "out of memory, or killed from outside",
@@ -121,7 +122,7 @@ class Attempt:
         console, node = self.logs / "console.log", None
         suspects: tuple[str, ...] = ()
         self.hang.look()
-        found = ROOT_CAUSE.search(console.read_text(errors="replace")) if console.is_file() else None
+        found = ROOT_CAUSE.search(last_text(console, REPORT_BYTES))
         if found:
             rank = int(found[2])
             node = self.nodes[rank // self.nproc_per_node] if self.nodes else found[1]
@@ -193,6 +194,14 @@ def exit_words(status: int) -> str:
         return f"exit status {status}"
     hint = HINTS.get(signal.Signals(number))
     return f"signal {number}, {signal.Signals(number).name}" + (f": {hint}" if hint else "")
+
+
+def last_text(path: Path, size_bytes: int) -> str:
+    """The end of a file, which may be of gigabytes; "" if there is none."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size_bytes))
+        return file.read().decode(errors="replace")
+    return ""
 
 
 def full_disks(paths: Iterable[Path]) -> list[str]:

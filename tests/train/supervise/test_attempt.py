@@ -129,7 +129,10 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(monkeypatch: pytest
     monkeypatch.setattr("train.supervise.attempt.shutil.disk_usage", lambda path: usage)
     attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
     attempt.logs.mkdir(parents=True)
-    (attempt.logs / "console.log").write_text(report + "  exitcode  : -9 (pid: 77)\n")
+    monkeypatch.setattr("train.supervise.attempt.REPORT_BYTES", 200)  # all else may be gigabytes
+    (attempt.logs / "console.log").write_text(
+        report.replace("5", "1") + 300 * "." + report + "  exitcode  : -9 (pid: 77)\n"
+    )
     attempt.start(["n1", "n2"], 4, [])
     ended = attempt.watch()
     assert ended.failed_node == "n2"
