@@ -65,4 +65,4 @@ def split(pairs: Iterable[Exchange], max_exchanges: int, max_chars: int) -> Iter
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m examples.chitchat")

@@ -211,4 +211,4 @@ def demo() -> dict[str, list[tuple[Texts, int | None]]]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m examples.corpus")

@@ -93,4 +93,4 @@ def unpack(archive: Path) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m examples.debian_corpus")

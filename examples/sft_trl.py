@@ -69,8 +69,9 @@ def save(network: PreTrainedModel, folder: Path, out: Path) -> None:
     dtype = AutoConfig.from_pretrained(folder, trust_remote_code=True).dtype
     network.to(dtype).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja"):
-        shutil.copy(folder / name, out)
+        if (folder / name).is_file():  # a tokenizer.json that was given stands without a tokenizer.model
+            shutil.copy(folder / name, out)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m examples.sft_trl")

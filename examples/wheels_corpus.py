@@ -72,4 +72,4 @@ def texts(packages: Path) -> Mapping[str, Sequence[tuple[Texts, int | None]]]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m examples.wheels_corpus")

@@ -259,4 +259,4 @@ def training_figures(out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m tools.demo")

@@ -33,7 +33,7 @@ def main(
         out: folder to create.
         dtype: dtype of the weights in `out`.
         config: path of `model.json`; default: the run folder's.
-        tokenizer: path of a SentencePiece `tokenizer.model`; default: the run folder's.
+        tokenizer: path of a SentencePiece `tokenizer.model` or of a `tokenizer.json`; default: the run folder's.
         overwrite: replace `out` if it is not empty.
     """
     check_contents(checkpoint)
@@ -53,4 +53,4 @@ def training_progress(checkpoint: Path) -> Progress:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m tools.export_hf")

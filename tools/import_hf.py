@@ -17,7 +17,7 @@ from records.checkpoints import write_checksums
 
 if __name__ == "__main__":
     try:
-        result = tyro.cli(import_folder)
+        result = tyro.cli(import_folder, prog="python -m tools.import_hf")
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools.import_hf: {error}") from None
     write_checksums(Path(result["checkpoint"]))

@@ -40,7 +40,7 @@ def main() -> None:
         if SUPERVISED in os.environ:
             run = Path(os.environ[SUPERVISED])
             refuse(run, next_attempt(run), problem)
-        elif os.environ["RANK"] == "0":
+        elif os.environ.get("RANK", "0") == "0":  # unset: started without torchrun
             refuse(None, 0, problem)
         raise SystemExit(REFUSED) from None
     titan_main(LaneformerTrainer)

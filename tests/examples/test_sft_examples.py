@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from examples.sft_lora import MATRICES
+from examples.sft_trl import save
 from laneformer import Engine
 from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.export import export
@@ -100,6 +102,14 @@ def test_trl(folder: Path, conversations: Path, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(loss(folder), abs=LOGGED)
     assert loss(tmp_path / "out") < 0.8 * losses[0]
     check_folder(tmp_path / "out", folder, tmp_path)
+
+
+def test_a_folder_without_a_sentencepiece_model_is_saved(folder: Path, tmp_path: Path) -> None:
+    base, out = shutil.copytree(folder, tmp_path / "base"), tmp_path / "out"
+    (base / "tokenizer.model").unlink()
+    save(AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True), base, out)
+    assert (out / "chat_template.jinja").is_file()
+    assert not (out / "tokenizer.model").exists()
 
 
 def test_lora(folder: Path, conversations: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -33,6 +34,13 @@ for path in sys.argv[1:]:
     facts[path] = {"parameters": args.get_nparams_and_flops(model, job.training.seq_len)[0]}
 print(json.dumps(facts))
 """
+
+
+def test_without_torchrun_a_missing_job_file_is_named() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    done = subprocess.run([sys.executable, "-m", "train"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "--job.config_file is missing" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")

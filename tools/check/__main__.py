@@ -18,13 +18,17 @@ def main() -> None:
     if name not in CHECKS:
         near = difflib.get_close_matches(name, CHECKS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise SystemExit(f"usage: python -m tools.check {{{','.join(CHECKS)}}} ...: unknown check {name!r}{hint}")
+        usage = f"usage: python -m tools.check {{{','.join(CHECKS)}}} [--help] ..."
+        if name in ("-h", "--help"):
+            print(usage)
+            return
+        raise SystemExit(f"{usage}: unknown check {name!r}{hint}")
     del sys.argv[1]
     if name != "smollm2":
         runpy.run_module(f"tools.check.{name}", run_name="__main__", alter_sys=True)
         return
     try:
-        tyro.cli(smollm2)
+        tyro.cli(smollm2, prog="python -m tools.check smollm2")
     except ValueError as error:
         raise SystemExit(f"smollm2: {error}") from None
 

@@ -97,7 +97,8 @@ def run(
     tables: Callable[[dict[str, Any]], list[Table]], arguments: list[str] | None,
 ) -> NoReturn:  # fmt: skip
     """A check as a command: tables on stderr, one JSON line on stdout; `measure` returns what `passed` and figures."""
-    options, started = tyro.cli(options_type, args=arguments, description=about), time.monotonic()
+    prog, started = f"python -m tools.check {name.removeprefix('check_')}", time.monotonic()
+    options = tyro.cli(options_type, args=arguments, prog=prog, description=about)
     console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
     try:
         report = measure(options, console)

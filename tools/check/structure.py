@@ -270,4 +270,4 @@ def main(root: Path = ROOT) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m tools.check structure")

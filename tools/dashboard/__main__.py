@@ -241,6 +241,6 @@ def main(
 
 if __name__ == "__main__":
     try:
-        tyro.cli(main)
+        tyro.cli(main, prog="python -m tools.dashboard")
     except ValueError as error:
         raise SystemExit(f"dashboard: {error}") from None

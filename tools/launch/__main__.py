@@ -29,6 +29,7 @@ from tools.launch.script import ENDED, Cluster, batch_script, job_state, submit
 from tools.launch.snapshot import remove, take_snapshot
 
 OWNED = ("--job.dump_folder", "--job.config_file", "--job.config-file", "--job.dump-folder")
+PROG = "python -m tools.launch"
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -75,10 +76,10 @@ def main() -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")
     try:
-        options, overrides = tyro.cli(Options, args=arguments, return_unknown_args=True)
+        options, overrides = tyro.cli(Options, args=arguments, prog=PROG, return_unknown_args=True)
         if inherited := parents_cluster(options):  # what the parent was launched with is the default then
             default = Options(**inherited)
-            options, overrides = tyro.cli(Options, args=arguments, default=default, return_unknown_args=True)
+            options, overrides = tyro.cli(Options, args=arguments, prog=PROG, default=default, return_unknown_args=True)
         launch(options, list(overrides))
     except ValueError as problem:
         raise SystemExit(f"launch: {problem}") from None

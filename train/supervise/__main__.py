@@ -23,9 +23,10 @@ from .supervisor import Supervisor
 def main() -> int:
     """Parse the supervisor's own flags; the rest is the job's."""
     parser = argparse.ArgumentParser(prog="python -m train.supervise", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="workers on a node, one a GPU")
-    parser.add_argument("--nodes", help="names within this Slurm job, with commas; default: this machine")
-    parser.add_argument("--spares", type=int, default=0, help="how many of the nodes are spares")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="workers per node, one per GPU")
+    parser.add_argument("--nodes", help="comma-separated nodes of this Slurm job; default: this machine")
+    parser.add_argument("--spares", type=int, default=0, help="number of these nodes that are spares")
     options, train_arguments = parser.parse_known_args()
     try:
         job = read_job(train_arguments)

@@ -144,7 +144,8 @@ def _follow(reports: IO[bytes], checks: dict[str, Any]) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Is this node fit to train?")
+    usage = "python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml [...]"
+    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False, description="Is this node fit to train?")
     expected = os.environ.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # "8", or "h100:8"
     parser.add_argument("--gpus", type=int, default=int(expected), help="GPUs that the node must have")
     parser.add_argument("--free-disk-gib", type=float, help="room in the run folder; default: two checkpoints")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,23 @@ def test_modules_that_are_gone_are_found() -> None:
     assert not exists("evals.gone.further")
     assert not exists("records"), "a package without a __main__ cannot be run"
     assert not exists("records.files"), "nor a module without a main"
+
+
+def test_help_names_the_command_and_not_the_file_of_this_machine() -> None:
+    ran = [path for top in ("tools", "examples", "train", "evals") for path in (ROOT / top).rglob("*.py")]
+    calls = {p: re.findall(r"tyro\.cli\((?:[^()]|\([^()]*\))*\)", p.read_text(encoding="utf-8")) for p in ran}
+    own_process = {"evals/commands.py", "tools/bench/decode_candidates.py"}  # no help is ever shown
+    unnamed = {str(p.relative_to(ROOT)) for p, found in calls.items() if any("prog=" not in each for each in found)}
+    assert unnamed == own_process
+
+
+@pytest.mark.parametrize("command", ["tools.check", "tools.bench"])
+def test_a_list_of_commands_has_a_help(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"{command}.__main__", run_name="__main__")
+        raise SystemExit(0)
+    assert ended.value.code == 0
 
 
 PAGE = """# Speed
