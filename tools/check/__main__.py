@@ -21,7 +21,7 @@ def main() -> None:
         usage = f"usage: python -m tools.check {{{','.join(CHECKS)}}} [--help] ..."
         if name in ("-h", "--help"):
             print(usage)
-            return
+            raise SystemExit(0)
         raise SystemExit(f"{usage}: unknown check {name!r}{hint}")
     del sys.argv[1]
     if name != "smollm2":
