@@ -251,17 +251,18 @@ def test_what_a_reader_raises_reaches_the_training_thread(problem: BaseException
 
 
 def test_readers_end_with_the_iterator_and_leave_torchs_threads_alone() -> None:
-    before, threads = threading.active_count(), torch.get_num_threads()
+    before, threads = set(threading.enumerate()), torch.get_num_threads()
     results = read_ahead(lambda number: number, 3)
     next(results)
-    assert threading.active_count() == before + 3
+    readers = set(threading.enumerate()) - before
+    assert len(readers) == 3
     of_a_new_thread: list[int] = []
     other = threading.Thread(target=lambda: of_a_new_thread.append(torch.get_num_threads()))
     other.start()
     other.join()
     assert of_a_new_thread == [threads]
     results.close()
-    assert threading.active_count() == before
+    assert not any(reader.is_alive() for reader in readers)
 
 
 @pytest.mark.slow

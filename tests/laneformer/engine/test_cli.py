@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 
 import pytest
 
@@ -150,6 +151,7 @@ def test_a_lost_process_ends_with_a_message(folder, monkeypatch, capsys):
     start = ProcessesDecoder.start
 
     def lose(self, request):
+        self._workers.processes[0].send_signal(signal.SIGSTOP)  # rank 0 decodes in the background: it must wait for it
         start(self, request)
         self._workers.processes[0].kill()
 
