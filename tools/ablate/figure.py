@@ -55,16 +55,16 @@ def figure_style() -> Any:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Four panels of the finite differences with 95% intervals, zero line and the band of the noise floor.
+    """Panels of the finite differences with 95% intervals, zero line and the band of the noise floor.
 
-    Without variants whose sweep is unfinished.
+    Without variants whose sweep is unfinished; the panel over sizes only where there are several.
     """
     pyplot = figure_style()
     rows = [row for row in rows if row["swept"] and math.isfinite(row["difference"])]
-    figure, ((by_delay, by_lanes), (by_size, neighbours)) = pyplot.subplots(
-        2, 2, figsize=(7.6, 6), layout="constrained"
-    )
     colors = dict(zip(dict.fromkeys(row["size"] for row in rows), COLORS, strict=False))
+    below = ["size" if len(colors) > 1 else "neighbours", "neighbours"]
+    figure, panels = pyplot.subplot_mosaic([["delay", "lanes"], below], figsize=(7.6, 6), layout="constrained")
+    by_delay, by_lanes, neighbours = panels["delay"], panels["lanes"], panels["neighbours"]
     lanes = next((row["model"]["num_lanes"] for row in rows if row["role"] == "baseline"), None)
     plain = [row for row in rows if is_plain(row)]
     curve = [row for row in plain if row["model"]["num_lanes"] == lanes]
@@ -87,14 +87,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         others = [r for r in own if (r["joins"] and not r["role"]) or r["variant"] == "no_reduce"]
         controls = [r for r in own if r["role"] in ("noise floor", "planted fault")]
         draw_neighbours(neighbours, [*others, *controls], color, shift, order)
-    names = dict.fromkeys(row["variant"] for row in curve if row["role"] is None)
-    for name, color in zip(names, COLORS, strict=False):
-        points(by_size, [r for r in curve if r["variant"] == name], lambda r: r["parameters"], "o-", color, words(name))
+    if by_size := panels.get("size"):
+        names = dict.fromkeys(row["variant"] for row in curve if row["role"] is None)
+        for name, color in zip(names, COLORS, strict=False):
+            own = [r for r in curve if r["variant"] == name]
+            points(by_size, own, lambda r: r["parameters"], "o-", color, words(name))
+        by_size.set(xlabel="parameters", xscale="log")
     by_delay.set(xlabel=f"delay, layers ({lanes} lanes)", xticks=range(5))
     by_lanes.set(xlabel="lanes", xscale="log", xticks=[1, 2, 4, 8], xticklabels=["1", "2", "4", "8"])
     by_lanes.minorticks_off()
-    by_size.set(xlabel="parameters", xscale="log")
-    for panel in (by_delay, by_lanes, by_size):
+    for panel in filter(None, (by_delay, by_lanes, by_size)):
         panel.axhline(0.0, color="gray", linewidth=0.8)
         panel.set_ylabel("nats a token above delay 0")
         panel.legend(fontsize=6)
