@@ -84,6 +84,14 @@ class Model:
 
 
 @dataclass
+class Parallelism:
+    """TorchTitan's section."""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of weights and optimizer (FSDP); -1: all of a replica"""
+
+
+@dataclass
 class Checkpoint:
     """TorchTitan's section with two changes: what a job may start from, and a last checkpoint that can be continued."""
 
@@ -98,6 +106,9 @@ class Checkpoint:
     initial_load_all_states: bool = False
     """Load everything from initial_load_path (step, data position, moments): a decay that branches off the stable part
     of a run. The learning-rate schedule is this job's"""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """What saves: the ranks themselves, while training waits; a thread of each (async); or a process of each, which
+    gets the state through /dev/shm (async_with_pinned_mem)"""
     last_save_model_only: bool = False
     """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments"""
     allow_fresh_start: bool = False
@@ -230,6 +241,7 @@ class JobSections:
     mixture: Mixture = field(default_factory=Mixture)
     phase: Phase = field(default_factory=Phase)
     model: Model = field(default_factory=Model)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resilience: Resilience = field(default_factory=Resilience)
     validation: Validation = field(default_factory=Validation)

@@ -29,7 +29,8 @@ from records.job import read_job
 
 GIB = 1 << 30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and two moments
-SCRATCH_GIB = 1.0  # compile caches and shared memory of the ranks
+SCRATCH_GIB = 1.0  # compile caches
+SHARED_MEMORY = Path("/dev/shm")
 MATMUL_SIZE = 4096
 FREE_GPU_MEMORY = 0.95  # less: another process still holds memory
 READ_BYTES = 4096
@@ -114,18 +115,22 @@ class NodeChecks:
         return {"shards": len(files), "hashed": str(path)}
 
     def disk(self) -> dict[str, Any]:
-        """Room for two checkpoints where the run is written, and for caches where temporary files go."""
+        """Room for two checkpoints where the run is written, for caches, and for the state that a save stages."""
         run = self.job.run
         run.mkdir(parents=True, exist_ok=True)
-        needed_gib = self.free_disk_gib
-        if needed_gib is None:
-            parameters = LaneformerConfig.from_flavor(self.job.model.flavor).parameter_count()["total"]
-            needed_gib = 2 * BYTES_PER_PARAMETER * parameters / GIB
+        parameters = LaneformerConfig.from_flavor(self.job.model.flavor).parameter_count()["total"]
+        checkpoint_gib = BYTES_PER_PARAMETER * parameters / GIB
+        needed_gib = {run: self.free_disk_gib if self.free_disk_gib is not None else 2 * checkpoint_gib}
+        needed_gib[Path(tempfile.gettempdir())] = SCRATCH_GIB
+        if self.job.checkpoint.async_mode == "async_with_pinned_mem":  # containers often have 64 MB, and then SIGBUS
+            shards = self.job.parallelism.data_parallel_shard_degree
+            needed_gib[SHARED_MEMORY] = checkpoint_gib * (self.gpus / shards if shards > 0 and self.gpus else 1)
         free: dict[str, Any] = {}
-        for path, gib in ((run, needed_gib), (Path(tempfile.gettempdir()), SCRATCH_GIB)):
+        for path, gib in needed_gib.items():
             free[str(path)] = round(shutil.disk_usage(path).free / GIB, 1)
             if free[str(path)] < gib:
-                raise ValueError(f"{path} has {free[str(path)]} GiB free where {gib:.1f} are needed")
+                remedy = '; enlarge it, or set checkpoint.async_mode = "async"' if path == SHARED_MEMORY else ""
+                raise ValueError(f"{path} has {free[str(path)]} GiB free where {gib:.1f} are needed{remedy}")
         with tempfile.TemporaryFile(dir=run) as file:
             file.write(b"written by preflight")
         return {"free_gib": free}
