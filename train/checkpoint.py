@@ -226,6 +226,7 @@ class PhaseCheckpointManager(CheckpointManager):
             self.failed_saves = 0
             return
         self.failed_saves, self.save_future = self.failed_saves + 1, None
+        end_background()
         reason = problem.strip().splitlines()[-1]
         logger.warning(f"Saving step {step} failed ({self.failed_saves} in a row): {reason}")
         on_rank_zero(lambda: self._take_back(Path(self._create_checkpoint_id(step)), reason))

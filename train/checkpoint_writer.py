@@ -99,6 +99,12 @@ class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well,
 
 
 def end_background() -> None:
-    """Kill the process that saves in the background: multiprocessing would wait for it after a SIGTERM."""
+    """Kill the process that saves in the background, if there is one; the next save starts another.
+
+    At the end of a worker, as multiprocessing would wait for it after a SIGTERM. After a save that failed, on all ranks:
+    DCP would use a process that has died, and a group of processes that has lost a member, until the job ends.
+    """
     if (background := _async_process_executor._CHECKPOINT_PROCESS) is not None:
         background._save_process.kill()
+        background._save_process.join()
+        _async_process_executor._CHECKPOINT_PROCESS = None

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.distributed.checkpoint import _async_process_executor
 from torchtitan.distributed import utils as dist_utils
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
@@ -98,6 +99,7 @@ def commit(self: LaneformerTrainer) -> None:
         "fill_disk",
         "empty_disk",
         "sigterm_supervisor",
+        "kill_writer",
     )
     if kind in ("kill", "stop"):
         if self.checkpointer.save_future is not None:
@@ -111,6 +113,9 @@ def commit(self: LaneformerTrainer) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         while WORKER.asked is None:
             time.sleep(0.01)
+    elif kind == "kill_writer":  # as the kernel does when memory runs out
+        wait([self.checkpointer.save_future])
+        _async_process_executor._CHECKPOINT_PROCESS._save_process.kill()
     elif kind == "nan":
         next(self.model_parts[0].parameters()).grad.mul_(float("nan"))
     elif kind == "truncate":  # as a file system does that lost its last pages in a power cut

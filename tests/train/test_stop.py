@@ -12,6 +12,7 @@ import pytest
 
 from records.checkpoints import check_complete
 from records.events import STOPPED, STOPPED_UNSAVED
+from records.files import read_lines
 from tests.train.production import torchrun
 from tests.train.runs import run_job
 from tests.train.supervised import arguments, environment
@@ -34,16 +35,31 @@ def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path, f
 
 def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: Path) -> None:
     """In step 3, when those are there that have written the checkpoint of step 2 in the background."""
-    (tmp_path / "faults.json").write_text(json.dumps([{"kind": "sigterm_step", "step": 3, "rank": None}]))
-    job = arguments(tmp_path / "run", prepared_data / "phase1.lock.json", steps=6, interval=2)
-    job += ["--experimental.custom_import", "tests.train.production_facts"]
-    job += ["--checkpoint.async_mode", "async_with_pinned_mem"]
-    env = {**environment(), "LANEFORMER_FAULTS": str(tmp_path / "faults.json")}
-    # not from the fork server, which has replaced the signal handlers of all processes that come from it
-    done = subprocess.run([sys.executable, "-m", *torchrun(2), *job], env=env, capture_output=True, text=True)
+    done = run_with_writers(prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None})
     outcome = json.loads((tmp_path / "run/outcome.json").read_text())
     assert (outcome["code"], outcome["step"]) == (STOPPED, 3), outcome["reason"] + done.stdout[-3000:]
     check_complete(tmp_path / "run/checkpoint/step-3")
+
+
+def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_path: Path) -> None:
+    """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
+    done = run_with_writers(prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1})
+    assert done.returncode == 0, done.stdout[-3000:]
+    failed = [e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"]
+    assert failed == [4]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoint").glob("step-*")) == ["step-2", "step-6", "step-8"]
+    check_complete(tmp_path / "run/checkpoint/step-6")
+
+
+def run_with_writers(data: Path, folder: Path, fault: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """8 steps on two ranks, saved every 2 steps by a process of each rank; the last by the ranks."""
+    (folder / "faults.json").write_text(json.dumps([fault]))
+    job = arguments(folder / "run", data / "phase1.lock.json", steps=8, interval=2)
+    job += ["--experimental.custom_import", "tests.train.production_facts"]
+    job += ["--checkpoint.async_mode", "async_with_pinned_mem"]
+    env = {**environment(), "LANEFORMER_FAULTS": str(folder / "faults.json")}
+    # not from the fork server, which has replaced the signal handlers of all processes that come from it
+    return subprocess.run([sys.executable, "-m", *torchrun(2), *job], env=env, capture_output=True, text=True)
 
 
 def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:
