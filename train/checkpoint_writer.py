@@ -101,7 +101,7 @@ class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well,
 def end_background() -> None:
     """Kill the process that saves in the background, if there is one; the next save starts another.
 
-    At the end of a worker, as multiprocessing would wait for it after a SIGTERM. After a save that failed, on all ranks:
+    At the end of a worker, as multiprocessing would wait for it after a SIGTERM. After a failed save, on all ranks:
     DCP would use a process that has died, and a group of processes that has lost a member, until the job ends.
     """
     if (background := _async_process_executor._CHECKPOINT_PROCESS) is not None:
