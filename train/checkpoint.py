@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 from laneformer.config import LaneformerConfig
 from records import checkpoints
 from records.events import record_event
+from records.files import read_lines
 
 from .checkpoint_writer import HashingWriter, end_background
 from .optimizer import apply_optimizer_settings
@@ -118,6 +119,8 @@ class PhaseCheckpointManager(CheckpointManager):
         own = folder / f"step-{step}" if step != -1 else self._newest_undamaged(folder)
         if own is not None:
             self._check(own, ())
+        else:
+            on_rank_zero(self._require_nothing_lost)
         if not self.load_only:
             on_rank_zero(lambda: self._clear_branch(folder, own))
         if own is None and self.resume_from is not None:
@@ -247,6 +250,16 @@ class PhaseCheckpointManager(CheckpointManager):
         if self.keep_latest_k > 0 and torch.distributed.get_rank() == 0:
             for path in checkpoints.superseded(Path(self.folder), self.keep_latest_k, self.keep_every_steps):
                 self.purge_queue.put(str(checkpoints.to_trash(path)))
+
+    def _require_nothing_lost(self) -> None:
+        """ValueError where the run's metrics tell that it has saved: a file system is away, or was purged."""
+        steps = (row.get("step") for row in read_lines(self.run / "metrics.jsonl"))
+        reached = max((step for step in steps if isinstance(step, int)), default=0)
+        if reached > self.interval * self.max_failed_saves:  # a run without a checkpoint does not come this far
+            raise ValueError(
+                f"{self.run / 'metrics.jsonl'} ends at step {reached}, but {self.folder} holds no complete checkpoint: "
+                "the job would begin again; bring the checkpoints back, or move the run folder away"
+            )
 
     def _require_fresh_start(self, why: str) -> None:
         if not self.allow_fresh_start:

@@ -166,6 +166,9 @@ def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, 
     said = fail(damaged, prepared_data / "phase1.lock.json")
     assert "checkpoints in" in said
     assert "are incomplete" in said
+    lost = shutil.copytree(whole_run, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoint"))
+    said = fail(lost, prepared_data / "phase1.lock.json", "--resilience.max_failed_saves", "1")
+    assert f"ends at step {STEPS}, but" in said
 
 
 @pytest.mark.slow
