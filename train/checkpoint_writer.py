@@ -28,6 +28,8 @@ from records.files import write_atomically
 
 from .supervise.signals import SIGNALS
 
+KILLED_S = 30.0  # more: it hangs in a file system, and ends when that answers
+
 
 class Hashing:
     """A binary stream that is written from its beginning to its end, and its SHA-256."""
@@ -106,5 +108,5 @@ def end_background() -> None:
     """
     if (background := _async_process_executor._CHECKPOINT_PROCESS) is not None:
         background._save_process.kill()
-        background._save_process.join()
+        background._save_process.join(KILLED_S)
         _async_process_executor._CHECKPOINT_PROCESS = None
