@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tomli
 import torch
+from scipy.stats import t as student_t
 
 from data_mixtures import recipe
 from laneformer import Laneformer, LaneformerConfig
@@ -22,7 +23,7 @@ from laneformer.model import rope_table
 from tools.ablate.page import put_section
 from tools.ablate.plan import Options, Plan
 from tools.ablate.price import price_section
-from tools.ablate.report import detectable, interval, noise_floor, paired
+from tools.ablate.report import detectable, interval, noise_floor, paired, together
 from tools.ablate.training import Job, Training, run_job
 from tools.ablate.variants import build
 
@@ -115,6 +116,18 @@ def test_the_interval_divides_by_n_minus_1_and_the_power_is_what_experiments_fin
     half = 4.3027 * draws.std(1, ddof=1) / n**0.5
     assert np.mean(draws.mean(1) - half > 0) == pytest.approx(0.8, abs=0.01)
     assert math.isnan(detectable(0.1, 1))
+
+
+def test_all_variants_in_one_analysis_of_variance():
+    """Two variants: the paired t test, and F = t^2. Three: as computed by hand."""
+    losses = {"base": (4.0, 5.0, 6.0), "late": (4.1, 5.2, 6.3), "other": (4.2, 5.0, 6.1)}
+    results = [result(variant, seed, loss) for variant, own in losses.items() for seed, loss in enumerate(own)]
+    two = together(paired(results[:6], "base"))
+    assert two["half_width_95"] == pytest.approx(interval([0.1, 0.2, 0.3])[1])
+    assert two["p"] == pytest.approx(2 * student_t.sf(0.2 / (0.1 / 3**0.5), 2))
+    three = together(paired(results, "base"))
+    assert (three["degrees"], three["deviation"] ** 2) == (4, pytest.approx(1 / 30 / 4))
+    assert together(paired(results[:1], "base")) is None
 
 
 def test_controls_edges_and_unfinished_sweeps_are_marked():

@@ -16,7 +16,7 @@ from records.files import code_version, write_atomically
 from tools.bench.harness import ROOT, machine_facts, table, version
 
 from .figure import words
-from .report import Result, Row, detectable, noise_floor, pooled_deviation
+from .report import Result, Row, detectable, noise_floor, pooled_deviation, together
 
 FILE_START = """# What the delay is worth
 
@@ -116,6 +116,15 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
         found = row["difference"] > floor and verdict(row) in ("worse", "one seed", "diverged")
         blind = "" if found else " A comparison that cannot see it can judge no other join either."
         lines.append(f"- The planted fault is {'found' if found else 'NOT FOUND'}: {worded(row)}.{blind}")
+    if (joint := together(rows)) is not None:
+        half, compared = joint["half_width_95"], [row for row in done if row["seeds"] == joint["seeds"]]
+        apart = [f"{words(r['variant'])} {r['difference']:+.4f}" for r in compared if abs(r["difference"]) > half]
+        lines.append(
+            "- All variants but the faults in one analysis of variance, which takes runs to scatter alike whatever "
+            f"their joins ({joint['deviation']:.4f} a run, {joint['degrees']} degrees of freedom): differences have an "
+            f"interval of ± {half:.4f}; beyond it: {', '.join(apart) or 'none'}. F test that no variant differs: p = "
+            f"{joint['p']:.3f}."
+        )
     return ["\n".join(lines)]
 
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy.optimize import brentq
+from scipy.stats import f as fisher_f
 from scipy.stats import nct
 from scipy.stats import t as student_t
 
@@ -65,8 +67,8 @@ def paired(results: Sequence[Result], baseline: str) -> list[Row]:
                 "joins": one["joins"], "parameters": one["parameters"], "tokens": one["tokens"],
                 "learning_rate": rate, "swept": len(tried) == rates_tried[size],
                 "edge_of_sweep": len(tried) > 1 and rate in (min(tried), max(tried)),
-                "seeds": len(seeds), "valid_loss": sum(own) / len(own), "difference": mean, "half_width_95": half,
-                "deviation": deviation,
+                "seeds": len(seeds), "losses": own, "valid_loss": sum(own) / len(own), "difference": mean,
+                "half_width_95": half, "deviation": deviation,
             }
         )  # fmt: skip
     return rows
@@ -108,6 +110,26 @@ def pooled_deviation(rows: Sequence[Row]) -> float:
         if row["role"] is None and row["swept"] and math.isfinite(row["deviation"])
     ]
     return math.sqrt(sum(squares) / len(squares)) if squares else math.nan
+
+
+def together(rows: Sequence[Row]) -> Row | None:
+    """Of one size, all variants but planted faults in one two-way analysis of variance, over variants and seeds.
+
+    It takes runs to scatter alike whatever their joins, and so knows their deviation from all of them. `half_width_95`:
+    of any difference to the baseline; `p`: of the F test that no variant differs. None without repeated seeds.
+    """
+    rows = [row for row in rows if row["role"] != "planted fault" and row["swept"] and math.isfinite(row["valid_loss"])]
+    n = max((row["seeds"] for row in rows), default=0)
+    losses = np.array([row["losses"] for row in rows if row["seeds"] == n])  # (variants, seeds)
+    if n < 2 or len(losses) < 2:
+        return None
+    of_variants, degrees = losses.mean(1, keepdims=True), (len(losses) - 1) * (n - 1)
+    residuals = losses - of_variants - losses.mean(0) + losses.mean()
+    variance = float((residuals**2).sum()) / degrees
+    f = n * float(of_variants.var(ddof=1)) / variance
+    half = float(student_t.ppf(0.975, degrees)) * math.sqrt(2 * variance / n)
+    p = float(fisher_f.sf(f, len(losses) - 1, degrees))
+    return {"seeds": n, "degrees": degrees, "deviation": math.sqrt(variance), "half_width_95": half, "p": p}
 
 
 def noise_floor(rows: Sequence[Row]) -> float:
