@@ -126,7 +126,7 @@ def together(rows: Sequence[Row]) -> Row | None:
     of_variants, degrees = losses.mean(1, keepdims=True), (len(losses) - 1) * (n - 1)
     residuals = losses - of_variants - losses.mean(0) + losses.mean()
     variance = float((residuals**2).sum()) / degrees
-    f = n * float(of_variants.var(ddof=1)) / variance
+    f = n * float(of_variants.var(ddof=1)) / variance if variance else math.inf
     half = float(student_t.ppf(0.975, degrees)) * math.sqrt(2 * variance / n)
     p = float(fisher_f.sf(f, len(losses) - 1, degrees))
     return {"seeds": n, "degrees": degrees, "deviation": math.sqrt(variance), "half_width_95": half, "p": p}
