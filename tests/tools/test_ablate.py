@@ -92,7 +92,8 @@ def result(variant: str, seed: int, loss: float, rate: float = 1.0) -> dict[str,
 
 
 def test_differences_are_paired_by_seed_at_each_variants_best_rate():
-    results = [result("base", 0, 9.0, rate=2.0), result("late", 0, 9.0, rate=1.0)]
+    worse = (("base", 2.0), ("late", 1.0))
+    results = [result(variant, seed, 9.0, rate) for variant, rate in worse for seed in range(3)]
     results += [result("base", seed, loss) for seed, loss in enumerate((4.0, 5.0, 6.0))]
     results += [result("late", seed, loss, rate=2.0) for seed, loss in enumerate((4.1, 5.2, 6.3))]
     rows = {row["variant"]: row for row in paired(results, "base")}
@@ -122,26 +123,36 @@ def test_all_variants_in_one_analysis_of_variance():
     """Two variants: the paired t test, and F = t^2. Three: as computed by hand."""
     losses = {"base": (4.0, 5.0, 6.0), "late": (4.1, 5.2, 6.3), "other": (4.2, 5.0, 6.1)}
     results = [result(variant, seed, loss) for variant, own in losses.items() for seed, loss in enumerate(own)]
-    two = together(paired(results[:6], "base"))
+    two = together([*results[:6], result("base", 0, 4.0, 9.0)], "base")
     assert two["half_width_95"] == pytest.approx(interval([0.1, 0.2, 0.3])[1])
     assert two["p"] == pytest.approx(2 * student_t.sf(0.2 / (0.1 / 3**0.5), 2))
-    three = together(paired(results, "base"))
+    assert two["differences"] == {"late": pytest.approx(0.2)}
+    three = together([*results, result("short", 0, 9.0)], "base")
     assert (three["degrees"], three["deviation"] ** 2) == (4, pytest.approx(1 / 30 / 4))
-    assert together(paired(results[:1], "base")) is None
+    assert together(results[:1], "base") is None
 
 
-def test_controls_edges_and_unfinished_sweeps_are_marked():
+def test_a_variant_and_the_baseline_are_compared_at_their_best_of_the_rates_that_both_tried():
+    """`one` was tried at rate 2 alone, where the baseline is not at its best; `both` at every rate."""
+    losses = {("base", 1.0): 4.0, ("base", 2.0): 4.5, ("one", 2.0): 4.4, ("both", 1.0): 4.3, ("both", 2.0): 4.2}
+    results = [result(variant, seed, loss, rate) for (variant, rate), loss in losses.items() for seed in range(2)]
+    results += [result("one", 0, 1.0, 1.0), result("alone", 0, 4.0, 3.0)]  # not on all seeds; where the baseline is not
+    rows = {row["variant"]: row for row in paired(results, "base")}
+    said = {name: (row["learning_rate"], row["rates"], round(row["difference"], 6)) for name, row in rows.items()}
+    assert said == {"base": (1.0, 2, 0.0), "one": (2.0, 1, -0.1), "both": (2.0, 2, 0.2)}
+
+
+def test_controls_and_edges_are_marked():
     results = [
         result(v, 0, 4.0 + i / 10 + r, r) for i, v in enumerate(("base", "again", "lost", "late")) for r in (1, 2, 3)
     ]
     for one in results:
         one |= {"seed_offset": 1000 * (one["variant"] == "again")}
         one |= {"joins": "lost_1" if one["variant"] == "lost" else None}
-    rows = {row["variant"]: row for row in paired(results[:-1], "base")}
+    rows = {row["variant"]: row for row in paired(results, "base")}
     roles = {"base": "baseline", "again": "noise floor", "lost": "planted fault", "late": None}
     assert {name: row["role"] for name, row in rows.items()} == roles
     assert all(row["edge_of_sweep"] for row in rows.values())
-    assert [name for name, row in rows.items() if not row["swept"]] == ["late"]
     assert noise_floor(list(rows.values())) == pytest.approx(0.1)
 
 

@@ -97,7 +97,7 @@ def finish(options: Options, plan: Plan, path: Path) -> None:
     for written in filter(None, (figure, options.page)):
         written.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, figure)
-    section = ablation_section(rows, results, figure, options.page)
+    section = ablation_section(results, plan.baseline, figure, options.page)
     Console().print(Markdown(section))
     if options.page:
         put_section(options.page, section)

@@ -57,10 +57,10 @@ def figure_style() -> Any:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Panels of the finite differences with 95% intervals, zero line and the band of the noise floor.
 
-    Without variants whose sweep is unfinished; the panel over sizes only where there are several.
+    The panel over sizes is there only where there are several.
     """
     pyplot = figure_style()
-    rows = [row for row in rows if row["swept"] and math.isfinite(row["difference"])]
+    rows = [row for row in rows if math.isfinite(row["difference"])]
     colors = dict(zip(dict.fromkeys(row["size"] for row in rows), COLORS, strict=False))
     below = ["size" if len(colors) > 1 else "neighbours", "neighbours"]
     figure, panels = pyplot.subplot_mosaic([["delay", "lanes"], below], figsize=(7.6, 6), layout="constrained")

@@ -16,7 +16,7 @@ from records.files import code_version, write_atomically
 from tools.bench.harness import ROOT, machine_facts, table, version
 
 from .figure import words
-from .report import Result, Row, detectable, noise_floor, pooled_deviation, together
+from .report import Result, Row, detectable, noise_floor, paired, pooled_deviation, together
 
 FILE_START = """# What the delay is worth
 
@@ -31,16 +31,17 @@ LIMITS = """What it does not say:
   panel over sizes is there to be continued, not to be extrapolated from.
 - A variant has at most {seeds} pairs of runs, so intervals are wide: "not told apart from zero" is not parity. {power}
 - An interval holds for one comparison. Among {compared} comparisons at 95%, about {wrong:.1f} exclude zero by chance.
-- Learning rates are on a coarse grid, and the least mean of a few is a little optimistic for everyone. Rates that do
-  not have all seeds yet are left out. Where the best rate is at the edge of the sweep, a better one may lie outside.
+- Learning rates are on a coarse grid, and the least mean of a few is a little optimistic for everyone. Where the best
+  rate is at the edge of the sweep, a better one may lie outside; where only one was tried, others may do better.
 - At this length much of a difference is speed of optimisation, not what a model can learn: variants whose partial
   outputs are scaled up (never reduced, Desync) take larger steps from the same start.
 - The number of lanes rearranges initial weights: other numbers of lanes than the baseline's are paired by batches and
   by the numbers drawn, not by function."""
 
 
-def ablation_section(rows: Sequence[Row], results: Sequence[Result], figure: Path, page: Path | None) -> str:
+def ablation_section(results: Sequence[Result], baseline: str, figure: Path, page: Path | None) -> str:
     """Facts, table, figure and what it says, as Markdown."""
+    rows = paired(results, baseline)
     days = sorted(time.strftime("%Y-%m-%d %H:%M", time.gmtime(r["time"])) for r in results)
     commits = sorted({r.get("commit", "not recorded") for r in results})
     data = sorted({r.get("data", "not recorded")[:12] for r in results})
@@ -53,14 +54,15 @@ def ablation_section(rows: Sequence[Row], results: Sequence[Result], figure: Pat
         f"{', bf16 products' if training.get('bf16') else ', float32'}; data: {', '.join(data)}. "
         "Each run is a line of the .jsonl beside this page; as OUT/results.jsonl, it is what the command goes on from. "
         "Without --report, the command trains what is missing.",
-        "Losses in nats a token. difference: to delay 0, mean over seeds; ±: half of its 95% t interval; s.d.: of the "
-        "paired differences; rate: the best of the sweep, `edge` where it is the least or the largest tried. "
-        + "One learning rate for everyone: nothing here says what each variant's best would give."
-        * (len({r["learning_rate"] for r in results}) == 1),
+        f"Losses in nats a token, means over seeds. rates: how many the variant and {words(baseline)} both ran on "
+        "all seeds; rate: the variant's best of these, `edge` where it is the least or the largest; difference: to "
+        f"{words(baseline)} at its own best of these; ±: half of its 95% t interval; s.d.: of the paired differences.",
     ]
     for size in dict.fromkeys(row["size"] for row in rows):
         own = [row for row in rows if row["size"] == size]
-        blocks += [f"### {own[0]['parameters'] / 1e6:.3g}M parameters (`{size}`)", rows_table(own), *conclusions(own)]
+        runs = [r for r in results if r["size"] == size]
+        blocks += [f"### {own[0]['parameters'] / 1e6:.3g}M parameters (`{size}`)", rows_table(own)]
+        blocks += ["\n".join([*conclusions(own), *in_one_analysis(runs, baseline)])]
     blocks += [image(figure, page, "Paired differences against delay, lanes, size, and the neighbours"), limits(rows)]
     return "\n\n".join(blocks)
 
@@ -69,13 +71,13 @@ def rows_table(rows: Sequence[Row]) -> str:
     def signed(value: float) -> str:
         return "-" if math.isnan(value) else f"{value:+.4f}"
 
-    columns = ("variant", "rate", "seeds", "loss", "difference", "±", "s.d.", "")
+    columns = ("variant", "rates", "rate", "seeds", "loss", "difference", "±", "s.d.", "")
     lines = [
         (
-            words(row["variant"]), f"{row['learning_rate']:g}{' edge' * row['edge_of_sweep']}", row["seeds"],
-            f"{row['valid_loss']:.4f}", *("-" if row["role"] == "baseline" else cell for cell in (
+            words(row["variant"]), row["rates"], f"{row['learning_rate']:g}{' edge' * row['edge_of_sweep']}",
+            row["seeds"], f"{row['valid_loss']:.4f}", *("-" if row["role"] == "baseline" else cell for cell in (
                 signed(row["difference"]), signed(row["half_width_95"])[1:], signed(row["deviation"])[1:])),
-            (row["role"] if row["swept"] else None) or verdict(row),
+            row["role"] or verdict(row),
         )
         for row in rows
     ]  # fmt: skip
@@ -84,8 +86,6 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 def verdict(row: Row) -> str:
     """Of a compared variant: what its interval says."""
-    if not row["swept"]:
-        return "sweep unfinished"
     if not math.isfinite(row["difference"]):
         return "diverged"
     if math.isnan(row["half_width_95"]):
@@ -98,34 +98,34 @@ def verdict(row: Row) -> str:
 def conclusions(rows: Sequence[Row]) -> list[str]:
     """What one size says, in sentences that its rows decide."""
     compared = [row for row in rows if row["role"] is None]
-    done = [row for row in compared if row["swept"]]
     by_verdict = {name: [row for row in compared if verdict(row) == name] for name in map(verdict, compared)}
-    lines = [
-        f"- {name}: {'; '.join(worded(row) for row in found)}."
-        for name, found in sorted(by_verdict.items())
-        if found[0]["swept"]
-    ]
+    lines = [f"- {name}: {'; '.join(worded(row) for row in found)}." for name, found in sorted(by_verdict.items())]
     floor = noise_floor(rows)
-    for row in (row for row in rows if row["role"] == "noise floor" and row["swept"]):
+    for row in (row for row in rows if row["role"] == "noise floor"):
         lines.append(
             f"- Noise floor: other initial weights alone move the mean by {row['difference']:+.4f}, up to {floor:.4f}."
         )
-        beyond = ", ".join(words(row["variant"]) for row in done if abs(row["difference"]) > floor)
+        beyond = ", ".join(words(row["variant"]) for row in compared if abs(row["difference"]) > floor)
         lines.append(f"- Differences beyond the noise floor: {beyond or 'none'}.")
-    for row in (row for row in rows if row["role"] == "planted fault" and row["swept"]):
+    for row in (row for row in rows if row["role"] == "planted fault"):
         found = row["difference"] > floor and verdict(row) in ("worse", "one seed", "diverged")
         blind = "" if found else " A comparison that cannot see it can judge no other join either."
         lines.append(f"- The planted fault is {'found' if found else 'NOT FOUND'}: {worded(row)}.{blind}")
-    if (joint := together(rows)) is not None:
-        half, compared = joint["half_width_95"], [row for row in done if row["seeds"] == joint["seeds"]]
-        apart = [f"{words(r['variant'])} {r['difference']:+.4f}" for r in compared if abs(r["difference"]) > half]
-        lines.append(
-            "- All variants but the faults in one analysis of variance, which takes runs to scatter alike whatever "
-            f"their joins ({joint['deviation']:.4f} a run, {joint['degrees']} degrees of freedom): differences have an "
-            f"interval of ± {half:.4f}; beyond it: {', '.join(apart) or 'none'}. F test that no variant differs: p = "
-            f"{joint['p']:.3f}."
-        )
-    return ["\n".join(lines)]
+    return lines
+
+
+def in_one_analysis(results: Sequence[Result], baseline: str) -> list[str]:
+    """What all variants of one size say together."""
+    if (joint := together(results, baseline)) is None:
+        return []
+    half, differences = joint["half_width_95"], joint["differences"].items()
+    apart = [f"{words(name)} {difference:+.4f}" for name, difference in differences if abs(difference) > half]
+    return [
+        f"- All variants but the faults in one analysis of variance (rate {joint['learning_rate']:g}, {joint['seeds']} "
+        f"seeds), which takes runs to scatter alike whatever their joins ({joint['deviation']:.4f} a run, "
+        f"{joint['degrees']} degrees of freedom): differences have an interval of ± {half:.4f}; beyond it: "
+        f"{', '.join(apart) or 'none'}. F test that no variant differs: p = {joint['p']:.3f}."
+    ]
 
 
 def worded(row: Row) -> str:
@@ -134,7 +134,7 @@ def worded(row: Row) -> str:
 
 
 def limits(rows: Sequence[Row]) -> str:
-    compared, seeds = [row for row in rows if row["role"] is None and row["swept"]], max(row["seeds"] for row in rows)
+    compared, seeds = [row for row in rows if row["role"] is None], max(row["seeds"] for row in rows)
     deviation = pooled_deviation(rows)
     power = "Differences have no standard deviation yet, as each variant has one seed."
     if math.isfinite(deviation):

@@ -38,37 +38,30 @@ def swept(results: Sequence[Result]) -> dict[tuple[str, str], dict[float, float]
     return found
 
 
-def best_rates(results: Sequence[Result]) -> dict[tuple[str, str], float]:
-    """The learning rate with the least mean loss of each size and variant."""
-    return {key: min(rates, key=lambda rate: rates[rate]) for key, rates in swept(results).items()}
-
-
 def paired(results: Sequence[Result], baseline: str) -> list[Row]:
-    """Of every size and variant at its best rate: mean loss, and its difference to the baseline with the interval."""
-    rates, sweeps = best_rates(results), swept(results)
-    rates_tried = {size: max(len(tried) for (z, _), tried in sweeps.items() if z == size) for size, _ in sweeps}
-    at_best = {
-        (r["size"], r["variant"], r["seed"]): r
-        for r in results
-        if r["learning_rate"] == rates[r["size"], r["variant"]]
-    }  # fmt: skip
+    """Every size and variant against the baseline, each at its best of the learning rates that both have tried."""
+    sweeps, runs = swept(results), {(r["size"], r["variant"], r["learning_rate"], r["seed"]): r for r in results}
     rows = []
-    for size, variant in rates:
-        seeds = sorted(s for z, v, s in at_best if (z, v) == (size, variant) and (size, baseline, s) in at_best)
+    for (size, variant), tried in sweeps.items():
+        of_base = sweeps.get((size, baseline), {})
+        if not (rates := sorted(tried.keys() & of_base.keys())):
+            continue
+        rate, base_rate = min(rates, key=tried.__getitem__), min(rates, key=of_base.__getitem__)
+        seeds = sorted(s for *run, s in runs if run == [size, variant, rate] and (size, baseline, base_rate, s) in runs)
         if not seeds:
             continue
-        own = [at_best[size, variant, seed]["valid_loss"] for seed in seeds]
-        base = [at_best[size, baseline, seed]["valid_loss"] for seed in seeds]
+        own = [runs[size, variant, rate, seed]["valid_loss"] for seed in seeds]
+        base = [runs[size, baseline, base_rate, seed]["valid_loss"] for seed in seeds]
         mean, half, deviation = interval([a - b for a, b in zip(own, base, strict=True)])
-        one, tried, rate = at_best[size, variant, seeds[0]], sweeps[size, variant], rates[size, variant]
+        one = runs[size, variant, rate, seeds[0]]
         rows.append(
             {
                 "size": size, "variant": variant, "role": role(one, baseline), "model": one["model"],
                 "joins": one["joins"], "parameters": one["parameters"], "tokens": one["tokens"],
-                "learning_rate": rate, "swept": len(tried) == rates_tried[size],
-                "edge_of_sweep": len(tried) > 1 and rate in (min(tried), max(tried)),
-                "seeds": len(seeds), "losses": own, "valid_loss": sum(own) / len(own), "difference": mean,
-                "half_width_95": half, "deviation": deviation,
+                "learning_rate": rate, "rates": len(rates),
+                "edge_of_sweep": len(rates) > 1 and rate in (rates[0], rates[-1]),
+                "seeds": len(seeds), "valid_loss": sum(own) / len(own),
+                "difference": mean, "half_width_95": half, "deviation": deviation,
             }
         )  # fmt: skip
     return rows
@@ -104,32 +97,39 @@ def detectable(deviation: float, n: int) -> float:
 
 def pooled_deviation(rows: Sequence[Row]) -> float:
     """Of the paired differences of all compared variants: root of the mean variance, NaN without repeated seeds."""
-    squares = [
-        row["deviation"] ** 2
-        for row in rows
-        if row["role"] is None and row["swept"] and math.isfinite(row["deviation"])
-    ]
+    squares = [row["deviation"] ** 2 for row in rows if row["role"] is None and math.isfinite(row["deviation"])]
     return math.sqrt(sum(squares) / len(squares)) if squares else math.nan
 
 
-def together(rows: Sequence[Row]) -> Row | None:
-    """Of one size, all variants but planted faults in one two-way analysis of variance, over variants and seeds.
+def together(results: Sequence[Result], baseline: str) -> Row | None:
+    """Of one size at the learning rate of most runs: all variants but planted faults, over variants and seeds.
 
-    It takes runs to scatter alike whatever their joins, and so knows their deviation from all of them. `half_width_95`:
-    of any difference to the baseline; `p`: of the F test that no variant differs. None without repeated seeds.
+    A two-way analysis of variance, which takes runs to scatter alike whatever their joins, and so knows their deviation
+    from all of them. `half_width_95`: of any of the `differences` to the baseline, `p`: of the F test that no variant
+    differs. None without repeated seeds.
     """
-    rows = [row for row in rows if row["role"] != "planted fault" and row["swept"] and math.isfinite(row["valid_loss"])]
-    n = max((row["seeds"] for row in rows), default=0)
-    losses = np.array([row["losses"] for row in rows if row["seeds"] == n])  # (variants, seeds)
-    if n < 2 or len(losses) < 2:
+    at_rate: dict[float, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for r in results:
+        if role(r, baseline) != "planted fault" and math.isfinite(r["valid_loss"]):
+            at_rate[r["learning_rate"]][r["variant"]][r["seed"]] = r["valid_loss"]
+    if not at_rate:
         return None
-    of_variants, degrees = losses.mean(1, keepdims=True), (len(losses) - 1) * (n - 1)
-    residuals = losses - of_variants - losses.mean(0) + losses.mean()
-    variance = float((residuals**2).sum()) / degrees
-    f = n * float(of_variants.var(ddof=1)) / variance if variance else math.inf
-    half = float(student_t.ppf(0.975, degrees)) * math.sqrt(2 * variance / n)
-    p = float(fisher_f.sf(f, len(losses) - 1, degrees))
-    return {"seeds": n, "degrees": degrees, "deviation": math.sqrt(variance), "half_width_95": half, "p": p}
+    rate = max(at_rate, key=lambda rate: sum(map(len, at_rate[rate].values())))
+    seeds = max(at_rate[rate].values(), key=len).keys()
+    whole = {name: own for name, own in at_rate[rate].items() if own.keys() == seeds}
+    n, losses = len(seeds), np.array([[own[seed] for seed in seeds] for own in whole.values()])  # (variants, seeds)
+    if n < 2 or len(losses) < 2 or baseline not in whole:
+        return None
+    means, degrees = losses.mean(1, keepdims=True), (len(losses) - 1) * (n - 1)
+    variance = float(((losses - means - losses.mean(0) + losses.mean()) ** 2).sum()) / degrees
+    f = n * float(means.var(ddof=1)) / variance if variance else math.inf
+    mean = dict(zip(whole, means[:, 0], strict=True))
+    return {
+        "learning_rate": rate, "seeds": n, "degrees": degrees, "deviation": math.sqrt(variance),
+        "differences": {name: float(m - mean[baseline]) for name, m in mean.items() if name != baseline},
+        "half_width_95": float(student_t.ppf(0.975, degrees)) * math.sqrt(2 * variance / n),
+        "p": float(fisher_f.sf(f, len(losses) - 1, degrees)),
+    }  # fmt: skip
 
 
 def noise_floor(rows: Sequence[Row]) -> float:
