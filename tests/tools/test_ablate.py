@@ -120,15 +120,16 @@ def test_the_interval_divides_by_n_minus_1_and_the_power_is_what_experiments_fin
 
 
 def test_all_variants_in_one_analysis_of_variance():
-    """Two variants: the paired t test, and F = t^2. Three: as computed by hand."""
+    """Two variants: the paired t test. Three: as computed by hand."""
     losses = {"base": (4.0, 5.0, 6.0), "late": (4.1, 5.2, 6.3), "other": (4.2, 5.0, 6.1)}
     results = [result(variant, seed, loss) for variant, own in losses.items() for seed, loss in enumerate(own)]
     two = together([*results[:6], result("base", 0, 4.0, 9.0)], "base")
     assert two["half_width_95"] == pytest.approx(interval([0.1, 0.2, 0.3])[1])
-    assert two["p"] == pytest.approx(2 * student_t.sf(0.2 / (0.1 / 3**0.5), 2))
+    assert two["half_width_95_of_all"] == two["half_width_95"]
     assert two["differences"] == {"late": pytest.approx(0.2)}
     three = together([*results, result("short", 0, 9.0)], "base")
     assert (three["degrees"], three["deviation"] ** 2) == (4, pytest.approx(1 / 30 / 4))
+    assert student_t.sf(three["half_width_95_of_all"] / (2 / 30 / 4 / 3) ** 0.5, 4) == pytest.approx(0.025 / 2)
     assert together(results[:1], "base") is None
 
 

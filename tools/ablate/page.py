@@ -118,13 +118,17 @@ def in_one_analysis(results: Sequence[Result], baseline: str) -> list[str]:
     """What all variants of one size say together."""
     if (joint := together(results, baseline)) is None:
         return []
-    half, differences = joint["half_width_95"], joint["differences"].items()
-    apart = [f"{words(name)} {difference:+.4f}" for name, difference in differences if abs(difference) > half]
+    halves = [joint["half_width_95"], joint["half_width_95_of_all"]]
+    apart = [
+        ", ".join(f"{words(name)} {by:+.4f}" for name, by in joint["differences"].items() if abs(by) > half) or "none"
+        for half in halves
+    ]
     return [
         f"- All variants but the faults in one analysis of variance (rate {joint['learning_rate']:g}, {joint['seeds']} "
         f"seeds), which takes runs to scatter alike whatever their joins ({joint['deviation']:.4f} a run, "
-        f"{joint['degrees']} degrees of freedom): differences have an interval of ± {half:.4f}; beyond it: "
-        f"{', '.join(apart) or 'none'}. F test that no variant differs: p = {joint['p']:.3f}."
+        f"{joint['degrees']} degrees of freedom): one difference has an interval of ± {halves[0]:.4f}; beyond it: "
+        f"{apart[0]}. All {len(joint['differences'])} at once have ± {halves[1]:.4f} (Bonferroni); beyond it: "
+        f"{apart[1]}."
     ]
 
 
