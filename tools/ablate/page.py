@@ -109,7 +109,7 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
         lines.append(f"- Differences beyond the noise floor: {beyond or 'none'}.")
     for row in (row for row in rows if row["role"] == "planted fault"):
         found = row["difference"] > floor and verdict(row) in ("worse", "one seed", "diverged")
-        blind = "" if found else " A comparison that cannot see it can judge no other join either."
+        blind = "" if found else " Nothing that costs as little can be told apart here."
         lines.append(f"- The planted fault is {'found' if found else 'NOT FOUND'}: {worded(row)}.{blind}")
     return lines
 
