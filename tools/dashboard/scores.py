@@ -106,7 +106,7 @@ def lm_eval_series(run: Run) -> list[Series]:
 def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
     """task -> metric -> value of an lm_eval record, without RULER's tasks."""
     tasks = {task: metrics for task, metrics in (point.get("tasks") or {}).items() if isinstance(metrics, dict)}
-    return {task: {name.split(",")[0]: number(value) for name, value in metrics.items()}
+    return {task: {name.removesuffix(",none"): number(value) for name, value in metrics.items()}
             for task, metrics in tasks.items() if task not in RULER_TASKS}  # fmt: skip
 
 
