@@ -202,6 +202,20 @@ def test_the_engine_answers_a_chat_as_its_template_says(model_folder: Path) -> N
     assert finish == ("stop" if made[-1] == 2 else "length")
 
 
+def test_answers_of_other_weights_are_not_reused(model_folder: Path, tmp_path: Path) -> None:
+    """The same folder in 8 bits, or with a shorter context, answers otherwise: once its record had the first's score."""
+    dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling(max_new_tokens=2)
+
+    def answers(source: Source) -> int:
+        return len(collect(dataset, Model(model_folder, source, False, sampling), sampling, False, tmp_path / "r"))
+
+    assert answers(Source()) == answers(Source()) == len(PROBLEMS)
+    with pytest.raises(ValueError, match=r"other settings: dtype .*, not 'int8'; choose another --results"):
+        answers(Source(dtype="int8"))
+    with pytest.raises(ValueError, match="other settings: max_length 512, not 256"):
+        answers(Source(max_length=256))
+
+
 def test_the_engine_completes_a_function(model_folder: Path) -> None:
     from laneformer import Engine
 
