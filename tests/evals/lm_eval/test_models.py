@@ -271,6 +271,9 @@ def test_an_endpoint_gives_the_in_process_result(
         result = evaluate(endpoint, ARC_TASKS, hf_dir, num_fewshot=0)
         request = ("def f(x):\n", {"max_gen_toks": 9, "until": [], "temperature": 0.0, "do_sample": False})
         (text,) = endpoint.generate_until(instances("generate_until", [request]))
+        long = instances("loglikelihood_rolling", [("for name in names:\n" * 8,)])  # two more ids: BOS and a new one
+        rolled = ScorerLM(hf_dir, Source(base_url=url, max_length=18)).loglikelihood_rolling(long)
+    assert rolled == ScorerLM(hf_dir, Source(max_length=16)).loglikelihood_rolling(long)
     assert [text] == model.generate_until(instances("generate_until", [request]))
     assert result["results"] == in_process["results"]
     theirs, ours = scores_of(result), scores_of(in_process)
