@@ -203,7 +203,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
 
 
 def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
-    """uint16 or uint32 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one of four broken by a drawn one.
+    """uint16 or uint32 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one in four drawn.
 
     So a model has something to learn. Only PCG64's raw stream is used, which NumPy keeps the same in every version.
     """

@@ -203,7 +203,7 @@ def test_the_engine_answers_a_chat_as_its_template_says(model_folder: Path) -> N
 
 
 def test_answers_of_other_weights_are_not_reused(model_folder: Path, tmp_path: Path) -> None:
-    """The same folder in 8 bits, or with a shorter context, answers otherwise: once its record had the first's score."""
+    """The same folder in 8 bits, or a shorter context, answers otherwise; its record once had the first's score."""
     dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling(max_new_tokens=2)
 
     def answers(source: Source) -> int:
