@@ -52,7 +52,7 @@ def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
 class Scoring:
     """How solutions are tested."""
 
-    parallel: int = max(1, (os.cpu_count() or 1) // 2)
+    parallel: int = max(1, len(os.sched_getaffinity(0)) // 2)  # on too few cores (--cpus, Slurm) right ones time out
     """solutions tested concurrently"""
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""
