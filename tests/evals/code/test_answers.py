@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from evals.code import answers as code_answers
+from evals.code.__main__ import is_chat
 from evals.code.answers import (
     INSTRUCTION,
     STOPS,
@@ -200,6 +202,18 @@ def test_the_engine_answers_a_chat_as_its_template_says(model_folder: Path) -> N
         made = engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)
     assert answer.strip() == tokenizer.decode(made, skip_special_tokens=True).strip()
     assert finish == ("stop" if made[-1] == 2 else "length")
+
+
+def test_a_template_in_the_tokenizers_config_is_one(model_folder: Path, tmp_path: Path) -> None:
+    """As older folders have it: a chat model was asked to complete functions, and its record said so."""
+    folder, bare = (shutil.copytree(model_folder, tmp_path / name) for name in ("hf", "bare"))
+    for each in (folder, bare):
+        template = (each / "chat_template.jinja").read_text()
+        (each / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    found = [is_chat("auto", each) for each in (model_folder, folder, bare, tmp_path, None)]
+    assert found == [True, True, False, False, True]
 
 
 def test_answers_of_other_weights_are_not_reused(model_folder: Path, tmp_path: Path) -> None:
