@@ -58,7 +58,7 @@ def main(
         written = {}
         for name, heat in (("greedy", 0.0), ("sampled", temperature)):
             try:
-                text: AnyPrompt = prompt.get("text") or prompt["messages"]
+                text: AnyPrompt = prompt.get("messages") or prompt["text"]
                 written[name] = scorer.generate(text, max_new_tokens, temperature=heat, seed=seed).text
             except ValueError as error:
                 raise ValueError(f"prompt {prompt['name']!r}: {error}") from None
@@ -89,7 +89,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 def shown(prompt: dict[str, Any]) -> str:
     """A prompt as it is shown to people."""
-    return prompt.get("text") or "\n".join(f"{m['role']}: {m['content']}" for m in prompt["messages"])
+    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ()) or prompt["text"]
 
 
 COMMAND = EvalCommand("samples", main, excludes=SERVER, reads=("--prompts",))

@@ -74,7 +74,10 @@ class Watcher:
             self.trackers.give(read_lines(self.records))
             work = self.next_work()
             if work:
-                self.evaluate(work)
+                try:
+                    self.evaluate(work)
+                except OSError as problem:  # a full disk: later checkpoints are evaluated all the same
+                    self.fail(work, work.commands, str(problem))
             elif over:
                 return 1 if self.failed else 0
             else:

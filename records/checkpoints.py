@@ -90,13 +90,14 @@ def check_complete(folder: Path) -> None:
         for entry in read_metadata(folder).storage_data.values():
             name = str(entry.relative_path)
             needed_bytes[name] = max(needed_bytes.get(name, 0), int(entry.offset + entry.length))
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     except (AttributeError, TypeError) as problem:
         raise ValueError(f"{folder} is not a complete checkpoint: .metadata is damaged ({problem})") from problem
+    except OSError as problem:
+        raise ValueError(f"{folder} is being deleted, or cannot be read: {problem}") from problem
     for name, size_bytes in needed_bytes.items():
-        path = folder / name
-        have_bytes = path.stat().st_size if path.is_file() else 0
-        if have_bytes < size_bytes:
-            raise ValueError(f"{path} holds {have_bytes} bytes, but .metadata states {size_bytes}")
+        if (have_bytes := sizes.get(name, 0)) < size_bytes:
+            raise ValueError(f"{folder / name} holds {have_bytes} bytes, but .metadata states {size_bytes}")
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

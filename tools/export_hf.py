@@ -53,4 +53,7 @@ def training_progress(checkpoint: Path) -> Progress:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m tools.export_hf")
+    try:
+        tyro.cli(main, prog="python -m tools.export_hf")
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"tools.export_hf: {error}") from None

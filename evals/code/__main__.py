@@ -32,7 +32,7 @@ from evals.code.selection import lost_names, target_function
 from evals.intervals import wilson
 from evals.items import FOLDER as ITEMS
 from evals.items import write_items
-from evals.scorer import LOCAL, SourceFlags
+from evals.scorer import LOCAL, SourceFlags, fast_tokenizer
 from records.evals import NOWHERE, SERVER, About, AboutFlags, EvalCommand, optional
 from records.files import file_sha256
 
@@ -44,15 +44,15 @@ Prompting = Literal["auto", "chat", "completion"]
 
 def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
     """Whether the prompts are user messages of a chat; auto: at a server, and for a folder with a chat template."""
-    template = hf_dir is None or (hf_dir / "chat_template.jinja").exists()
-    return prompt == "chat" or (prompt == "auto" and template)
+    template = hf_dir is None or ((hf_dir / "tokenizer.json").is_file() and fast_tokenizer(hf_dir).chat_template)
+    return prompt == "chat" or (prompt == "auto" and bool(template))
 
 
 @dataclass(frozen=True)
 class Scoring:
     """How solutions are tested."""
 
-    parallel: int = max(1, (os.cpu_count() or 1) // 2)
+    parallel: int = max(1, len(os.sched_getaffinity(0)) // 2)  # on too few cores (--cpus, Slurm) right ones time out
     """solutions tested concurrently"""
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""

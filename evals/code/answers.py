@@ -67,7 +67,8 @@ class Model:
         self.chat, self.sampling, self.parallel = chat, sampling, self.scorer.parallel
         self.origin = origin(folder, self.scorer)
         if folder is not None:
-            self.identity = {"model": folder.resolve().name, "model_sha256": self.origin["model_sha256"]}
+            ran = {key: self.origin[key] for key in ("model_sha256", "backend", "dtype")}
+            self.identity = {"model": folder.resolve().name, **ran, "max_length": self.scorer.max_length}
         else:
             self.identity = {"model": source.model or "laneformer", "base_url": source.base_url}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,8 @@ def evaluate(
         torch_random_seed=SEEDS["torch"],
         fewshot_random_seed=SEEDS["fewshot"],
     )
+    for name, samples in result["samples"].items():  # a task with several filters lists each document once a filter
+        result["samples"][name] = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     return result
 
 
@@ -137,8 +140,9 @@ def figures_of(result: dict[str, Any], model: ScorerLM, lengths: Sequence[int]) 
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The numeric metrics, without lm-eval's filter name; -1 is RULER's marker for "no documents"."""
-    kept = {key.removesuffix(",none"): value for key, value in values.items() if type(value) is float}
+    """The numeric metrics: m or, of a filter, "m,filter", and its error with _stderr; -1: RULER has no documents."""
+    found = {key.removesuffix(",none"): float(value) for key, value in values.items() if isinstance(value, float)}
+    kept = {re.sub("(_stderr)(,.+)", r"\2\1", key): value for key, value in found.items()}
     return {key: value for key, value in kept.items() if math.isfinite(value) and value != -1}
 
 
@@ -183,8 +187,8 @@ def show(figures: dict[str, Any]) -> None:
     for column in ("task", "metric", "score", "±", "documents"):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
     for name, metrics in figures["tasks"].items():
-        for metric in [m for m in metrics if f"{m}_stderr" in metrics and name not in RULER_TASKS]:
-            error = f"{metrics[f'{metric}_stderr']:.4f}"
+        for metric in [m for m in metrics if not m.endswith("_stderr") and name not in RULER_TASKS]:
+            error = f"{metrics[f'{metric}_stderr']:.4f}" if f"{metric}_stderr" in metrics else ""
             table.add_row(name, metric, f"{metrics[metric]:.4f}", error, f"{figures['prompts'][name]['documents']:,}")
     if table.row_count:
         console.print(table)

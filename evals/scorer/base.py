@@ -119,7 +119,7 @@ class Scorer(Encoder):
         """log p of a whole text in nats: every id once, after BOS, in disjoint windows with all context that fits."""
         if self.bos_id is None:
             raise ValueError(f"{self.folder} has neither BOS nor EOS, which a text without context begins with")
-        whole, room = [self.bos_id, *ids], self.max_length
+        whole, room = [self.bos_id, *ids], self.scoring_room - 1
         windows = []
         for begin in range(1, len(whole), room):
             end = min(begin + room, len(whole))

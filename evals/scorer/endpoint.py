@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class EndpointScorer(Scorer):
                 reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
                 if error.code not in TRY_AGAIN:
                     raise ValueError(f"{url} refused the request, {reason}") from None
-            except (OSError, ValueError) as error:  # no connection, a timeout, not JSON
+            except (OSError, ValueError, HTTPException) as error:  # no connection, a timeout, not JSON, half a reply
                 reason = repr(error)
         raise ValueError(f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
 

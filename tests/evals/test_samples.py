@@ -81,9 +81,9 @@ def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
         "code",
     ]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"name": "a", "text": "The cat"}\n\n{"name": "b", "text": "1 and 2"}\n')
+    prompts.write_text('{"name": "a", "text": "The cat"}\n\n{"name": "b", "text": "1 and 2"}\n{"name": "", "text": ""}')
     record = main(tmp_path / "hf", prompts, max_new_tokens=3, source=CPU)
-    assert [(s["name"], s["prompt"]) for s in record["samples"]] == [("a", "The cat"), ("b", "1 and 2")]
+    assert [(s["name"], s["prompt"]) for s in record["samples"]] == [("a", "The cat"), ("b", "1 and 2"), ("", "")]
     assert (record["backend"], record["dtype"]) == ("transformers", "float32")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -188,6 +189,23 @@ def test_a_failure_is_said_and_left_for_the_next_start(tmp_path: Path) -> None:
     assert "decode_speed: exit status 1" in (tmp_path / "events.jsonl").read_text()
     assert Played(job_of(tmp_path)).watch(once=True, every_s=0) == 0
     assert evaluated(tmp_path) == [("bits_per_byte", 10), ("decode_speed", 10)]
+
+
+def test_a_full_disk_does_not_end_the_watcher(tmp_path: Path) -> None:
+    class Full(Played):
+        def call(self, step: int, words: list[str], *locks: Any) -> int:
+            if step == 10:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().call(step, words, *locks)
+
+    for step in (10, 20):
+        save(tmp_path, step)
+    job = job_of(tmp_path, commands=COMMANDS[:1])
+    assert Full(job).watch(once=True, every_s=0) == 1
+    assert evaluated(tmp_path) == [("decode_speed", 20)]
+    assert "No space left" in (tmp_path / "events.jsonl").read_text()
+    assert Played(job).watch(once=True, every_s=0) == 0
+    assert evaluated(tmp_path) == [("decode_speed", 20), ("decode_speed", 10)]
 
 
 def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path: Path) -> None:

@@ -59,6 +59,23 @@ def test_the_last_good_one_is_never_deleted(folder: Path) -> None:
     assert newest_saved_step(folder) == 35
 
 
+def test_one_that_is_deleted_meanwhile_is_not_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watcher of evaluations looks while the job deletes: once a FileNotFoundError ended it."""
+    path, stat = folder / "step-10", Path.stat
+    (path / "__1_0.distcp").write_bytes(b"")
+
+    def then_deleted(self: Path, **options: bool) -> os.stat_result:
+        found = stat(self, **options)
+        if self.suffix == ".distcp" and self.parent == path:
+            monkeypatch.undo()
+            to_trash(path)
+        return found
+
+    monkeypatch.setattr(Path, "stat", then_deleted)
+    with pytest.raises(ValueError, match="being deleted"):
+        check_complete(path)
+
+
 def test_a_branch_is_moved_aside_and_half_folders_are_deleted(folder: Path) -> None:
     (folder / "step-40").mkdir()
     (folder / "step-40/__0_0.distcp").write_bytes(b"half")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -264,6 +265,16 @@ def write_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "delay.toml"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def test_results_of_another_model_are_not_taken(folder: Path, tmp_path: Path) -> None:
+    """Folders of two runs often have one name: the second's map once was the first's, in silence."""
+    config, other = write_config(folder, tmp_path), tmp_path / "other" / folder.name
+    shutil.copytree(folder, other)
+    (other / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    delay_a_model(config, folder, tmp_path / "out", ("map",))
+    with pytest.raises(ValueError, match="holds results of another model_sha256"):
+        delay_a_model(config, other, tmp_path / "out", ("map",))
 
 
 @pytest.mark.slow

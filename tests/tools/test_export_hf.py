@@ -37,3 +37,11 @@ def test_command_line(tmp_path: Path) -> None:
     assert report["dtype"] == "bfloat16"
     assert report["hf_max_logit_diff"] <= FLOAT32_TOLERANCE
     assert "phase2" in (out / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.export_hf", "--checkpoint", str(tmp_path / "step-1"), "--out", "hf"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("tools.export_hf: ")
+    assert "Traceback" not in done.stderr

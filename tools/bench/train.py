@@ -203,7 +203,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
 
 
 def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
-    """uint16 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one of four broken by a drawn one.
+    """uint16 or uint32 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one in four drawn.
 
     So a model has something to learn. Only PCG64's raw stream is used, which NumPy keeps the same in every version.
     """
@@ -211,7 +211,7 @@ def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
     ordinary = vocab_size - FIRST_TOKEN
     drawn = (raw >> np.uint64(32)) % np.uint64(ordinary)
     follows = (raw & np.uint64(3)) != 0
-    tokens, last = np.empty(count, dtype=np.uint16), 0
+    tokens, last = np.empty(count, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32), 0
     for i, (step, fresh) in enumerate(zip(follows.tolist(), drawn.tolist(), strict=True)):
         last = (5 * last + 1) % ordinary if step else fresh
         tokens[i] = FIRST_TOKEN + last

@@ -68,7 +68,7 @@ def incidents_card(run: Run) -> str:
         first = group[0]
         kind = str(first.get("kind", "event")).removeprefix("supervisor_").replace("_", " ")
         trouble = TROUBLE.search(str(first.get("kind")).lower()) or first.get("code") not in (None, DONE, STOPPED)
-        where = [str(first["phase"])] + [f"step {first['step']:,}"] * isinstance(first.get("step"), int)
+        where = [str(first["phase"])] + ([f"step {first['step']:,}"] if isinstance(first.get("step"), int) else [])
         hosts = sorted({str(event["host"]) for event in group if event.get("host")})
         many = f" <small>{len(group)} times</small>" if len(group) > 1 else ""
         rows.append([

@@ -77,10 +77,10 @@ def code_series(run: Run) -> list[Series]:
     found: dict[tuple[str, ...], list[Any]] = {}
     for point in points_of(run, "code"):
         if (value := number(point.get("pass@1_plus"))) is not None:
-            key = tuple(str(point.get(name)) for name in ("dataset", "version", "protocol", "prompt"))
+            key = tuple(str(point.get(name)) for name in ("dataset", "version", "protocol", "prompt", "temperature"))
             found.setdefault(key, []).append((point, value))
     return [
-        Series(NAMES.get(key[0], key[0]) + (f", {key[2]}" if key[2] != "greedy" else ""), points,
+        Series(NAMES.get(key[0], key[0]) + (f", {key[2]} at {key[4]}" if key[2] != "greedy" else ""), points,
                CODE.get((key[0], key[1])))
         for key, points in found.items()
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def lm_eval_series(run: Run) -> list[Series]:
 def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
     """task -> metric -> value of an lm_eval record, without RULER's tasks."""
     tasks = {task: metrics for task, metrics in (point.get("tasks") or {}).items() if isinstance(metrics, dict)}
-    return {task: {name.split(",")[0]: number(value) for name, value in metrics.items()}
+    return {task: {name.removesuffix(",none"): number(value) for name, value in metrics.items()}
             for task, metrics in tasks.items() if task not in RULER_TASKS}  # fmt: skip
 
 
@@ -124,9 +124,9 @@ def ruler_series(run: Run) -> list[Series]:
 def code_table(run: Run) -> str:
     """HumanEval+ and MBPP+, the control of the same run, and the published value."""
     rows = []
-    for point in newest(points_of(run, "code"), "dataset", "version", "protocol", "prompt"):
+    for point in newest(points_of(run, "code"), "dataset", "version", "protocol", "prompt", "temperature"):
         dataset = str(point.get("dataset")), str(point.get("version"))
-        how = ", ".join(str(point[key]) for key in ("protocol", "prompt") if point.get(key) is not None)
+        how = ", ".join(str(point[key]) for key in ("protocol", "temperature", "prompt") if point.get(key))
         cut = number(point.get("answers_cut"))
         rows.append([
             escape(" ".join(dataset)),

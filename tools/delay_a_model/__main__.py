@@ -18,6 +18,7 @@ import tyro
 
 from laneformer.config import flops_per_token
 from laneformer.llama.config import config_of_llama
+from records.files import file_sha256, model_sha256
 
 from .damage import damage_map, report
 from .lanes import cut
@@ -76,7 +77,8 @@ def delay_a_model(
     if shared := set(held_out.files) & set(train.files):
         raise ValueError(f"{min(shared)} is in held_out_text and in train_text")
     windows = held_out.spread(given.held_out_windows, given.seq_len).to(given.device)
-    about = {"model": model.name, "lanes": given.lanes, "windows": list(windows.shape)}
+    content = model_sha256(model) if model.is_dir() else file_sha256(model)
+    about = {"model": model.name, "model_sha256": content, "lanes": given.lanes, "windows": list(windows.shape)}
     about["held_out_sha256"] = held_out.sha256
     cut_model.to(given.device)
     if "map" in stages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from evals.code import answers as code_answers
+from evals.code.__main__ import is_chat
 from evals.code.answers import (
     INSTRUCTION,
     STOPS,
@@ -79,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         status = self.server.failures.pop(0) if self.server.failures else 200
         reply = json.dumps({"choices": [{"finish_reason": "stop", **choice}]} if status == 200 else {"error": "no"})
         self.send_response(status)
-        self.send_header("Content-Length", str(len(reply)))
+        self.send_header("Content-Length", str(len(reply) + (status == 206)))  # 206: the connection breaks off
         self.end_headers()
         self.wfile.write(reply.encode())
 
@@ -109,11 +111,11 @@ def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
     sampling = Sampling(n=2, temperature=0.8, seed=3)
-    endpoint.failures = [503, 429, 500]
+    endpoint.failures = [503, 429, 500, 206]
     rows = collect(dataset, ask(endpoint, sampling, parallel=2), sampling, True, tmp_path / "chat")
     assert [(r["task_id"], r["sample"]) for r in rows] == [(p["task_id"], k) for p in PROBLEMS for k in range(2)]
     assert all("```python" in r["answer"] for r in rows)
-    assert len(endpoint.seen) == 6 + 3
+    assert len(endpoint.seen) == 6 + 4
     first = endpoint.seen[0]
     assert first["path"] == "/v1/chat/completions"
     assert first["authorization"] == "Bearer k"
@@ -200,6 +202,32 @@ def test_the_engine_answers_a_chat_as_its_template_says(model_folder: Path) -> N
         made = engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)
     assert answer.strip() == tokenizer.decode(made, skip_special_tokens=True).strip()
     assert finish == ("stop" if made[-1] == 2 else "length")
+
+
+def test_a_template_in_the_tokenizers_config_is_one(model_folder: Path, tmp_path: Path) -> None:
+    """As older folders have it: a chat model was asked to complete functions, and its record said so."""
+    folder, bare = (shutil.copytree(model_folder, tmp_path / name) for name in ("hf", "bare"))
+    for each in (folder, bare):
+        template = (each / "chat_template.jinja").read_text()
+        (each / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    found = [is_chat("auto", each) for each in (model_folder, folder, bare, tmp_path, None)]
+    assert found == [True, True, False, False, True]
+
+
+def test_answers_of_other_weights_are_not_reused(model_folder: Path, tmp_path: Path) -> None:
+    """The same folder in 8 bits, or a shorter context, answers otherwise; its record once had the first's score."""
+    dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling(max_new_tokens=2)
+
+    def answers(source: Source) -> int:
+        return len(collect(dataset, Model(model_folder, source, False, sampling), sampling, False, tmp_path / "r"))
+
+    assert answers(Source()) == answers(Source()) == len(PROBLEMS)
+    with pytest.raises(ValueError, match=r"other settings: dtype .*, not 'int8'; choose another --results"):
+        answers(Source(dtype="int8"))
+    with pytest.raises(ValueError, match="other settings: max_length 512, not 256"):
+        answers(Source(max_length=256))
 
 
 def test_the_engine_completes_a_function(model_folder: Path) -> None:

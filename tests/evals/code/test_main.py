@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import TextIO
@@ -125,3 +127,10 @@ def test_folders_of_results(tmp_path: Path) -> None:
     assert len({one, two, other}) == 3
     assert one == again
     assert one.parent == tmp_path / "items"
+
+
+def test_solutions_share_the_cores_of_their_process() -> None:
+    """A watcher with --cpus 28-31 tested half a node's solutions on four cores, where right ones exceed their time."""
+    code = "import os; os.sched_getaffinity, os.cpu_count = lambda _: {*range(28, 32)}, lambda: 192\n"
+    code += "from evals.code.__main__ import Scoring; print(Scoring().parallel)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == "2"

@@ -79,6 +79,9 @@ def test_incidents_are_listed_once_and_escaped(folder: Path, tmp_path: Path) -> 
     text = incidents_card(run)
     assert text.count("<tr>") == 3, "the same place, other texts"
     assert text.count('class="missing"') == 1, "the one that crashed"
+    without = {"kind": "supervisor_bad_node", "phase": "phase1", "text": "gpu-7", "time": 1.0}  # nor do skips name one
+    run.events = [without]
+    assert "<td>phase1</td><td></td><td>gpu-7</td>" in incidents_card(run)
     run.events = []
     assert "no event on record" in incidents_card(run)
 

@@ -198,6 +198,11 @@ def test_scores_are_curves_over_checkpoints_beside_the_published_value(tmp_path:
     means = [sum(r["ruler"]["2048"].values()) / 11 for r in records(folder, "lm_eval") if r["ruler"]]
     assert [y for _, y in short.points] == pytest.approx(means)
     assert len(long.points) == 3, "the last one lacks a task"
+    (last,) = [r for r in run.evals_of("code") if r["protocol"] == "sampled"][-1:]
+    run.evals += [last | {"temperature": 0.2}]
+    _, at_08, at_02 = code_series(run)
+    assert (at_08.name, len(at_08.points)) == (mbpp.name, len(mbpp.points)), "another temperature is another curve"
+    assert (at_02.name, len(at_02.points)) == ("MBPP+, sampled at 0.2", 1)
     assert scores_card(run).count("</script>") == 3, "a figure each"
 
 
