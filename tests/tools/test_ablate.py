@@ -20,6 +20,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import flops_per_token
 from laneformer.engine.folder import read_checkpoint
 from laneformer.model import rope_table
+from records.files import hold_lock
 from tools.ablate.page import put_section
 from tools.ablate.plan import Options, Plan
 from tools.ablate.price import price_section
@@ -222,6 +223,13 @@ def test_every_variant_and_size_of_the_shipped_config_builds():
 def run(config: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools.ablate", str(config), "--out", str(out), "--workers", "1", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path):
+    with hold_lock(tmp_path / ".lock", "held"):
+        second = run(SHIPPED, tmp_path)
+    assert second.returncode == 1
+    assert f"tools.ablate: another tools.ablate trains into {tmp_path}; choose another --out (held by" in second.stderr
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from rich.markdown import Markdown
 from rich.progress import Progress
 
 from data_mixtures.mixture import Mixture
-from records.files import append_line, code_version, read_lines, write_atomically
+from records.files import append_line, code_version, hold_lock, read_lines, write_atomically
 from records.workers import end_with_parent
 from tools.bench.harness import ROOT
 
@@ -44,7 +44,10 @@ def main() -> None:
         path = options.out / "results.jsonl"
         if not options.report:
             weights = options.out / "weights" if options.keep_weights else None
-            train(list(plan.jobs()), plan.training, path, options.workers, weights)
+            with hold_lock(
+                options.out / ".lock", f"another tools.ablate trains into {options.out}; choose another --out"
+            ):
+                train(list(plan.jobs()), plan.training, path, options.workers, weights)
         finish(options, plan, path)
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools.ablate: {error}") from None
