@@ -91,6 +91,7 @@ def test_texts_of_a_field_with_their_rows(name, tmp_path):
     [
         (b'{"text": "cut', "not_json", "a.jsonl:2"),
         (b'"\xff"', "not_json", "a.jsonl:2"),
+        (b'{"text": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not_json", "a.jsonl:2"),
         (
             b'{"content": "x", "id": 3}',
             "no_field",
