@@ -31,7 +31,8 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf")
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
-DAMAGE = ("damaged", "not_utf8", "not_text", "not_json", "no_field", "no_permission")
+DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
+LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 Listed = list[Any]  # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
 
@@ -238,10 +239,12 @@ def _read(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterat
 
 
 def read(name: str | os.PathLike[str]) -> str:
-    r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text."""
+    r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text, too_large."""
     try:
         with opened(os.fspath(name)) as file:
-            text = file.read().decode("utf-8-sig")
+            if len(raw := file.read(LARGEST_BYTES + 1)) > LARGEST_BYTES:
+                raise Unreadable("too_large")
+            text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable("not_utf8") from error
     if "\0" in text:

@@ -40,6 +40,17 @@ def test_unreadable_files_give_a_reason(name, raw, reason, tmp_path):
         local.read(tmp_path / name)
 
 
+@pytest.mark.parametrize("suffix", ["", *(f".{each}" for each in PACK)])
+def test_a_text_that_is_too_large_is_counted_and_not_read(suffix, tmp_path, monkeypatch):
+    """Arrow ends at 2 GiB with an error that names no file."""
+    monkeypatch.setattr(local, "LARGEST_BYTES", 1000)
+    for name, raw in (("fits", b"x" * 1000), ("large", b"x" * 1001)):
+        (tmp_path / f"{name}{suffix}").write_bytes(PACK[suffix[1:]](raw) if suffix else raw)
+    dropped, paths = local.Dropped(), [tmp_path / f"{name}{suffix}" for name in ("large", "fits")]
+    assert texts(Input("text", ("x",)), *paths, dropped=dropped) == ["x" * 1000]
+    assert (dropped, dropped.files) == ({"too_large": 1}, {str(paths[0])})
+
+
 def test_gzip_line_ends_and_marks(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfone\r\ntwo"))
     assert local.read(tmp_path / "a.gz") == "one\ntwo"
