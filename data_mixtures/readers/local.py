@@ -61,6 +61,9 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
         found |= kept
     if without and all_match:
         raise ValueError(f"no file matches {', '.join(without)}")
+    for name in found:
+        if name.encode(errors="ignore").decode() != name:  # the plan is JSON
+            raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it")
     names = {name: portable(name, roots) for name in found}
     ordered = sorted(found, key=lambda name: (xxhash.xxh3_64_intdigest(os.fsencode(names[name])), names[name]))
     return [found[name] for name in ordered[: source_input.files]]
@@ -111,14 +114,10 @@ def _named(url: str) -> Iterator[None]:
 
 
 def _listed(name: str) -> Listed:
-    """A file as it is now. ValueError where it cannot be named, FileNotFoundError where it is gone."""
+    """A file as it is now. FileNotFoundError where it is gone."""
     if "://" in name:
         system, path = fsspec.url_to_fs(name)
         return _described(name, system.info(path))
-    try:
-        name.encode("utf-8")  # as JSON will want it
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it") from error
     status = os.stat(name)
     return [name, status.st_size, status.st_mtime_ns]
 

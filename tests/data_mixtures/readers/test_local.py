@@ -163,6 +163,13 @@ def test_the_first_files_stay_the_first(folder):
     assert names(Input("text", (f"{folder}/a/*",), files=99), {}) == every
 
 
+def test_a_name_that_is_not_utf8_can_be_excluded(folder):
+    Path(os.fsdecode(os.fsencode(folder / "a") + b"/na\xffme.txt")).write_text("x")
+    with pytest.raises(ValueError, match="is not UTF-8; rename it, or exclude it"):
+        local.find(Input("text", (f"{folder}/a/*",)), {})
+    assert len(local.find(Input("text", (f"{folder}/a/*",), exclude=("*/na?me.txt",)), {})) == 20
+
+
 def test_every_glob_must_match(folder):
     with pytest.raises(ValueError, match=rf"^no file matches {folder}/b/\*, {folder}/a/1.* \(all excluded\)$"):
         local.find(Input("text", (f"{folder}/b/*", f"{folder}/a/*", f"{folder}/a/1*"), exclude=("*/1*",)), {})
