@@ -125,7 +125,7 @@ def json_lines(
         if line.strip():
             try:
                 yield number, json.loads(line, parse_constant=lambda constant: None)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # nested thousands deep is not JSON to us
                 if skipped is None:
                     raise ValueError(f"{name}:{number}: not JSON: {error}") from None
                 skipped.append(number)

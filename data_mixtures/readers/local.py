@@ -31,7 +31,8 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf")
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
-DAMAGE = ("damaged", "not_utf8", "not_text", "not_json", "no_field", "no_permission")
+DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
+LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 Listed = list[Any]  # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
 
@@ -60,6 +61,9 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
         found |= kept
     if without and all_match:
         raise ValueError(f"no file matches {', '.join(without)}")
+    for name in found:
+        if name.encode(errors="ignore").decode() != name:  # the plan is JSON
+            raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it")
     names = {name: portable(name, roots) for name in found}
     ordered = sorted(found, key=lambda name: (xxhash.xxh3_64_intdigest(os.fsencode(names[name])), names[name]))
     return [found[name] for name in ordered[: source_input.files]]
@@ -110,14 +114,10 @@ def _named(url: str) -> Iterator[None]:
 
 
 def _listed(name: str) -> Listed:
-    """A file as it is now. ValueError where it cannot be named, FileNotFoundError where it is gone."""
+    """A file as it is now. FileNotFoundError where it is gone."""
     if "://" in name:
         system, path = fsspec.url_to_fs(name)
         return _described(name, system.info(path))
-    try:
-        name.encode("utf-8")  # as JSON will want it
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it") from error
     status = os.stat(name)
     return [name, status.st_size, status.st_mtime_ns]
 
@@ -238,10 +238,12 @@ def _read(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterat
 
 
 def read(name: str | os.PathLike[str]) -> str:
-    r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text."""
+    r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text, too_large."""
     try:
         with opened(os.fspath(name)) as file:
-            text = file.read().decode("utf-8-sig")
+            if len(raw := file.read(LARGEST_BYTES + 1)) > LARGEST_BYTES:
+                raise Unreadable("too_large")
+            text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable("not_utf8") from error
     if "\0" in text:

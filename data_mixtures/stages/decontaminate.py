@@ -50,7 +50,7 @@ class Benchmark:
     name: str
     items: int
     searchable: int  # items with a passage that is long enough
-    files: Mapping[str, str]  # file name -> sha256
+    files: Mapping[str, str]  # number and name, as names repeat in other folders -> sha256
 
 
 class Index:
@@ -118,7 +118,7 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         path.unlink(missing_ok=True)
         return
     files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
-    hashes = {name: {p.name: file_sha256(p) for p in files[name]} for name in benchmarks}
+    hashes = {name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in benchmarks}
     code = stage.key_of(CODE)
     header = _header(path)
     if header and header["code"] == code and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes:

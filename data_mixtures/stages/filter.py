@@ -184,22 +184,31 @@ class DocumentFilter:
 
 def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]:
     """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are those of the input."""
-    with pq.ParquetFile(path, memory_map=True) as parquet:
-        names = parquet.schema_arrow.names
-        if column not in names:
-            raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(names)}")
-        more = [name for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS) if name in names and name != column]
-        first = 0
-        for number in range(parquet.num_row_groups):
-            group = parquet.metadata.row_group(number)
-            columns = (group.column(i) for i in range(group.num_columns))
-            size = next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
-            row_bytes = size // max(group.num_rows, 1)
-            rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
-            for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column, *more]):
-                texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                yield Rows(texts, file, first, {name: batch.column(name).to_pylist() for name in more})
-                first += batch.num_rows
+    try:
+        with pq.ParquetFile(path, memory_map=True) as parquet:
+            names = parquet.schema_arrow.names
+            if column not in names:
+                raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(names)}")
+            more = [name for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS) if name in names and name != column]
+            first = 0
+            for number in range(parquet.num_row_groups):
+                group = parquet.metadata.row_group(number)
+                columns = (group.column(i) for i in range(group.num_columns))
+                size = next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
+                row_bytes = size // max(group.num_rows, 1)
+                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
+                for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column, *more]):
+                    texts = batch.column(column).cast(pa.large_binary()).to_pylist()
+                    yield Rows(texts, file, first, {name: _values(batch.column(name)) for name in more})
+                    first += batch.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{file or path} cannot be read ({error}); restore or exclude it") from error
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """What a column holds; the strings of a Parquet file need not be UTF-8."""
+    raw = column.cast(pa.large_binary()) if column.type in (pa.string(), pa.large_string()) else column
+    return [value.decode(errors="replace") if isinstance(value, bytes) else value for value in raw.to_pylist()]
 
 
 def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None:

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import shutil
 import traceback
 import uuid
@@ -114,7 +115,8 @@ def text_column(out: Path, unit: Unit) -> str:
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
     """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and Parquet), and its fields."""
     known = {name: fields[name] for name in ORIGIN_FIELDS if fields.get(name) is not None}
-    return json.dumps({"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str)
+    said = json.dumps({"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str)
+    return said.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 
 def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
@@ -247,6 +249,8 @@ def free(out: Path, stage: str, unit: Unit) -> int:
 
 def exclusive(out: Path) -> TextIO:
     """One preparation per folder in this context. ValueError when there is another, with its process and host."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # workers inherit it: all runs of a source are open at a time
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return hold_lock(out / ".lock", f"another process is preparing {out}; wait for it, or use another --out")
 
 

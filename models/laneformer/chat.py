@@ -109,8 +109,8 @@ def _checked(message: Mapping[str, Any], number: int, expected: str) -> tuple[st
     role, text = message["role"], message["content"]
     if role not in (SYSTEM, USER, ASSISTANT):
         raise ChatError("role", f"message {number} has the role {role!r}; allowed are system, user and assistant")
-    if not isinstance(text, str):
-        raise ChatError("content", f"message {number} has content of type {type(text).__name__}; it must be a string")
+    if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:  # JSON can hold lone surrogates
+        raise ChatError("content", f"message {number} has content of type {type(text).__name__}; it needs valid text")
     if role == SYSTEM:
         return role, text
     if role != expected:

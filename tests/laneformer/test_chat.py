@@ -88,6 +88,7 @@ def test_the_tokenizer_given_keeps_its_mode(folder: Path) -> None:
         ([{"from": "human", "value": "x"}], "fields", "needs the fields 'role' and 'content'"),
         (["x"], "fields", "message 0 is 'x'"),
         ([{"role": "user", "content": ["x"]}], "content", "content of type list"),
+        (turns("x", "half \ud83d"), "content", "message 1 has content of type str; it needs valid text"),
         (turns("x", " \n"), "empty", "message 1, the assistant's, is empty"),
         ([{"role": "assistant", "content": "x"}], "order", "message 0 is the assistant's, but it is the user's turn"),
         ([*turns("x"), *turns("x")], "order", "message 1 is the user's"),

@@ -10,7 +10,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from multiprocessing import get_context
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ from tokenizers import Tokenizer
 
 from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render, token_ids
 from records.files import json_lines
+from records.workers import end_with_parent
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 ROWS_AT_A_TIME = 64  # to a worker process
@@ -89,7 +93,8 @@ def messages(row: Any) -> list[dict[str, Any]]:
     if isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
         if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
             raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
-        return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+        roles = (SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]) for turn in turns)
+        return [{"role": role, "content": turn["value"]} for role, turn in zip(roles, turns, strict=True)]
     raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
 
 
@@ -121,6 +126,8 @@ _worker: tuple[ChatTokenizer, int, bool]
 
 def _start_worker(tokenizer_json: str, eos_id: int, longest: int, cut: bool) -> None:
     global _worker
+    if parent_process():
+        end_with_parent()
     _worker = ChatTokenizer(Tokenizer.from_str(tokenizer_json), eos_id), longest, cut
 
 
@@ -139,5 +146,11 @@ def encode_all(
         _start_worker(tokenizer.to_str(), eos_id, longest, cut)
         yield from map(_encode_row, rows(origin))
         return
-    with get_context("spawn").Pool(workers, _start_worker, (tokenizer.to_str(), eos_id, longest, cut)) as pool:
-        yield from pool.imap(_encode_row, rows(origin), chunksize=ROWS_AT_A_TIME)
+    given, start = rows(origin), (tokenizer.to_str(), eos_id, longest, cut)
+    # not a Pool, which waits forever for what a killed worker had
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, start) as pool:
+        try:
+            while group := list(islice(given, 16 * ROWS_AT_A_TIME * workers)):
+                yield from pool.map(_encode_row, group, chunksize=ROWS_AT_A_TIME)
+        except BrokenProcessPool as broken:
+            raise ValueError(f"{origin}: a worker was killed (out of memory?); give fewer --workers") from broken

@@ -7,7 +7,7 @@ them is the first of the next window, which is never trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
@@ -51,23 +51,13 @@ def streams(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and flags of windows in a row, (windows * size + 1,) each; the rest of a window is padding."""
     tokens, flags = np.zeros((2, len(windows) * size + 1), dtype)
-    for at, conversation in _places(windows, conversations, size):
-        if conversation is not None:
-            here = slice(at, at + len(conversation.ids))
-            tokens[here], flags[here] = conversation.ids, conversation.trained * TRAINED
-        flags[at] |= BEGINS
-    return tokens, flags
-
-
-def _places(
-    windows: Sequence[Sequence[int]], conversations: Sequence[Conversation], size: int
-) -> Iterator[tuple[int, Conversation | None]]:
-    """Where each conversation begins, and (None) where padding does."""
     for number, window in enumerate(windows):
         at = number * size
-        for item in window:
-            yield at, conversations[item]
-            at += len(conversations[item].ids)
-        if at < (number + 1) * size:
-            yield at, None
-    yield len(windows) * size, None
+        for ids, trained in ((conversations[item].ids, conversations[item].trained) for item in window):
+            here = slice(at, at + len(ids))
+            tokens[here], flags[here] = ids, trained * TRAINED
+            flags[at] |= BEGINS
+            at = here.stop
+        flags[at] |= BEGINS  # of padding, or of the next window
+    flags[-1] |= BEGINS
+    return tokens, flags

@@ -145,12 +145,7 @@ def _write(
     for number, first in enumerate(range(0, len(windows), step)):
         name = f"shard-{number:05d}" if part == "train" else Path(shards.VALID).stem
         tokens, flags = packing.streams(windows[first : first + step], conversations, rules.seq_len, dtype)
-        files = [
-            _write_stream(folder / f"{name}{end}", each, rules) for end, each in ((".bin", tokens), (FLAGS, flags))
-        ]
+        streams = ((".bin", tokens), (FLAGS, flags))
+        files = [shards.write_windows(folder / f"{name}{end}", each, rules.seq_len) for end, each in streams]
         entries.append({**files[0], "flags": files[1]})
     return entries
-
-
-def _write_stream(path: Path, stream: np.ndarray, rules: Rules) -> dict[str, Any]:
-    return shards.write_windows(path, stream, rules.seq_len)

@@ -40,6 +40,17 @@ def test_unreadable_files_give_a_reason(name, raw, reason, tmp_path):
         local.read(tmp_path / name)
 
 
+@pytest.mark.parametrize("suffix", ["", *(f".{each}" for each in PACK)])
+def test_a_text_that_is_too_large_is_counted_and_not_read(suffix, tmp_path, monkeypatch):
+    """Arrow ends at 2 GiB with an error that names no file."""
+    monkeypatch.setattr(local, "LARGEST_BYTES", 1000)
+    for name, raw in (("fits", b"x" * 1000), ("large", b"x" * 1001)):
+        (tmp_path / f"{name}{suffix}").write_bytes(PACK[suffix[1:]](raw) if suffix else raw)
+    dropped, paths = local.Dropped(), [tmp_path / f"{name}{suffix}" for name in ("large", "fits")]
+    assert texts(Input("text", ("x",)), *paths, dropped=dropped) == ["x" * 1000]
+    assert (dropped, dropped.files) == ({"too_large": 1}, {str(paths[0])})
+
+
 def test_gzip_line_ends_and_marks(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfone\r\ntwo"))
     assert local.read(tmp_path / "a.gz") == "one\ntwo"
@@ -91,6 +102,7 @@ def test_texts_of_a_field_with_their_rows(name, tmp_path):
     [
         (b'{"text": "cut', "not_json", "a.jsonl:2"),
         (b'"\xff"', "not_json", "a.jsonl:2"),
+        (b'{"text": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not_json", "a.jsonl:2"),
         (
             b'{"content": "x", "id": 3}',
             "no_field",
@@ -149,6 +161,13 @@ def test_the_first_files_stay_the_first(folder):
     every = names(Input("text", (f"{folder}/a/*",)), {})
     assert names(Input("text", (f"{folder}/a/*",), files=5), {}) == every[:5]
     assert names(Input("text", (f"{folder}/a/*",), files=99), {}) == every
+
+
+def test_a_name_that_is_not_utf8_can_be_excluded(folder):
+    Path(os.fsdecode(os.fsencode(folder / "a") + b"/na\xffme.txt")).write_text("x")
+    with pytest.raises(ValueError, match="is not UTF-8; rename it, or exclude it"):
+        local.find(Input("text", (f"{folder}/a/*",)), {})
+    assert len(local.find(Input("text", (f"{folder}/a/*",), exclude=("*/na?me.txt",)), {})) == 20
 
 
 def test_every_glob_must_match(folder):

@@ -141,6 +141,20 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
         decontaminate.load(tmp_path, names)
 
 
+def test_files_of_one_name_in_several_folders_all_count(tmp_path):
+    names = {"arc": str(tmp_path / "arc/**/*.jsonl")}
+    items = {
+        name: f"Which of the {name} questions is it that every model in the world has to answer?" for name in "cea"
+    }
+    for name, item in items.items():  # sorted, they come before and behind those that are there
+        (tmp_path / "arc" / name).mkdir(parents=True)
+        (tmp_path / "arc" / name / "test.jsonl").write_text(json.dumps({"q": item}) + "\n")
+        decontaminate.make_index(names, tmp_path)
+        index = decontaminate.load(tmp_path, names)
+        assert index is not None
+        assert index.find([item])[0], f"the items of {name} are not in the index"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [

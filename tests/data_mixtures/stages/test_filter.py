@@ -154,6 +154,29 @@ def test_text_that_a_reader_wrote_keeps_the_origin_that_it_says(out):
     assert documents(done)[0].column("origin").to_pylist() == ["a", "b", "c"]
 
 
+def test_an_origin_that_is_not_utf8_is_kept_as_far_as_it_is(out):
+    urls = [b"http://a/\xff", None, b"", b"http://b"]
+    columns = {"text": GOOD[:4], "url": pa.array(urls, pa.binary()).view(pa.string()), "id": [1, 2, 3, 4]}
+    found = documents(write_parquet(out, columns, {"path": "0.parquet"}))[0].column("origin").to_pylist()
+    assert [json.loads(each).get("url") for each in found] == ["http://a/\ufffd", None, "", "http://b"]
+    assert [json.loads(each)["id"] for each in found] == [1, 2, 3, 4]
+    assert json.loads(stage.origin("a.jsonl", 0, {"url": "x\ud800"}).encode()) == {
+        "file": "a.jsonl",
+        "row": 0,
+        "url": "x?",
+    }
+
+
+def test_a_damaged_page_is_named_by_its_file(out):
+    write_parquet(out, {"text": GOOD}, {"path": "c/0.parquet"}, row_group_size=100)
+    raw = out / "fetch/notes/unit-00000" / stage.RAW
+    begin = pq.ParquetFile(raw).metadata.row_group(1).column(0).dictionary_page_offset
+    content = raw.read_bytes()
+    raw.write_bytes(content[: begin + 100] + bytes(500) + content[begin + 600 :])
+    with pytest.raises(ValueError, match=r"c/0\.parquet cannot be read \(.*\); restore or exclude it"):
+        list(filter.read_raw(raw, "text", "c/0.parquet"))
+
+
 def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
     texts, kept = {"notes": [GOOD[:130], GOOD[130:]]}, {}
     for share in (0.12, 0.3, 1.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -75,6 +76,17 @@ def test_more_units_than_files_may_be_open_make_more_runs(tmp_path, monkeypatch)
     for units, expected in ((20_000, -(-20_000 // 128)), (1_200, -(-1_200 // 19)), (64, 64)):
         monkeypatch.setattr(stage, "planned_units", lambda out, source, count=units: range(count))
         assert len(runs.made_by(tmp_path, "notes")[1]) == expected
+
+
+def test_more_runs_than_a_process_may_open_at_first(tmp_path):
+    """A source of 10 TB in units of 64 MiB has 1,250 runs, and each has two files open while a shard is written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        with stage.exclusive(tmp_path):
+            shuffled(tmp_path, plan_of(windows_per_shard=100), {"notes": texts_of(100)}, units=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_each_document_keeps_its_origin(tmp_path, few):

@@ -138,6 +138,18 @@ def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, quie
     }
 
 
+def test_a_symbolic_link_is_linked_to_what_it_names(tmp_path, mirror, quiet):
+    """As in the cache of the Hugging Face hub, whose files are relative links to blobs."""
+    (mirror / "blobs").mkdir()
+    for path in (mirror / REPO / "4plus").glob("*.parquet"):
+        blob = path.rename(mirror / "blobs" / path.name)
+        path.symlink_to(os.path.relpath(blob, path.parent))
+    fetched(recipe(tmp_path, {"name": "exact"}), tmp_path / "out", mirror, quiet)
+    raw = tmp_path / "out/fetch/exact/unit-00000/raw.parquet"
+    assert not raw.is_symlink()
+    assert os.path.samefile(raw, mirror / "blobs/part_000000.parquet")
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 

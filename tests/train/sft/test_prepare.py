@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -20,7 +23,7 @@ import sentencepiece
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
-from train.sft import identity, source
+from train.sft import conversations, identity, source
 from train.sft.__main__ import Arguments, run
 from train.sft.conversations import ROWS_AT_A_TIME, encode_all, rows
 
@@ -106,18 +109,19 @@ def test_what_cannot_be_used_is_counted_by_reason(arguments: Arguments, tmp_path
         "{broken", {"text": "x"}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": chat(1)[1:]},
         {"messages": [{"role": "user", "content": " "}]}, {"messages": chat(1)[:1]}, {"messages": chat(5, 40)},
         {"messages": [{"role": "user", "content": 3}]}, {"conversations": [{"from": "human"}]}, "also broken",
+        {"conversations": [{"from": ["human"], "value": "x"}]}, {"messages": [{"role": "user", "content": "\ud83d"}]},
     ]  # fmt: skip
-    good = [{"messages": chat(n)} for n in range(100, 140)]
+    good = [{"messages": chat(n)} for n in range(100, 148)]
     path = write(tmp_path / "bad.jsonl", good + bad)
-    with pytest.raises(ValueError, match=r"source 'bad': 20\.0% of 50 .* \(content 1, .* too_long 1\); allowed are 5"):
+    with pytest.raises(ValueError, match=r"source 'bad': 20\.0% of 60 .* \(content 2, .* too_long 1\); allowed are 5"):
         run(replace(arguments, conversations=(str(path),)))
     assert not (arguments.out / "bad").exists()
     run(replace(arguments, conversations=(str(path),), max_dropped=0.25))
     found = manifest(arguments, "bad")
     assert found["dropped"] == {
-        "content": 1, "empty": 1, "fields": 2, "no_reply": 1, "not_json": 2, "order": 1, "role": 1, "too_long": 1,
+        "content": 2, "empty": 1, "fields": 2, "no_reply": 1, "not_json": 2, "order": 1, "role": 2, "too_long": 1,
     }  # fmt: skip
-    assert found["read"] == found["kept"] + sum(found["dropped"].values()) == 50
+    assert found["read"] == found["kept"] + sum(found["dropped"].values()) == 60
 
 
 def test_long_ones_keep_their_first_exchanges(arguments: Arguments, tmp_path: Path) -> None:
@@ -170,6 +174,20 @@ def test_workers_change_nothing(arguments: Arguments, tokenizer: Path) -> None:
     one, two = (list(encode_all(path, fast, 2, SEQ_LEN, False, workers)) for workers in (1, 2))
     assert len(one) > ROWS_AT_A_TIME
     assert [each.key for each in one] == [each.key for each in two]  # type: ignore[union-attr]
+
+
+def test_a_killed_worker_is_an_error(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel ends it when memory runs out; a pool of `multiprocessing` would wait forever."""
+
+    def killing(origin: str) -> Iterator[Any]:
+        yield from [{"messages": chat(1)}] * (2 * 16 * ROWS_AT_A_TIME)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        yield {"messages": chat(1)}
+
+    monkeypatch.setattr(conversations, "rows", killing)
+    with pytest.raises(ValueError, match="a worker was killed"):
+        list(encode_all("x", tokenizer_from_sentencepiece(tokenizer), 2, SEQ_LEN, False, 2))
 
 
 def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_all(
