@@ -12,7 +12,6 @@ number of workers, and however often it was killed and started again. The argume
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from rich.table import Table
 from data_mixtures import recipe, shards
 from data_mixtures.stages import stage, table
 from data_mixtures.stages.run import AGAIN, KINDS, Options, figures
+from records.workers import usable_cpus
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
 SLURM_WORKERS = 64
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def options(arguments: argparse.Namespace) -> Options:
     """The executor that the arguments ask for. ValueError for options of another one."""
-    default = SLURM_WORKERS if arguments.executor == "slurm" else os.cpu_count() or 1
+    default = SLURM_WORKERS if arguments.executor == "slurm" else usable_cpus()
     workers = default if arguments.workers is None else arguments.workers
     recipe.check_integer("--workers", workers)
     given = {name: getattr(arguments, name.replace("-", "_")) for name in SBATCH}

@@ -41,6 +41,7 @@ from records.evals import About
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, hold_lock, read_lines
 from records.job import JobSections, read_job
+from records.workers import usable_cpus
 
 SCRATCH = ".evals-watch"
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -229,7 +230,7 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
                 raise ValueError(f"--cpus {cpus!r} is not a list of cores, such as 28-31 or 2,3")
             chosen |= set(range(int(first), int(last or first) + 1))
         os.sched_setaffinity(0, chosen)
-        os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
+        os.environ["OMP_NUM_THREADS"] = str(usable_cpus())
 
 
 def main() -> int:

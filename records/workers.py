@@ -1,4 +1,4 @@
-"""Worker processes that do not outlive whoever started them."""
+"""Worker processes: how many, and that none outlives whoever started it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import multiprocessing
 import os
 import signal
 import threading
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on: a job of Slurm or a container often has fewer than `os.cpu_count()`."""
+    return len(os.sched_getaffinity(0))
 
 
 def end_with_parent() -> None:

@@ -34,7 +34,7 @@ from data_mixtures.stages.stage import (
     remove_partial,
     unit_folder,
 )
-from records.workers import end_with_parent
+from records.workers import end_with_parent, usable_cpus
 
 KINDS = ("local", "slurm")
 AGAIN = "run the same command again: it continues with the unfinished units"
@@ -54,7 +54,7 @@ class Options:
     @property
     def threads(self) -> int:
         """For what runs in this process, wherever units run."""
-        return self.workers if self.kind == "local" else os.cpu_count() or 1
+        return self.workers if self.kind == "local" else usable_cpus()
 
 
 def _run(stage: Stage, units: list[Unit], options: Options, tell: slurm.Tell) -> None:

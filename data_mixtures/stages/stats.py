@@ -7,7 +7,6 @@ are sorted by the same key, so one merge over ranges of keys brings equal ids to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import combinations
@@ -24,6 +23,7 @@ from data_mixtures.stages import blocks, runs, stage
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 from records import page
+from records.workers import usable_cpus
 
 JSON = "stats.json"
 LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
@@ -41,7 +41,7 @@ def write(
     without a lock, or a source without a manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(workers or usable_cpus()) as pool:
         facts = {
             source: {**{name: manifest[name] for name in _FACTS}, "valid_windows": manifest["valid"]["windows"]}
             | {"quarantined": len(manifest.get("quarantined", ())), "lengths": _lengths(out / source, manifest, pool)}

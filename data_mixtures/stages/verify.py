@@ -13,7 +13,6 @@ fingerprints are what they were before the damage.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from data_mixtures import mixture, shards
 from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit
 from records.files import file_sha256
+from records.workers import usable_cpus
 
 AFTER_A_CHANGE = (
     "a job of the old fingerprint stops where it meets the damage; the new lock does not fit its checkpoints. Either "
@@ -64,7 +64,7 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     found: list[Damage] = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-    with bar as progress, ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+    with bar as progress, ThreadPoolExecutor(workers or usable_cpus()) as pool:
         task = progress.add_task("verifying", total=size)
         for source, manifest in manifests.items():
             folder, entries = out / source, shards.token_files(manifest)

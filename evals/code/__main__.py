@@ -35,6 +35,7 @@ from evals.items import write_items
 from evals.scorer import LOCAL, SourceFlags, fast_tokenizer
 from records.evals import NOWHERE, SERVER, About, AboutFlags, EvalCommand, optional
 from records.files import file_sha256
+from records.workers import usable_cpus
 
 KS = (1, 10, 100)
 
@@ -52,7 +53,7 @@ def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
 class Scoring:
     """How solutions are tested."""
 
-    parallel: int = max(1, len(os.sched_getaffinity(0)) // 2)  # on too few cores (--cpus, Slurm) right ones time out
+    parallel: int = max(1, usable_cpus() // 2)  # on too few cores (--cpus, Slurm) right ones time out
     """solutions tested concurrently"""
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""

@@ -253,4 +253,10 @@ def test_options_that_do_not_fit_are_refused(run):
     more = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--sbatch", "qos=a=b", "--sbatch", "exclusive"]
     options = prepare.options(stages_command.parser().parse_args(more))
     assert options == Options(64, "slurm", {"qos": "a=b", "exclusive": ""})
-    assert options.threads == os.cpu_count()  # of verify and stats, which run here
+    cpus = os.sched_getaffinity(0)
+    assert options.threads == len(cpus)  # of verify and stats, which run here
+    os.sched_setaffinity(0, {min(cpus)})  # as in a job that has fewer than its machine
+    try:
+        assert options.threads == prepare.options(stages_command.parser().parse_args(line[:4])).workers == 1
+    finally:
+        os.sched_setaffinity(0, cpus)

@@ -11,7 +11,6 @@ NAME become one source, and without NAME= the file's own name is taken. Each row
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -26,6 +25,7 @@ from data_mixtures.recipe import check_known
 from data_mixtures.tokenizer import facts
 from laneformer.hf.tokenizer import open_tokenizer
 from records.files import hold_lock
+from records.workers import usable_cpus
 
 from .source import Rules, prepare
 
@@ -56,7 +56,7 @@ class Arguments:
     """Share of conversations of a source that may be unusable."""
     seed: int = 1
     """Decides the order of the windows."""
-    workers: int = os.cpu_count() or 1
+    workers: int = usable_cpus()
     """Processes that tokenize."""
 
 
