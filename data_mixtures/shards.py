@@ -199,6 +199,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_manifests(data: Path) -> dict[str, dict[str, Any]]:
+    """The manifests of all sources of a folder, by name; a hidden folder is what a publication that was killed left."""
+    folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
+    if not folders:
+        raise ValueError(f"{data} holds no <source>/{MANIFEST}; create it with `python -m data_mixtures.prepare`")
+    return {folder.name: read_manifest(folder) for folder in folders}
+
+
 def check_format(path: Path, content: dict[str, Any]) -> None:
     """ValueError for a manifest or lock of another format."""
     if (found := content.get("format")) != FORMAT:

@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
-from data_mixtures.shards import tokenizer_path
+from data_mixtures.shards import read_manifests, tokenizer_path
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
 from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, optional
 from records.files import file_sha256
@@ -83,10 +83,7 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
 
     ValueError when none has any.
     """
-    manifests = sorted(data.glob("*/source.json"))
-    if not manifests:
-        raise ValueError(f"{data} holds no <source>/source.json; create it with `python -m data_mixtures.prepare`")
-    categories = {m.parent.name: json.loads(m.read_text(encoding="utf-8"))["category"] for m in manifests}
+    categories = {name: manifest["category"] for name, manifest in read_manifests(data).items()}
     windows = {name: valid_windows(data, name, max_windows=count) for name in categories}
     if without := [name for name, found in windows.items() if not len(found)]:
         Console(stderr=True).print(f"no held-out windows, left out: {', '.join(without)}", highlight=False)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures.shards import read_manifest
+from data_mixtures.shards import read_manifests
 from data_mixtures.stages.decontaminate import known_benchmarks
 from records.evals import NO_MODEL, EvalCommand, append_record, optional
 
@@ -27,10 +27,7 @@ def contamination(data: Path) -> dict[str, Any]:
 
     ValueError for a folder without sources. `benchmarks` is empty if the data was not searched.
     """
-    folders = sorted(path.parent for path in data.glob("*/source.json"))
-    if not folders:
-        raise ValueError(f"{data} holds no <source>/source.json; create it with `python -m data_mixtures.prepare`")
-    manifests = {folder.name: read_manifest(folder) for folder in folders}
+    manifests = read_manifests(data)
     by_source = {name: manifest.get("contamination", {}) for name, manifest in manifests.items()}
     known = {benchmark.name: benchmark for benchmark in known_benchmarks(data)}
     benchmarks = {}
@@ -79,7 +76,7 @@ def main(
     started = time.perf_counter()
     figures = contamination(data)
     show(figures)
-    sources = [read_manifest(data / name) for name in figures["manifests"]]
+    sources = list(read_manifests(data).values())
     return append_record(
         out,
         "contamination",

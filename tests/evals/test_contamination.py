@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,8 @@ def test_counts_add_up_and_never_pass_the_items(data: Path, capsys: pytest.Captu
     assert set(record["manifests"]) == {"code", "web"}
     assert "code, web" in capsys.readouterr().err
     before = contamination(data)["manifests"]
+    shutil.copytree(data / "web", data / ".web.old")  # as a publication that was killed leaves it
+    assert contamination(data)["manifests"] == before
     source(data, "web", {}, tokenizer="cd")
     assert contamination(data)["manifests"]["web"] != before["web"], "other data, another hash"
 
