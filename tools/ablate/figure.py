@@ -91,8 +91,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         names = dict.fromkeys(row["variant"] for row in curve if row["role"] is None)
         for name, color in zip(names, COLORS, strict=False):
             own = [r for r in curve if r["variant"] == name]
-            points(by_size, own, lambda r: r["parameters"], "o-", color, words(name))
-        by_size.set(xlabel="parameters", xscale="log")
+            if len(own) > 1:
+                points(by_size, own, lambda r: r["parameters"], "o-", color, words(name))
+        ticks = sorted({row["parameters"] for row in rows})
+        by_size.set(xlabel="parameters", xscale="log", xticks=ticks, xticklabels=[f"{t / 1e6:.2g}M" for t in ticks])
+        by_size.minorticks_off()
     by_delay.set(xlabel=f"delay, layers ({lanes} lanes)", xticks=range(5))
     by_lanes.set(xlabel="lanes", xscale="log", xticks=[1, 2, 4, 8], xticklabels=["1", "2", "4", "8"])
     by_lanes.minorticks_off()

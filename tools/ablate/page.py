@@ -116,7 +116,8 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
 
 def in_one_analysis(results: Sequence[Result], baseline: str) -> list[str]:
     """What all variants of one size say together."""
-    if (joint := together(results, baseline)) is None:
+    joint = together(results, baseline)
+    if joint is None or len(joint["differences"]) < 2:  # of one, it is the paired interval
         return []
     halves = [joint["half_width_95"], joint["half_width_95_of_all"]]
     apart = [
